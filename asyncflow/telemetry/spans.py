@@ -1,0 +1,97 @@
+"""Spans: what every worker did, and what it waited for, in one schema for real and simulated runs.
+
+    worker's lane   |--- forward_backward ---|wait: rows|- forward_backward -|- optim_step -|- publish -|wait: rows ...
+
+A worker's lane is in exactly one state at any moment, so busy time and idle time by cause add up to wall time by construction.
+Spans off the lane (`is_lane` false: one group's generation, one background fetch) may overlap anything.
+Times are seconds of the clock given to the recorder; in one run on one node all clocks are CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One interval of one worker. `task` is `wait` for idle time, and `cause` then says what was waited for."""
+
+    worker: str
+    task: str
+    start: float
+    end: float
+    is_lane: bool = True
+    cause: str = ""
+    step: int = -1
+    version: int = -1
+    rows: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    layout: str = ""
+    device: str = ""
+
+
+class Recorder:
+    """Writes one worker's spans. `sink` takes finished spans; `state` is what the worker does now, for `asyncflow status`."""
+
+    def __init__(self, worker: str, clock: Callable[[], float], sink: Callable[[Span], None], device: str = "") -> None:
+        self.worker = worker
+        self.device = device
+        self.clock = clock
+        self._sink = sink
+        self._task = "wait"
+        self._fields: dict[str, str | int] = {"cause": "start"}
+        self._counts: dict[str, int] = {}
+        self._since = clock()
+
+    @property
+    def state(self) -> tuple[str, str, float]:
+        """(task, cause, since) of the lane."""
+        return self._task, str(self._fields.get("cause", "")), self._since
+
+    def enter(self, task: str, **fields: str | int) -> None:
+        """End the lane's present state and begin another. Entering the state it is in already changes nothing."""
+        if (task, fields) != (self._task, self._fields):
+            self._close_state()
+            self._task, self._fields = task, fields
+
+    def add(self, *, rows: int = 0, tokens: int = 0, bytes: int = 0) -> None:
+        """Count work towards the lane's present state."""
+        for name, amount in (("rows", rows), ("tokens", tokens), ("bytes", bytes)):
+            if amount:
+                self._counts[name] = self._counts.get(name, 0) + amount
+
+    def waiting(self, cause: str) -> None:
+        """The lane is idle, for this cause."""
+        self.enter("wait", cause=cause)
+
+    @contextmanager
+    def busy(self, task: str, **fields: str | int) -> Iterator[None]:
+        """The lane does `task` inside the block, and is in its former state again after it."""
+        before_task, before_fields = self._task, self._fields
+        self.enter(task, **fields)
+        try:
+            yield
+        finally:
+            self.enter(before_task, **before_fields)
+
+    def beside(self, task: str, start: float, **fields: str | int) -> None:
+        """Record work that overlaps the lane, from `start` to now."""
+        self._emit(task, start, self.clock(), is_lane=False, **fields)
+
+    def flush(self) -> None:
+        """End the lane's present state at this moment and go on in it (so that long states reach the sink)."""
+        self._close_state()
+
+    def _close_state(self) -> None:
+        now = self.clock()
+        if now > self._since:
+            self._emit(self._task, self._since, now, **{**self._fields, **self._counts})
+        self._since = now
+        self._counts = {}
+
+    def _emit(self, task: str, start: float, end: float, **fields: str | int | bool) -> None:
+        times = {"worker": self.worker, "task": task, "start": start, "end": end, "device": self.device}
+        self._sink(msgspec.convert({**times, **fields}, Span))

@@ -1,0 +1,65 @@
+"""A thread that computes for an event loop.
+
+consumes: calls handed to `run`, one at a time in order (so that the thread is also its owner's lock)
+waits for: the next call
+is unblocked by: `run` and `close`
+
+The thread is a daemon: an interpreter that must end does not wait for a computation to finish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class ComputeThread:
+    """Runs callables one after another in a single daemon thread; their results come back to the calling event loop."""
+
+    def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
+        """`setup` runs first, inside the thread (thread counts of numerical libraries are per thread)."""
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop] | None]
+        self._calls = queue.SimpleQueue()
+        self._setup = setup
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        """`call(*args)` in the thread; its exception is raised here."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._calls.put((lambda: call(*args), future, loop))
+        return await future
+
+    def close(self) -> None:
+        """End the thread after the calls already handed in."""
+        self._calls.put(None)
+
+    def _loop(self) -> None:
+        if self._setup is not None:
+            self._setup()
+        while (item := self._calls.get()) is not None:
+            call, future, loop = item
+            result, error = None, None
+            try:
+                result = call()
+            except BaseException as caught:
+                error = caught
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits for this answer any more
+                return
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
