@@ -1,1 +1,48 @@
+"""The command line: one file per verb. A mistake of the user's is one sentence and exit code 2, a failed run exit code 1."""
 
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from asyncflow.cli.check import check
+from asyncflow.cli.eval import evaluate
+from asyncflow.cli.report import report
+from asyncflow.cli.status import status
+from asyncflow.cli.train import train
+from asyncflow.types import RunError, UserError
+
+app = typer.Typer(
+    help="Post-train language models with reinforcement learning, generation and training side by side.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(train)
+app.command(name="eval")(evaluate)
+app.command()(report)
+app.command()(status)
+app.command()(check)
+
+
+def main() -> None:
+    """The entry point of `asyncflow`."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        app()
+    except* UserError as group:
+        _end(group, 2)
+    except* (RunError, OSError) as group:
+        _end(group, 1)
+
+
+def _end(group: BaseExceptionGroup, code: int) -> None:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = f"{error.filename or 'a file'}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+    print(f"asyncflow: {text}", file=sys.stderr)
+    sys.exit(code)

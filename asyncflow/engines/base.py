@@ -138,6 +138,10 @@ class TrainEngine(Protocol):
         """Divide the sums by `normaliser`, clip, step, clear the sums. A non-finite gradient is skipped, not applied."""
         ...
 
+    async def discard(self) -> None:
+        """Clear the step's sums without a step."""
+        ...
+
     async def log_probs(self, micro_batch: MicroBatch) -> Ragged:
         """Log-probs (float32, R entries) of the response tokens under the current weights, without gradient."""
         ...

@@ -44,18 +44,18 @@ class Recorder:
         self._task = "wait"
         self._fields: dict[str, str | int] = {"cause": "start"}
         self._counts: dict[str, int] = {}
-        self._since = clock()
+        self._entered = self._since = clock()
 
     @property
     def state(self) -> tuple[str, str, float]:
         """(task, cause, since) of the lane."""
-        return self._task, str(self._fields.get("cause", "")), self._since
+        return self._task, str(self._fields.get("cause", "")), self._entered
 
     def enter(self, task: str, **fields: str | int) -> None:
         """End the lane's present state and begin another. Entering the state it is in already changes nothing."""
         if (task, fields) != (self._task, self._fields):
             self._close_state()
-            self._task, self._fields = task, fields
+            self._task, self._fields, self._entered = task, fields, self._since
 
     def add(self, *, rows: int = 0, tokens: int = 0, bytes: int = 0) -> None:
         """Count work towards the lane's present state."""

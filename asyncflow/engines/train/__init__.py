@@ -1,1 +1,3 @@
+"""Engines that train. `torch`: one process, one device."""
 
+TRAIN_ENGINES = {"torch": "asyncflow.engines.train.torch_engine:TorchEngine"}

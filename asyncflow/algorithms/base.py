@@ -1,0 +1,29 @@
+"""The contract of an algorithm.
+
+    advantages   float32 [R] -> float32 [R], over ONE group: never over the rows that happen to arrive together
+    loss         TokenBatch -> LossSums, over ONE micro-batch: a sum, so that micro-batches may be added in any order
+    normaliser   which integer count of the whole step divides the gradient, once, at the optimiser step
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from asyncflow.types import Array, LossSums, TokenBatch
+
+Normaliser = Literal["tokens", "sequences"]
+
+
+class Algorithm(Protocol):
+    """Built once with the options of the config; stateless from then on."""
+
+    normaliser: Normaliser
+    """`tokens`: the masked response tokens of the step; `sequences`: its rows."""
+
+    def advantages(self, rewards: Array) -> Array:
+        """Advantages (float32 [R]) of the rows of one group from their rewards (float32 [R])."""
+        ...
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """The unnormalised loss of one micro-batch, a differentiable scalar, and its metrics (sums over the masked tokens)."""
+        ...

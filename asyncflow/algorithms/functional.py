@@ -1,0 +1,78 @@
+"""The mathematics of policy-gradient losses, as pure functions.
+
+Equation numbers are those of "Periodic Asynchrony: An On-Policy Approach for Accelerating LLM Reinforcement Learning" (PA),
+in its order, read per token as the field does and not per response as PA prints them.
+
+R rows of a group or micro-batch, T response tokens of a micro-batch end to end. Everything named `log_...` is a natural
+logarithm; KL divergences and entropies are in nats.
+
+Only methods of the tensors are used, no torch function: importing this file costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncflow.types import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def group_advantages(rewards_R: Array, epsilon: float) -> Array:
+    """A_i = (r_i - mean r) / (std r + epsilon) over one group (PA 1).
+
+    rewards_R float32 [R] -> float32 [R]. `std` is the sample's, which divides by R - 1: PA does not say, TRL and verl do so.
+    A group whose rewards are all equal, or of one row, has nothing to compare: its advantages are exactly 0, and its tokens
+    still count in the normaliser.
+
+    Raises:
+        ValueError: a reward is not finite, or there is not one axis.
+    """
+    rewards = np.asarray(rewards_R, np.float64)
+    if rewards.ndim != 1:
+        raise ValueError(f"the rewards of a group have one axis, not shape {rewards.shape}")
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"rewards of a group must be finite: {rewards.tolist()}")
+    # The mean of equal numbers may differ from them by rounding, which a small epsilon would blow up.
+    if len(rewards) < 2 or rewards.min() == rewards.max():
+        return np.zeros(len(rewards), np.float32)
+    return ((rewards - rewards.mean()) / (rewards.std(ddof=1) + epsilon)).astype(np.float32)
+
+
+def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """log R = log pi_theta - log pi_old of each token (PA 2), float32 [T], and 0 where the mask (0 or 1) is 0.
+
+    A token that the policy did not produce may have any old log-prob, even NaN: the choice keeps it out of sum and gradient.
+    """
+    return (logprobs_T - old_logprobs_T).where(mask_T > 0, 0.0)
+
+
+def clipped_surrogate(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """L = min(R A, clip(R, 1 - clip_low, 1 + clip_high) A) of each token (PA 2), float32 [T]: to be maximised."""
+    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    return (ratio_T * advantages_T).minimum(clipped_T * advantages_T)
+
+
+def is_clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """bool [T]: where the surrogate is the clipped one, so that the token has no gradient."""
+    return ((advantages_T > 0) & (ratio_T > 1 + clip_high)) | ((advantages_T < 0) & (ratio_T < 1 - clip_low))
+
+
+def k3_divergence(log_s_T: Tensor) -> Tensor:
+    """s - log s - 1 >= 0 of each token (PA 3), float32 [T]: the "k3" estimator, unbiased and never negative.
+
+    With tokens drawn from q and s = p / q it estimates KL(q || p).
+    """
+    return log_s_T.expm1() - log_s_T
+
+
+def sequence_weights(mask_T: Tensor, row_T: Tensor, num_rows: int) -> Tensor:
+    """1 / |o_i| for each token of response i, |o_i| counting its masked tokens (PA 3), float32 [T], and 0 where the mask is.
+
+    Divided by the number of responses of a step this is the mean over responses of the mean over each one's tokens.
+    """
+    lengths_R = mask_T.new_zeros(num_rows).index_add(0, row_T, mask_T)
+    return mask_T / lengths_R.clamp(min=1.0)[row_T]

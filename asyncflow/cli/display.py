@@ -1,0 +1,57 @@
+"""What a run shows in the terminal: a progress bar with the figures of the last step, or one line a step where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from asyncflow.job import Listener
+from asyncflow.workflows.evaluation import Row
+
+
+class Display(Listener):
+    """Draws a run on standard output; used as a context manager."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._steps = steps
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task(name, total=steps, figures="starting")
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def says(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        figures = (
+            f"reward {row.get('reward/mean', float('nan')):.3f}  TPSPD {row.get('perf/tpspd', 0.0):,.0f}  "
+            f"staleness {row.get('staleness/max', 0)}"
+        )
+        self._progress.update(self._task, completed=step + 1, figures=figures)
+        if not self._console.is_terminal:
+            self.says(f"step {step + 1}/{self._steps}  {figures}  {row.get('perf/step_seconds', 0.0):.2f} s")
+
+    def evaluation(self, row: Row) -> None:
+        names = [name for name in row if name.startswith("accuracy/")]
+        figures = ", ".join(f"{name.removeprefix('accuracy/')} {row[name]:.3f}" for name in names)
+        self.says(f"held-out accuracy after {row['step']} steps: {figures} ({row['num_prompts']} prompts)")

@@ -1,0 +1,34 @@
+"""`asyncflow status`: ask a live run who does what, and what waits for what."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncflow.types import UserError
+
+
+def status(run: Annotated[Path, typer.Argument(help="A live run's folder, such as runs/quickstart.")]) -> None:
+    """Show who does what in a live run, and what waits for what."""
+    asyncio.run(_status(run))
+
+
+async def _status(run: Path) -> None:
+    from asyncflow.build.driver import control_socket
+    from asyncflow.job import Job
+    from asyncflow.transport import ConnectionLost, Peer, proxy
+
+    try:
+        peer = await Peer.connect(control_socket(run), "status", timeout_seconds=5.0)
+    except ConnectionLost as error:
+        raise UserError(f"no run is live in {run}: {error}") from error
+    answer = await proxy(Job, peer, "status").status()
+    await peer.close()
+    print(f"{answer.run}: {answer.committed} of {answer.steps} steps, last progress {answer.idle_seconds:.1f} s ago")
+    for line in [*answer.workers, *answer.waits]:
+        print(f"  {line}")
+    for task, counts in answer.queue.items():
+        print(f"  task {task}: {', '.join(f'{count} {name}' for name, count in counts.items())}")

@@ -1,0 +1,62 @@
+"""`asyncflow train`: run a configuration to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncflow.cli.display import Display
+from asyncflow.config import Config, dump, load
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as many as you like.")] = None,
+    dry_run: Annotated[bool, typer.Option(help="Check everything, print what would run, start nothing.")] = False,
+    print_config: Annotated[bool, typer.Option(help="Print the resolved configuration, and do nothing else.")] = False,
+) -> None:
+    """Train a model: generation and training side by side."""
+    resolved = load(config, overrides or [])
+    if print_config:
+        print(dump(resolved), end="")
+    elif dry_run:
+        asyncio.run(_dry_run(resolved))
+    else:
+        raise typer.Exit(0 if asyncio.run(_train(resolved)) else 130)
+
+
+async def _train(config: Config) -> bool:
+    from asyncflow.job import Job, run_with_signals
+
+    began = time.monotonic()
+    with Display(config.run.name, config.run.steps) as display:
+        job = Job(config, display)
+        is_finished = await run_with_signals(job, job.run())
+    verb = "finished" if is_finished else "interrupted"
+    print(f"{verb} after {len(job.rows)} steps and {time.monotonic() - began:.1f} s")
+    for name in ("model", "report.html", "trace.json"):
+        print(f"  {config.run_dir / name}")
+    return is_finished
+
+
+async def _dry_run(config: Config) -> None:
+    from asyncflow.build.prepare import prepare
+
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+        prepared = await prepare(config, Path(scratch))
+    rows = config.train.prompts_per_step * config.rollout.group_size
+    print(f"run        {config.run_dir}, {config.run.steps} steps, {config.schedule.name}, {config.algorithm.name}")
+    print(f"model      {config.model.path}, context {prepared.max_context} tokens")
+    print(f"data       {len(prepared.prompts)} prompts to train on, {len(prepared.held_out)} held out")
+    print(f"each step  {config.train.prompts_per_step} prompts x {config.rollout.group_size} responses = {rows} rows")
+    print(
+        f"workers    {config.rollout.num_workers} rollout on {config.rollout.device} ({config.rollout.num_slots} slots, "
+        f"{config.rollout.num_threads} threads each), 1 trainer on {config.train.device} ({config.train.num_threads} threads), "
+        f"cluster {config.cluster}"
+    )
+    print("nothing was started")

@@ -1,0 +1,42 @@
+"""The cluster contract: start workers, learn of their end, stop them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asyncflow.types import RunError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """A worker to be started: `entry` is `module:function`, an async function of (name, run directory)."""
+
+    name: str
+    entry: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class WorkerDied(RunError):
+    """A worker has ended before it was told to."""
+
+
+class Cluster(Protocol):
+    """Places and ends workers. It moves no samples and no weights."""
+
+    async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        """Start them all."""
+        ...
+
+    async def wait(self) -> None:
+        """Return when every worker has ended well. Raises `WorkerDied` with the first one's name and last words if one has not."""
+        ...
+
+    async def stop(self, grace_seconds: float) -> list[str]:
+        """Wait so long for the workers to end, then kill. Returns the names of those that were killed."""
+        ...
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by worker name, of those that still run in processes of their own."""
+        ...

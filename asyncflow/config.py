@@ -1,0 +1,290 @@
+"""The configuration: YAML, typed, checked at load. Unknown or contradictory keys are errors of one sentence.
+
+A choice is a name, or a mapping with its options (`schedule: periodic`, `reward: {name: final_answer, require_end: false}`), or a
+user's own (`reward: {path: "my_file.py:my_reward"}`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from asyncflow.types import UserError
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, every key known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+
+
+class Choice(BaseModel):
+    """Something chosen by name or by path, with its options."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+def _as_choice(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, Mapping) and not set(value) <= {"name", "options"}:
+        options = dict(value)
+        names = [options.pop(key) for key in ("name", "path") if key in options]
+        if len(names) != 1:
+            raise ValueError("needs exactly one of 'name' and 'path'")
+        return {"name": names[0], "options": options}
+    return value
+
+
+Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """The run's folder below `dir`."""
+    dir: Path = Path("runs")
+    seed: int = 0
+    """Decides the order of the data and the sampling noise."""
+    steps: PositiveInt = 100
+    """Optimiser steps."""
+    overwrite: bool = False
+    """Remove an earlier run of the same name first."""
+    stall_timeout_seconds: PositiveFloat = 300.0
+    """A run in which nothing moves for so long says who waits for what, and ends."""
+    stop_grace_seconds: PositiveFloat = 3.0
+    """How long workers may take to end by themselves before they are killed."""
+
+
+class ModelConfig(Section):
+    path: str
+    """A folder in Hugging Face format, or `random:qwen2-tiny` for a small randomly initialised model."""
+    max_context_tokens: PositiveInt | None = None
+    """Prompt and response together; by default the longest prompt of the data and `rollout.max_new_tokens`."""
+
+
+class DataConfig(Section):
+    path: str
+    """A JSONL file with one object a line, or `generated:arithmetic`."""
+    prompt_template: str = "{question}\n"
+    """The prompt, with columns of the data in braces."""
+    chat_template: bool = False
+    """Send the prompt through the tokenizer's chat template as a user's message."""
+    limit: PositiveInt | None = None
+    """Use only so many rows, from the first on. A generated set has 20,000 rows unless told otherwise."""
+
+
+class RewardConfig(Section):
+    scorer: Chosen = Choice(name="final_answer")
+    """What turns a response into a number."""
+    place: Literal["rollout"] = "rollout"
+    """Where responses are scored: `rollout` scores each one as soon as it ends."""
+    num_workers: PositiveInt = 1
+    """Reward processes beside each rollout worker."""
+    deadline_seconds: PositiveFloat = 10.0
+    """A scorer that has not answered by then is killed, and its row fails."""
+    memory_bytes: PositiveInt = 1 << 30
+    """What a reward process may allocate beyond its start."""
+    max_attempts: PositiveInt = 2
+    """How often a row may fail before it is given up."""
+
+
+class RolloutConfig(Section):
+    engine: Chosen = Choice(name="slots")
+    """The engine that generates."""
+    num_workers: PositiveInt = 1
+    num_slots: PositiveInt = 128
+    """Responses that a worker generates at once."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Responses per prompt."""
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: PositiveInt = 256
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    num_threads: PositiveInt = 1
+    """Computing threads of each worker (CPU)."""
+
+
+class TrainConfig(Section):
+    engine: Chosen = Choice(name="torch")
+    """The engine that trains."""
+    prompts_per_step: PositiveInt = 32
+    """Groups that one optimiser step is computed from."""
+    responses_per_micro_batch: PositiveInt | None = None
+    """Rows of a group that are computed together; by default the whole group."""
+    learning_rate: PositiveFloat = 1e-6
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly; constant after that."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    log_prob_chunk_tokens: PositiveInt = 2048
+    """Log-probs are computed over so many tokens at a time, which bounds their memory."""
+    max_skipped_updates: PositiveInt = 3
+    """So many updates in a row with a gradient that is not finite end the run."""
+    device: str = "cpu"
+    num_threads: PositiveInt = 1
+
+
+class WeightSyncConfig(Section):
+    name: Literal["shared_memory"] = "shared_memory"
+    """How weights travel from the trainer to the rollout workers."""
+
+
+class QueueConfig(Section):
+    storage: Chosen = Choice(name="memory")
+    """Where samples are kept."""
+    num_units: PositiveInt = 1
+    lease_seconds: PositiveFloat = 120.0
+    """What is held without a sign of life for so long is given to somebody else."""
+    notify_timeout_seconds: PositiveFloat = 5.0
+
+
+class TelemetryConfig(Section):
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """Where metrics go besides `metrics.jsonl`."""
+    samples_per_step: Annotated[int, Field(ge=0)] = 4
+    """Prompts a step of which one response is kept in `samples.jsonl`."""
+    flush_seconds: PositiveFloat = 0.2
+    """How often a worker sends its spans."""
+
+
+class EvalConfig(Section):
+    path: str | None = None
+    """Held-out prompts, in the data's format; none: no evaluation. `generated:arithmetic` takes problems no training run sees."""
+    every_steps: PositiveInt | None = None
+    """Besides before the first step and after the last."""
+    num_prompts: PositiveInt = 256
+    samples_per_prompt: PositiveInt = 1
+    """Sampled at `rollout.temperature`."""
+    greedy: bool = True
+    """Also one greedy response per prompt."""
+
+
+class PlanConfig(Section):
+    """The allocation. Nothing to choose yet: the workers are `rollout.num_workers` and one trainer."""
+
+
+class Config(Section):
+    """A run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: Chosen = Choice(name="grpo")
+    """What is optimised."""
+    schedule: Chosen = Choice(name="periodic")
+    """When things may happen."""
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    queue: QueueConfig = QueueConfig()
+    cluster: Literal["local", "inline"] = "local"
+    """`local`: one process per worker on this machine. `inline`: everything in this process, for debugging."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    eval: EvalConfig = EvalConfig()
+    plan: PlanConfig = PlanConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        pieces, group = self.train.responses_per_micro_batch, self.rollout.group_size
+        if pieces is not None and group % pieces:
+            raise ValueError(
+                f"train.responses_per_micro_batch does not divide rollout.group_size: {group} = {group // pieces} x {pieces} + "
+                f"{group % pieces}; take one of {', '.join(str(d) for d in range(1, group + 1) if group % d == 0)}"
+            )
+        workers, prompts = self.rollout.num_workers, self.train.prompts_per_step
+        if prompts % workers:
+            raise ValueError(
+                f"train.prompts_per_step does not divide by rollout.num_workers: {prompts} = {prompts // workers} x {workers} + "
+                f"{prompts % workers}, so no fair share exists; take {prompts // workers * workers or workers} or "
+                f"{(prompts // workers + 1) * workers} prompts"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run.dir / self.run.name
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `key.path=value` overrides (values are YAML), check. Raises `UserError`."""
+    tree = read_yaml(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return parse(tree)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file, not yet checked. Raises `UserError`."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"the config {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"the config {path} holds no sections: it must be a mapping such as 'run: {{steps: 10}}'")
+    return tree
+
+
+def parse(tree: Mapping[str, Any]) -> Config:
+    """Check a configuration given as nested mappings. Raises `UserError` naming the key and what to do."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("; ".join(_sentence(dict(e)) for e in error.errors())) from error
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML that `load` takes."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one key of nested mappings by `key.path=value`, the value being YAML. Raises `UserError`."""
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form key.path=value")
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = tree.setdefault(parent, {})
+        if isinstance(below, str):  # a choice given by name gets options
+            below = tree[parent] = {"name": below}
+        if not isinstance(below, dict):
+            raise UserError(f"override {override!r}: {parent!r} has no keys below it")
+        tree = below
+    try:
+        tree[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not YAML") from error
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _keys(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here are {', '.join(known)}"
+        return f"unknown key {where!r}: {hint}"
+    if error["type"] == "missing":
+        return f"{where!r} is missing"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    shown = "" if error["type"] == "value_error" else f", not {error['input']!r}"
+    return f"{where}: {message}{shown}" if where else message
+
+
+def _keys(location: Sequence[str | int]) -> list[str]:
+    """The keys known at a place of the configuration."""
+    section: Any = Config
+    for part in location:
+        field = getattr(section, "model_fields", {}).get(part)
+        section = field.annotation if field is not None else None
+    return list(getattr(section, "model_fields", {}))

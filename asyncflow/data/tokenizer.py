@@ -1,0 +1,93 @@
+"""A checkpoint's tokenizer without transformers: `tokenizer.json`, its chat template, and its end tokens. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+import numpy as np
+from tokenizers import Tokenizer
+
+from asyncflow.types import Array, UserError
+
+
+class CheckpointTokenizer:
+    """Text to token ids and back, as the model's folder says."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `UserError` when the folder has no tokenizer, or no end token is to be found in it."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise UserError(f"the model {folder} has no tokenizer.json; write it with transformers' save_pretrained")
+        self._tokenizer = Tokenizer.from_file(str(file))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._settings = read_json(folder / "tokenizer_config.json")
+        self._template = self._chat_template(folder)
+        self.end_token_ids = end_token_ids(folder)
+        if not self.end_token_ids:
+            raise UserError(
+                f"the model {folder} names no end token: set eos_token_id in its generation_config.json, or responses never end"
+            )
+
+    def encode(self, text: str) -> Array:
+        """int64 [n], with no special tokens added."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def encode_chat(self, text: str) -> Array:
+        """int64 [n]: `text` as a user's message, then the start of the answer. Raises `UserError` without a chat template."""
+        if self._template is None:
+            raise UserError("data.chat_template is set, but the model's tokenizer has none; set data.chat_template=false")
+        specials = {name: _token_text(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        messages = [{"role": "user", "content": text}]
+        try:
+            return self.encode(self._template.render(messages=messages, add_generation_prompt=True, **specials))
+        except jinja2.TemplateError as error:
+            raise UserError(f"the model's chat template cannot be rendered: {error}") from error
+
+    def decode(self, ids: Array) -> str:
+        """Text without special tokens."""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+    def _chat_template(self, folder: Path) -> jinja2.Template | None:
+        file = folder / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else self._settings.get("chat_template")
+        if not isinstance(source, str):
+            return None
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise_template_error
+        return environment.from_string(source)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no file. Raises `UserError` if it is not JSON."""
+    if not file.is_file():
+        return {}
+    try:
+        tree = json.loads(file.read_text())
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+    return tree if isinstance(tree, dict) else {}
+
+
+def end_token_ids(folder: Path) -> list[int]:
+    """The ids that end a response, from `generation_config.json`, else `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name).get("eos_token_id")
+        if found is not None:
+            return list(found) if isinstance(found, list) else [int(found)]
+    return []
+
+
+def _token_text(token: str | Mapping[str, Any] | None) -> str:
+    return str(token["content"]) if isinstance(token, Mapping) else token or ""
+
+
+def _raise_template_error(message: str) -> None:
+    raise jinja2.TemplateError(message)

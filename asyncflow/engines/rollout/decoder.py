@@ -1,0 +1,378 @@
+"""One decoder for the Qwen2, Qwen3 and Llama families, made for generation: no autograd, no modules, no transformers.
+
+    config.json -> DecoderConfig (refuses what it does not know) -> Decoder: weight buffers, key/value cache, prefill, decode
+
+A *slot* holds the keys and values of one response. The active slots are always 0 .. N-1, so a decode step reads plain slices and
+gathers nothing. The cache is cut into blocks of `BLOCK` keys and is block-major: one block of the first m slots is one contiguous
+batch of small matrices, and a block that no later slot has reached stops at the last one that has.
+
+On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least
+`MIN_ROWS` rows (inert ones are added), and attention adds whole blocks of keys in order: a block of masked keys adds zeros.
+
+T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
+L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from asyncflow.types import Array
+
+BLOCK = 64
+MIN_ROWS = 4
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+READ = {
+    *SIZES,
+    *("model_type", "architectures", "layer_types", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias"),
+    *("tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+}
+# Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
+FIXED = {"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False, "partial_rotary_factor": 1.0}
+HARMLESS = {
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "attention_dropout", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
+}
+ROPE_SCALING = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """The part of a Hugging Face `config.json` that determines the computation."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    rope: Mapping[str, Any]
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
+        """From the fields of a `config.json`; `ValueError` naming the first one that this decoder does not implement."""
+        family = fields.get("model_type")
+        if family not in ARCHITECTURES:
+            raise ValueError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
+        for name, value in fields.items():
+            if name in FIXED and value not in (None, FIXED[name]):
+                raise ValueError(f"config field {name} = {value!r} is not implemented (only {FIXED[name]!r})")
+            # None is how a config says that a feature is absent.
+            if name not in READ | FIXED.keys() | HARMLESS and value is not None:
+                raise ValueError(f"unknown config field {name} = {value!r}: it could change the computation")
+        if fields.get("architectures") not in (None, [ARCHITECTURES[family]]):
+            raise ValueError(f"config field architectures = {fields['architectures']!r} is not [{ARCHITECTURES[family]!r}]")
+        if set(fields.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError(f"config field layer_types = {fields['layer_types']!r}: only full_attention is implemented")
+        if family == "llama" and fields.get("sliding_window") is not None:
+            raise ValueError("config field sliding_window is not implemented for llama")
+        sizes: dict[str, Any] = {name: fields.get(name) for name in SIZES}
+        if family == "llama" or "num_key_value_heads" in fields:
+            sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"config field {name} = {value!r} is not a positive integer")
+        default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_attention_heads"]
+        attention_bias = bool(fields.get("attention_bias"))
+        if (attention_bias and family == "qwen2") or (fields.get("mlp_bias") and family != "llama"):
+            raise ValueError(f"config fields attention_bias and mlp_bias are not those of {family}")
+        return cls(
+            **sizes,
+            head_dim=fields.get("head_dim") or default_head_dim,
+            rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=fields.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+            qk_norm=family == "qwen3",
+            qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=bool(fields.get("mlp_bias")),
+            rope=_rope_fields(fields),
+        )
+
+
+def _rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_theta`, `rope_type` and the scaling's own numbers, from either spelling (`rope_parameters` since transformers 5)."""
+    rope = {"rope_theta": fields.get("rope_theta") or 10000.0, **(fields.get("rope_scaling") or {})}
+    rope |= fields.get("rope_parameters") or {}
+    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind not in ROPE_SCALING:
+        raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(ROPE_SCALING)}")
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("rope parameter partial_rotary_factor is not implemented")
+    expected = {"rope_theta", "rope_type"} | ROPE_SCALING[kind]
+    if rope.keys() != expected:
+        raise ValueError(f"rope parameters {sorted(rope)} are not {sorted(expected)}, those of {kind!r}")
+    return rope
+
+
+def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:
+    """Radians per position of each pair of dimensions: float32 [D / 2]; `llama3` as in Llama 3.1's reference code."""
+    frequency = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope["rope_type"] == "default":
+        return frequency
+    scaled = frequency / rope["factor"]
+    if rope["rope_type"] == "linear":
+        return scaled
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * scaled + smooth * frequency
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The buffers of one layer; matrices are [outputs, inputs]; a bias or norm that the family lacks is None."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [H + K, D]: the one vector of all query heads H times, that of the key heads K times
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q_THD, k_TKD, v_TKD -> [T, H * D]
+
+
+class Decoder:
+    """Weights, key/value cache and the two passes. Not thread-safe; call the passes under `torch.inference_mode`."""
+
+    def __init__(
+        self, config: DecoderConfig, *, num_slots: int, max_context: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Uninitialised weights and an empty cache of `num_slots` times `max_context` tokens (prompt and response)."""
+        if max_context > config.max_position_embeddings:
+            raise ValueError(f"max_context {max_context} exceeds the model's {config.max_position_embeddings} positions")
+        self.config, self.dtype, self.device = config, dtype, device
+        # name -> (buffer slice, shape of the tensor in a checkpoint, which the slice's shape may broadcast)
+        self.slices: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+        self.embedding = self._buffer(config.vocab_size, config.hidden_size)
+        self._name(self.embedding, "model.embed_tokens.weight")
+        self.layers = [self._layer(f"model.layers.{i}") for i in range(config.num_hidden_layers)]
+        self.norm = self._buffer(config.hidden_size)
+        self._name(self.norm, "model.norm.weight")
+        self.lm_head = self.embedding
+        if not config.tie_word_embeddings:
+            self.lm_head = self._buffer(config.vocab_size, config.hidden_size)
+            self._name(self.lm_head, "lm_head.weight")
+
+        angles = torch.arange(max_context)[:, None].float() * rope_frequencies(config.head_dim, config.rope)
+        cos, sin = angles.cos(), angles.sin()
+        self._cos_LD = torch.cat((cos, cos), -1).to(device, dtype)
+        self._sin_LD = torch.cat((-sin, sin), -1).to(device, dtype)  # signed, so that a rotation swaps halves without negating
+
+        # [layers, key or value, blocks, slots, K, BLOCK, D]; zeros, because hidden keys are multiplied too, by zero
+        blocks, slots = -(-max_context // BLOCK), max(num_slots, MIN_ROWS)
+        shape = (config.num_hidden_layers, 2, blocks, slots, config.num_key_value_heads, BLOCK, config.head_dim)
+        self.cache = torch.zeros(shape, dtype=dtype, device=device)
+        self._key_position_L = torch.arange(blocks * BLOCK, device=device)
+
+    def _buffer(self, *shape: int) -> Tensor:
+        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+        assert buffer.data_ptr() % 64 == 0, "torch's allocator aligns to 64 bytes, on which equal bits rest"
+        return buffer
+
+    def _name(self, buffer: Tensor, *names: str, sizes: Sequence[int] = (), shape: tuple[int, ...] | None = None) -> None:
+        """Give consecutive pieces (of `sizes`, else all of it) of a buffer's first dimension their checkpoint names."""
+        for name, piece in zip(names, torch.split(buffer, list(sizes) or [len(buffer)]), strict=True):
+            self.slices[name] = (piece, shape or tuple(piece.shape))
+
+    def _layer(self, prefix: str) -> Layer:
+        c = self.config
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        heads = (c.num_attention_heads, c.num_key_value_heads)
+
+        def norm(name: str) -> Tensor:
+            buffer = self._buffer(c.hidden_size)
+            self._name(buffer, f"{prefix}.{name}.weight")
+            return buffer
+
+        def linear(names: str, sizes: Sequence[int], inputs: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+            weight, bias = self._buffer(sum(sizes), inputs), self._buffer(sum(sizes)) if has_bias else None
+            self._name(weight, *(f"{prefix}.{name}.weight" for name in names.split()), sizes=sizes)
+            if bias is not None:
+                self._name(bias, *(f"{prefix}.{name}.bias" for name in names.split()), sizes=sizes)
+            return weight, bias
+
+        qkv = linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", (q, kv, kv), c.hidden_size, c.qkv_bias)
+        qk_norm = self._buffer(sum(heads), c.head_dim) if c.qk_norm else None
+        if qk_norm is not None:
+            names = (f"{prefix}.self_attn.q_norm.weight", f"{prefix}.self_attn.k_norm.weight")
+            self._name(qk_norm, *names, sizes=heads, shape=(c.head_dim,))
+        output = linear("self_attn.o_proj", (c.hidden_size,), q, c.output_bias)
+        gate_up = linear("mlp.gate_proj mlp.up_proj", (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias)
+        down = linear("mlp.down_proj", (c.hidden_size,), c.intermediate_size, c.mlp_bias)
+        return Layer(norm("input_layernorm"), *qkv, qk_norm, *output, norm("post_attention_layernorm"), *gate_up, *down)
+
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy every weight into its buffer, converting its dtype. `ValueError`, changing nothing, when one does not fit."""
+        tensors = dict(tensors)
+        head = tensors.pop("lm_head.weight", None) if self.config.tie_word_embeddings else None
+        if head is not None and not torch.equal(head, tensors["model.embed_tokens.weight"]):
+            raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
+        if tensors.keys() != self.slices.keys():
+            missing, unexpected = sorted(self.slices.keys() - tensors.keys()), sorted(tensors.keys() - self.slices.keys())
+            raise ValueError(f"weights do not fit the model: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
+        for name, (_, shape) in self.slices.items():
+            if tuple(tensors[name].shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the model has {shape}")
+            if not tensors[name].is_floating_point():
+                raise ValueError(f"{name} has dtype {tensors[name].dtype}, which is not a floating-point one")
+        with torch.no_grad():
+            for name, (piece, _) in self.slices.items():
+                piece.copy_(tensors[name])
+
+    def copy_slot(self, source: int, first: int, count: int, length: int) -> None:
+        """Copy the first `length` keys and values of slot `source` to slots `first` .. `first + count - 1`."""
+        blocks = self.cache[:, :, : -(-length // BLOCK)]
+        blocks[:, :, :, first : first + count] = blocks[:, :, :, source : source + 1]
+
+    def prefill(self, prompts: Sequence[Array], slots: Sequence[tuple[int, int]]) -> Tensor:
+        """Logits (float32 [P, V]) after each prompt (int64), whose keys go to `count` slots from `first`: `(first, count)`."""
+        offsets = np.cumsum([0, *(len(p) for p in prompts)])
+        padding = max(0, MIN_ROWS - int(offsets[-1]))
+        tokens = np.concatenate([*prompts, np.zeros(padding, np.int64)])
+        positions = np.concatenate([*(np.arange(len(p)) for p in prompts), np.zeros(padding, np.int64)])
+        pieces = [(slice(int(a), int(b)), *where) for a, b, where in zip(offsets[:-1], offsets[1:], slots, strict=True)]
+
+        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            attended_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
+            for piece, first, count in pieces:
+                self._fill(self.cache[layer, 0], k_TKD[piece], first, count)
+                self._fill(self.cache[layer, 1], v_TKD[piece], first, count)
+                attended_THD[piece] = causal_attention(q_THD[piece], k_TKD[piece], v_TKD[piece])
+            return attended_THD.flatten(1)
+
+        x_TE = self._forward(tokens, positions, attend)
+        last = [piece.stop - 1 for piece, _, _ in pieces]
+        return self._logits(x_TE[last + last[-1:] * (MIN_ROWS - len(last))])[: len(last)]
+
+    def decode(self, tokens: Array, positions: Array) -> Tensor:
+        """Logits (float32 [N, V]) after one more token of slots 0 .. N-1 (int64 [N]), at its position (int64 [N])."""
+        num_rows = len(tokens)
+        if num_rows < MIN_ROWS:
+            tokens, positions = (np.append(a, np.zeros(MIN_ROWS - num_rows, np.int64)) for a in (tokens, positions))
+        blocks = positions // BLOCK
+        # of each block, the slots up to the last one that reaches it
+        rows = [int(np.flatnonzero(blocks >= b)[-1]) + 1 for b in range(int(blocks.max()) + 1)]
+        num_slots, num_kv_heads = self.cache.shape[3:5]
+        where = ((blocks * num_slots + np.arange(len(tokens)))[:, None] * num_kv_heads + np.arange(num_kv_heads)) * BLOCK
+        where_NK = torch.from_numpy((where + (positions % BLOCK)[:, None]).ravel()).to(self.device)
+        hidden_NL = self._key_position_L[: len(rows) * BLOCK] > torch.from_numpy(positions).to(self.device)[:, None]
+        scale, group = self.config.head_dim**-0.5, self.config.num_attention_heads // num_kv_heads
+
+        def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+            keys, values = self.cache[layer].flatten(2, 3)
+            keys.view(-1, k_NKD.shape[2]).index_copy_(0, where_NK, k_NKD.flatten(0, 1))
+            values.view(-1, v_NKD.shape[2]).index_copy_(0, where_NK, v_NKD.flatten(0, 1))
+            return block_attention(q_NHD * scale, keys, values, group=group, rows=rows, hidden_NL=hidden_NL)
+
+        return self._logits(self._forward(tokens, positions, attend))[:num_rows]
+
+    def _fill(self, cache: Tensor, prompt_TKD: Tensor, first: int, count: int) -> None:
+        """Write a prompt's keys or values to slots of one layer's cache [blocks, slots, K, BLOCK, D]."""
+        blocks = -(-len(prompt_TKD) // BLOCK)
+        padded = F.pad(prompt_TKD, (0, 0, 0, 0, 0, blocks * BLOCK - len(prompt_TKD)))
+        cache[:blocks, first : first + count] = padded.view(blocks, 1, BLOCK, *prompt_TKD.shape[1:]).transpose(2, 3)
+
+    def _forward(self, tokens: Array, positions: Array, attend: Attend) -> Tensor:
+        """Hidden states [T, E] before the final norm."""
+        c = self.config
+        num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
+        positions_T = torch.from_numpy(positions).to(self.device)
+        cos_T1D, sin_T1D = self._cos_LD[positions_T].unsqueeze(1), self._sin_LD[positions_T].unsqueeze(1)
+        x_TE = self.embedding[torch.from_numpy(tokens).to(self.device)]
+        for index, layer in enumerate(self.layers):
+            h_TE = F.rms_norm(x_TE, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
+            qkv = F.linear(h_TE, layer.qkv, layer.qkv_bias).view(len(x_TE), -1, c.head_dim)
+            qk = qkv[:, :num_qk]
+            if layer.qk_norm is not None:
+                qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm
+            qk = (qk * cos_T1D).addcmul_(qk.roll(c.head_dim // 2, -1), sin_T1D)
+            attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
+            x_TE.addmm_(attended, layer.output.t())
+            if layer.output_bias is not None:
+                x_TE += layer.output_bias
+            h_TE = F.rms_norm(x_TE, (c.hidden_size,), layer.mlp_norm, c.rms_norm_eps)
+            gate, up = F.linear(h_TE, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+            x_TE.addmm_(F.silu(gate).mul_(up), layer.down.t())
+            if layer.down_bias is not None:
+                x_TE += layer.down_bias
+        return x_TE
+
+    def _logits(self, x_NE: Tensor) -> Tensor:
+        h_NE = F.rms_norm(x_NE, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
+        return F.linear(h_NE, self.lm_head).float()
+
+
+def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
+    """Attention [L, H, D] of one prompt to itself."""
+    group = q_LHD.shape[1] // k_LKD.shape[1]
+    q = q_LHD.transpose(0, 1).contiguous()
+    k, v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_LKD, v_LKD))
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1)
+
+
+def block_attention(
+    q_NHD: Tensor, keys: Tensor, values: Tensor, *, group: int, rows: Sequence[int], hidden_NL: Tensor
+) -> Tensor:
+    """Attention [N, H * D] of one query (already scaled) for each row to its own keys.
+
+    keys, values [blocks, slots * K, BLOCK, D]; block b is read for the first `rows[b]` slots; hidden_NL bool: keys to leave out.
+    The `group` query heads of a key head are the rows of one small matmul.
+    """
+    num_rows, num_heads, head_dim = q_NHD.shape
+    q_BGD = q_NHD.view(-1, group, head_dim)
+    scores_BGL = q_BGD.new_empty(len(q_BGD), group, hidden_NL.shape[1])
+    heads = num_heads // group
+    for block, count in enumerate(rows):
+        batch = count * heads
+        scores_BGL[:batch, :, block * BLOCK : (block + 1) * BLOCK] = q_BGD[:batch].bmm(keys[block, :batch].transpose(1, 2))
+    scores_BGL.view(num_rows, heads, group, -1).masked_fill_(hidden_NL[:, None, None], -torch.inf)
+    weights_BGL = scores_BGL.softmax(-1)
+    attended_BGD = weights_BGL[:, :, :BLOCK].bmm(values[0, : len(q_BGD)])
+    for block, count in enumerate(rows[1:], 1):
+        batch = count * heads
+        attended_BGD[:batch].baddbmm_(weights_BGL[:batch, :, block * BLOCK : (block + 1) * BLOCK], values[block, :batch])
+    return attended_BGD.view(num_rows, -1)
+
+
+def load_tensors(model_path: Path) -> dict[str, Tensor]:
+    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names."""
+    index = model_path / "model.safetensors.index.json"
+    if not index.exists():
+        return load_file(model_path / "model.safetensors")
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return {name: tensor for file in files for name, tensor in load_file(model_path / file).items()}

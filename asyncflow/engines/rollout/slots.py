@@ -1,0 +1,361 @@
+"""The embedded rollout engine: continuous batching over slots, in one thread of its own.
+
+    generate -> inbox -> [ thread: calls from the inbox; admit + prefill; one decode step for all active slots; ... ] -> responses
+
+consumes: requests (one prompt, several samples), installs and cancellations, in the order in which they were handed in
+waits for: a call, while no slot is active and no sample waits
+is unblocked by: `generate`, `install`, leaving a `generate` early, `close`
+
+Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys and
+values that it already has. Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked prefill
+(a long prompt holds the others up for one pass), preemption (a slot is big enough for prompt and response from the start).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.rollout.decoder import Decoder, DecoderConfig, load_tensors
+from asyncflow.engines.rollout.noise import inverse_cdf, stream_keys, uniforms
+from asyncflow.types import Array
+
+PREFILL_TOKENS = 512  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Samples of one prompt. `deliver` takes each response, or the error that ends the request."""
+
+    prompt_ids: Array
+    sampling: Sampling
+    pending: deque[tuple[int, np.uint64]]  # sample number, noise key: not in a slot yet
+    deliver: Callable[[Response | Exception], None]
+    first_logits_V: Tensor | None = None  # after the prompt, under `first_version`
+    first_version: int | None = None
+
+
+class Slots:
+    """The thread's half: which request, sample and tokens each slot holds. Slots 0 .. num_active - 1 are active."""
+
+    def __init__(self, decoder: Decoder, *, num_slots: int, max_context: int, stop_ids: Iterable[int], version: int) -> None:
+        self.version = version
+        self._decoder, self._num_slots = decoder, num_slots
+        self._stop_ids = np.array(sorted(stop_ids), np.int64)
+        self._waiting: deque[Request] = deque()
+        self._num_active = 0
+        self._requests: list[Request] = []  # of the active slots; the arrays below have an entry for every slot
+        self._spans: list[list[tuple[int, int]]] = []
+        self._samples = np.zeros(num_slots, np.int64)
+        self._keys = np.zeros(num_slots, np.uint64)
+        self._temperatures = np.zeros(num_slots, np.float32)
+        self._prompt_lengths = np.zeros(num_slots, np.int64)
+        self._counts = np.zeros(num_slots, np.int64)  # response tokens so far
+        self._limits = np.zeros(num_slots, np.int64)
+        self._tokens = np.zeros((num_slots, max_context), np.int64)
+        self._logprobs = np.zeros((num_slots, max_context), np.float32)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._num_active or self._waiting)
+
+    def submit(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Free the slots of `request` and forget its waiting samples."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for slot in reversed(range(self._num_active)):
+            if self._requests[slot] is request:
+                self._free(slot)
+
+    def fail(self, error: Exception) -> None:
+        """Free every slot; every request ends with `error`."""
+        requests = dict.fromkeys([*self._requests, *self._waiting])
+        self._num_active = 0
+        self._requests.clear()
+        self._spans.clear()
+        self._waiting.clear()
+        for request in requests:
+            request.deliver(error)
+
+    def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """New weights for the tokens from now on; `ValueError`, changing nothing, when they are not the model's."""
+        self._decoder.install(tensors)
+        self.version = version
+        for slot, spans in enumerate(self._spans):
+            count = int(self._counts[slot])
+            if spans[-1][0] == count:  # two installs without a token between them
+                spans.pop()
+            spans.append((count, version))
+
+    def step(self) -> None:
+        """Fill the free slots, then one more token for every active one."""
+        while self._waiting and self._num_active < self._num_slots:
+            self._admit()
+        if self._num_active:
+            active = np.arange(self._num_active)
+            tokens = self._tokens[active, self._counts[active] - 1]
+            positions = (self._prompt_lengths + self._counts)[active] - 1
+            self._append(0, self._decoder.decode(tokens, positions))
+
+    def _admit(self) -> None:
+        """Give slots to waiting samples, one prefill pass of prompts at most, and draw their first tokens."""
+        start, budget = self._num_active, PREFILL_TOKENS
+        admitted: list[Request] = []  # one entry for each new slot
+        fresh: list[tuple[Request, int, int]] = []
+        while self._waiting and self._num_active < self._num_slots:
+            request, first = self._waiting[0], self._num_active
+            count = min(len(request.pending), self._num_slots - first)
+            sibling = next((slot for slot, other in enumerate(self._requests) if other is request), None)
+            if sibling is not None and request.first_version == self.version:
+                self._decoder.copy_slot(sibling, first, count, len(request.prompt_ids))
+            elif fresh and budget < len(request.prompt_ids):
+                break
+            else:
+                fresh.append((request, first, count))
+                budget -= len(request.prompt_ids)
+            self._occupy(request, count)
+            admitted += [request] * count
+            if not request.pending:
+                self._waiting.popleft()
+        if fresh:
+            logits_PV = self._decoder.prefill([r.prompt_ids for r, _, _ in fresh], [(first, count) for _, first, count in fresh])
+            for (request, _, _), logits_V in zip(fresh, logits_PV, strict=True):
+                request.first_logits_V, request.first_version = logits_V, self.version
+        self._append(start, torch.stack([r.first_logits_V for r in admitted if r.first_logits_V is not None]))
+
+    def _occupy(self, request: Request, count: int) -> None:
+        """The next `count` slots hold the next pending samples of `request`, without tokens so far."""
+        slots = slice(self._num_active, self._num_active + count)
+        samples, keys = zip(*(request.pending.popleft() for _ in range(count)), strict=True)
+        self._samples[slots], self._keys[slots] = samples, keys
+        self._temperatures[slots] = request.sampling.temperature
+        self._prompt_lengths[slots] = len(request.prompt_ids)
+        self._counts[slots] = 0
+        self._limits[slots] = request.sampling.max_new_tokens
+        self._requests += [request] * count
+        self._spans += [[(0, self.version)] for _ in range(count)]
+        self._num_active += count
+
+    def _append(self, first: int, logits_NV: Tensor) -> None:
+        """Draw a token for the slots from `first` on, and deliver and free those that end with it."""
+        slots = slice(first, first + len(logits_NV))
+        counts = self._counts[slots]
+        tokens, logprobs = draw_tokens(logits_NV, self._temperatures[slots], uniforms(self._keys[slots], counts))
+        if not np.isfinite(logprobs).all():
+            raise RuntimeError("the model's logits are not finite: the installed weights are broken")
+        rows = np.arange(slots.start, slots.stop)
+        self._tokens[rows, counts], self._logprobs[rows, counts] = tokens, logprobs
+        self._counts[slots] += 1
+        is_stopped = np.isin(tokens, self._stop_ids)
+        for row in np.flatnonzero(is_stopped | (self._counts[slots] == self._limits[slots]))[::-1]:
+            self._finish(first + int(row), "stop" if is_stopped[row] else "length")
+
+    def _finish(self, slot: int, reason: Literal["stop", "length"]) -> None:
+        count = self._counts[slot]
+        response = Response(
+            sample=int(self._samples[slot]),
+            token_ids=self._tokens[slot, :count].copy(),
+            logprobs=self._logprobs[slot, :count].copy(),
+            version_spans=np.array([span for span in self._spans[slot] if span[0] < count], np.int64),
+            finish_reason=reason,
+        )
+        request = self._requests[slot]
+        self._free(slot)
+        request.deliver(response)
+
+    def _free(self, slot: int) -> None:
+        """Move the last active slot into the place of `slot`."""
+        last = self._num_active = self._num_active - 1
+        if slot != last:
+            self._decoder.copy_slot(last, slot, 1, int(self._prompt_lengths[last] + self._counts[last]))
+            for array in (self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits):
+                array[slot] = array[last]
+            self._tokens[slot], self._logprobs[slot] = self._tokens[last], self._logprobs[last]
+            self._requests[slot], self._spans[slot] = self._requests[last], self._spans[last]
+        self._requests.pop()
+        self._spans.pop()
+
+
+def draw_tokens(logits_NV: Tensor, temperatures_N: Array, uniforms_N: Array) -> tuple[Array, Array]:
+    """Tokens (int64 [N]) and their log-probs (float32 [N]), temperature applied; at temperature 0 the likeliest, as if at 1."""
+    is_greedy = temperatures_N == 0
+    temperatures = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_N)).to(logits_NV.device)
+    logprobs_NV = (logits_NV / temperatures[:, None]).log_softmax(-1)
+    if is_greedy.all():
+        tokens_N = logits_NV.argmax(-1)
+    else:
+        tokens_N = inverse_cdf(logprobs_NV.exp(), torch.from_numpy(uniforms_N).to(logits_NV.device))
+        tokens_N.clamp_(max=logits_NV.shape[1] - 1)  # only where the logits are not finite: the log-prob tells the caller
+        if is_greedy.any():
+            tokens_N = torch.where(torch.from_numpy(is_greedy).to(logits_NV.device), logits_NV.argmax(-1), tokens_N)
+    logprobs_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1)
+    return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
+
+
+class SlotEngine:
+    """`RolloutEngine` over `num_slots` slots; the event loop's half. Leaving a `generate` early frees its slots."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        num_slots: int,
+        max_context: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: Literal["cpu", "cuda"] = "cpu",
+        num_threads: int = 1,
+        version: int = 0,
+        stop_ids: Iterable[int] | None = None,
+    ) -> None:
+        """Load a Hugging Face checkpoint as policy `version`.
+
+        `max_context`: prompt and response tokens of one slot. `stop_ids`: instead of the end tokens of the model's files; an empty
+        one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
+        """
+        self.num_slots, self.max_context = num_slots, max_context
+        self.is_deterministic = device == "cpu" and num_threads == 1
+        fields = json.loads((model_path / "config.json").read_text())
+        self._vocab_size = fields["vocab_size"]
+        decoder = Decoder(
+            DecoderConfig.from_fields(fields),
+            num_slots=num_slots,
+            max_context=max_context,
+            dtype=getattr(torch, dtype),
+            device=torch.device(device),
+        )
+        decoder.install(load_tensors(model_path))
+        stop_ids = read_stop_ids(model_path) if stop_ids is None else stop_ids
+        self._slots = Slots(decoder, num_slots=num_slots, max_context=max_context, stop_ids=stop_ids, version=version)
+        self._held = 0  # slots that responses hold or await; touched by the event loop alone
+        self._is_closed = False
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
+        self._thread.start()
+
+    @property
+    def installed_version(self) -> int:
+        return self._slots.version
+
+    @property
+    def free_slots(self) -> int:
+        """See `RolloutEngine`."""
+        return max(0, self.num_slots - self._held)
+
+    def generate(
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
+    ) -> AsyncGenerator[Response, None]:
+        """See `RolloutEngine`; also a `ValueError` for an empty prompt, an unknown token or impossible sampling."""
+        prompt_ids = np.asarray(prompt_ids, np.int64)
+        if not len(prompt_ids) or prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
+            raise ValueError(f"the prompt of {len(prompt_ids)} tokens is empty or has a token outside 0..{self._vocab_size - 1}")
+        if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf:
+            raise ValueError(f"impossible sampling: {sampling}")
+        if len(prompt_ids) + sampling.max_new_tokens > self.max_context:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
+                f" the engine's context of {self.max_context}"
+            )
+        return self._generate(prompt_ids, sampling, samples, stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)))
+
+    async def _generate(
+        self, prompt_ids: Array, sampling: Sampling, samples: Sequence[int], keys: Array
+    ) -> AsyncGenerator[Response, None]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
+
+        def deliver(item: Response | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        request = Request(prompt_ids, sampling, deque(zip(samples, keys, strict=True)), deliver)
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+        remaining = len(samples)
+        self._held += remaining
+        self._inbox.put(partial(self._slots.submit, request))
+        try:
+            while remaining:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise RuntimeError(f"generation ended: {item}") from item
+                remaining -= 1
+                self._held -= 1
+                yield item
+        finally:
+            self._held -= remaining
+            if remaining:
+                self._inbox.put(partial(self._slots.cancel, request))
+
+    async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `RolloutEngine`. Happens between two decode steps."""
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+        await asyncio.wrap_future(self._hand_in(partial(self._slots.install, version, tensors)))
+
+    async def close(self) -> None:
+        """See `RolloutEngine`."""
+        if not self._is_closed:
+            self._is_closed = True
+            failed = self._hand_in(partial(self._slots.fail, RuntimeError("the rollout engine is closed")))
+            self._inbox.put(None)
+            await asyncio.wrap_future(failed)
+
+    def _hand_in(self, call: Callable[[], None]) -> concurrent.futures.Future[None]:
+        """Have the thread run `call` between two steps, even if nobody awaits the future any more."""
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def settle() -> None:
+            is_awaited, error = future.set_running_or_notify_cancel(), None
+            try:
+                call()
+            except Exception as caught:
+                error = caught
+            if is_awaited and error is not None:
+                future.set_exception(error)
+            elif is_awaited:
+                future.set_result(None)
+
+        self._inbox.put(settle)
+        return future
+
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # counts for the thread that sets it
+        with torch.inference_mode():
+            while True:
+                while not self._slots.is_busy or not self._inbox.empty():
+                    call = self._inbox.get()
+                    if call is None:
+                        return
+                    call()
+                try:
+                    self._slots.step()
+                except Exception as error:  # whatever it is, those who wait must hear of it
+                    self._slots.fail(error)
+
+
+def read_stop_ids(model_path: Path) -> set[int]:
+    """The end tokens that `generate()` of transformers would use: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        stop_ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if stop_ids is not None:
+            return {stop_ids} if isinstance(stop_ids, int) else set(stop_ids)
+    return set()

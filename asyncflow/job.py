@@ -1,0 +1,324 @@
+"""A run's life: prepare, start, until it is done, stop, finish.
+
+    prepared --start--> driver's services, workers, loops --done | interrupted | failed--> stop --> model, trace, report
+
+consumes: the ends of loops and workers, the watchdog's verdict, the user's interrupt
+waits for: the first of these; workers then have `run.stop_grace_seconds` to end by themselves
+is unblocked by: whatever comes first
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.build.driver import Driver, control_socket
+from asyncflow.build.prepare import Prepared, prepare
+from asyncflow.build.workers import CONFIG_FILE, JOB_FILE, JobFile, copy_tokenizer
+from asyncflow.cluster import CLUSTERS
+from asyncflow.cluster.base import Cluster, WorkerSpec
+from asyncflow.config import Config, dump
+from asyncflow.registry import load
+from asyncflow.telemetry.report import write_report
+from asyncflow.telemetry.trace import write_trace
+from asyncflow.transport import remote
+from asyncflow.types import RunError, UserError
+from asyncflow.workflows.evaluation import Row
+from asyncflow.workflows.samples import Prompt
+
+MARKER_FILE = ".asyncflow-run"
+SHARED_MEMORY = Path("/dev/shm")
+WEIGHTS_PREFIX = "asyncflow-"
+
+
+class Listener:
+    """What a run tells whoever watches it; the command line draws it. All methods may be left as they are."""
+
+    def says(self, text: str) -> None:
+        """Something worth a line."""
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        """A step is committed; its metrics."""
+
+    def evaluation(self, row: Row) -> None:
+        """An evaluation is finished; its figures."""
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The answer to `asyncflow status`: who does what, and what waits for what."""
+
+    run: str
+    committed: int
+    steps: int
+    idle_seconds: float
+    workers: list[str]
+    waits: list[str]
+    queue: dict[str, dict[str, int]]
+
+
+class Job:
+    """One run. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is."""
+
+    def __init__(self, config: Config, listener: Listener | None = None, *, evaluate_only: bool = False) -> None:
+        self.config = config
+        self.listener = listener or Listener()
+        self.rows: dict[int, Mapping[str, float]] = {}
+        self.evaluations: list[Row] = []
+        self._evaluate_only = evaluate_only
+        self._interrupted = asyncio.Event()
+        self._progressed = asyncio.Condition()
+        self._loops: list[asyncio.Task[Any]] = []
+        self._weights_dir: Path | None = None
+        self.driver: Driver | None = None
+
+    async def start(self) -> None:
+        """Check everything, then start the workers and the loops. Raises `UserError` before anything is started."""
+        config = self.config
+        scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+        try:
+            self._check_run_dir()
+            prepared = await prepare(config, scratch, evaluate_only=self._evaluate_only)
+            prepared = self._claim_run_dir(prepared, scratch)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        self._prepared = prepared
+        self._sweep_shared_memory()
+        self._weights_dir = self._make_weights_dir()
+        job = JobFile(prepared.model.resolve(), prepared.max_context, self._weights_dir)
+        (config.run_dir / JOB_FILE).write_bytes(msgspec.json.encode(job))
+        self.driver = driver = Driver(config, prepared, on_step=self._on_step, on_evaluation=self._on_evaluation)
+        self._server = driver.server(self)
+        await self._server.start(control_socket(config.run_dir))
+        self._cluster: Cluster = load("cluster", CLUSTERS[config.cluster])(config.run_dir)
+        await self._cluster.start(self._workers())
+        self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), self._watch()]]
+
+    async def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until the condition holds, looking again after every step and evaluation. False: interrupted.
+
+        Raises what has gone wrong: a worker that died, a loop that failed, a run that stands still.
+        """
+        reached = asyncio.ensure_future(self._until_progress(condition))
+        interrupted = asyncio.ensure_future(self._interrupted.wait())
+        workers = asyncio.ensure_future(self._cluster.wait())
+        assert self.driver is not None
+        try:
+            waiting: set[asyncio.Future[Any]] = {reached, interrupted, workers, self.driver.failure, *self._loops}
+            while not reached.done() and not interrupted.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if workers in done and not reached.done():
+                    raise RunError("every worker has ended, but the run has not")
+            return reached.done()
+        finally:
+            for future in (reached, interrupted, workers):
+                future.cancel()
+
+    async def run(self) -> bool:
+        """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`."""
+        try:
+            await self.start()
+            assert self.driver is not None
+            self.driver.ledger.limit = 0 if self._evaluate_only else self.config.run.steps
+            self.driver.ledger.changed()
+            return await self.until(self._is_done)
+        finally:
+            await self.stop()
+
+    def interrupt(self) -> None:
+        """End the run early: the model as of the last commit and the report are written."""
+        self._interrupted.set()
+
+    async def stop(self) -> None:
+        """Stop the loops and the workers, and write what is left: the model, the trace, the report."""
+        if self.driver is None:
+            return
+        driver = self.driver
+        await driver.stop()
+        try:
+            killed = await self._cluster.stop(self.config.run.stop_grace_seconds)
+            for name in killed:
+                self.listener.says(f"worker {name} did not end within {self.config.run.stop_grace_seconds} s and was killed")
+            for loop in self._loops:
+                loop.cancel()
+            await asyncio.gather(*self._loops, return_exceptions=True)
+            await self._server.close()
+            self._rescue_model()
+            await driver.close()
+        finally:
+            self.driver = None
+            control_socket(self.config.run_dir).unlink(missing_ok=True)
+            if self._weights_dir is not None:
+                shutil.rmtree(self._weights_dir, ignore_errors=True)
+        write_trace(self.config.run_dir)
+        write_report(self.config.run_dir)
+
+    def push_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Train on these next."""
+        assert self.driver is not None
+        self.driver.source.push(prompts)
+
+    @remote
+    async def status(self) -> Status:
+        """Who does what, and what waits for what."""
+        driver = self.driver
+        assert driver is not None
+        now = asyncio.get_running_loop().time()
+        workers = [
+            f"{state.worker} (process {state.pid}): {state.task}{f' for {state.cause}' if state.cause else ''} since "
+            f"{now - state.since:.1f} s, {state.rss_bytes / 1e6:.0f} MB, version {driver.board.versions.get(state.worker, '-')}"
+            for _, state in sorted(driver.hub.states.items())
+        ]
+        waits = driver.ledger.ledger.missing()
+        for name, controller in driver.controllers.items():
+            waits += [f"{worker} holds {rows} rows of task {name}" for worker, rows in controller.table.holders().items()]
+        queue = {name: controller.table.counts() for name, controller in driver.controllers.items()}
+        idle = now - driver.last_progress
+        return Status(self.config.run.name, driver.ledger.ledger.committed, self.config.run.steps, idle, workers, waits, queue)
+
+    # -- the run directory --------------------------------------------------------------------------------------------------
+
+    def _check_run_dir(self) -> None:
+        run_dir, run = self.config.run_dir, self.config.run
+        if run_dir.exists() and any(run_dir.iterdir()):
+            if not run.overwrite:
+                raise UserError(
+                    f"{run_dir} holds an earlier run: give this one another run.name, remove that one by run.overwrite=true, or "
+                    f"move it away"
+                )
+            if not (run_dir / MARKER_FILE).is_file():
+                raise UserError(f"{run_dir} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
+
+    def _claim_run_dir(self, prepared: Prepared, scratch: Path) -> Prepared:
+        """Make the run's folder anew; a model made in `scratch` moves into it."""
+        run_dir = self.config.run_dir
+        if run_dir.exists():
+            shutil.rmtree(run_dir)
+        run_dir.mkdir(parents=True, mode=0o700)
+        (run_dir / MARKER_FILE).touch()
+        (run_dir / CONFIG_FILE).write_text(dump(self.config))
+        if prepared.model.is_relative_to(scratch):
+            model = Path(shutil.move(prepared.model, run_dir / "initial-model"))
+            return Prepared(model, prepared.prompts, prepared.held_out, prepared.max_context)
+        return prepared
+
+    def _make_weights_dir(self) -> Path:
+        """Shared memory where there is any, named after this process so that a later run can sweep what a killed one left."""
+        if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
+            folder = SHARED_MEMORY / f"{WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        else:
+            folder = self.config.run_dir / "weights"
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def _sweep_shared_memory(self) -> None:
+        """Remove what runs of processes that are gone have left."""
+        for folder in SHARED_MEMORY.glob(f"{WEIGHTS_PREFIX}*-*"):
+            pid = folder.name.removeprefix(WEIGHTS_PREFIX).split("-")[0]
+            if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _rescue_model(self) -> None:
+        """If the trainer could not save in time: the last version that it published is a safetensors file with the same names."""
+        model, manifest = self.config.run_dir / "model", self.driver.board.published if self.driver else None
+        if self._evaluate_only or (model / "config.json").is_file():
+            return
+        source = Path(manifest.address) if manifest is not None else None
+        if source is None or not source.is_file():
+            self.listener.says("no step was committed, so there is no model to save")
+            return
+        model.mkdir(exist_ok=True)
+        shutil.copyfile(source, model / "model.safetensors")
+        shutil.copyfile(self._prepared.model / "config.json", model / "config.json")
+        copy_tokenizer(self._prepared.model, model)
+        self.listener.says(f"the trainer could not save in time: {model} holds the last published weights")
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _workers(self) -> list[WorkerSpec]:
+        rollout, train = self.config.rollout, self.config.train
+        specs = [
+            WorkerSpec(f"rollout/{i}", "asyncflow.build.workers:rollout_worker", _threads(rollout.num_threads))
+            for i in range(rollout.num_workers)
+        ]
+        if not self._evaluate_only:
+            specs.append(WorkerSpec("trainer", "asyncflow.build.workers:train_worker", _threads(train.num_threads)))
+        return specs
+
+    def _is_done(self) -> bool:
+        steps = 0 if self._evaluate_only else self.config.run.steps
+        held_out = self.driver.held_out if self.driver is not None else None
+        evaluated = held_out is None or not held_out.is_due(steps) or any(row["step"] == steps for row in self.evaluations)
+        return len(self.rows) >= steps and evaluated
+
+    def _on_step(self, step: int, row: Mapping[str, float]) -> None:
+        self.rows[step] = row
+        self.listener.step(step, row)
+        self._tell()
+
+    def _on_evaluation(self, row: Row) -> None:
+        self.evaluations.append(row)
+        self.listener.evaluation(row)
+        self._tell()
+
+    def _tell(self) -> None:
+        async def notify() -> None:
+            async with self._progressed:
+                self._progressed.notify_all()
+
+        self._notifying = asyncio.ensure_future(notify())
+
+    async def _until_progress(self, condition: Callable[[], bool]) -> None:
+        async with self._progressed:
+            await self._progressed.wait_for(condition)
+
+    async def _watch(self) -> None:
+        """A run in which nothing moves says who waits for what, and ends."""
+        assert self.driver is not None
+        limit, loop = self.config.run.stall_timeout_seconds, asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.05, self.driver.last_progress + limit - loop.time()))
+            if loop.time() - self.driver.last_progress >= limit:
+                status = await self.status()
+                raise RunError(
+                    f"nothing has moved for {limit:g} s (run.stall_timeout_seconds). "
+                    f"Workers: {'; '.join(status.workers) or 'none yet'}. Waited for: {'; '.join(status.waits) or 'nothing'}"
+                )
+
+
+def _threads(count: int) -> dict[str, str]:
+    """Set before the interpreter starts: numerical libraries read them at import."""
+    return {name: str(count) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} | {
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+async def run_with_signals(job: Job, work: Coroutine[Any, Any, bool]) -> bool:
+    """Run, with SIGINT and SIGTERM ending the run in order. A second one ends it at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    seen: list[int] = []
+
+    def handle(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            job.interrupt()
+        else:
+            task.cancel()
+
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, handle, number)
+            stack.callback(loop.remove_signal_handler, number)
+        return await task

@@ -1,0 +1,147 @@
+"""The report's line charts: which metrics go together, as plain data for plotly.js.
+
+Each chart is one card. A chart whose metrics the run never logged is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncflow.telemetry.metrics import DEFINITIONS
+
+Row = Mapping[str, Any]
+
+_COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8A8F98")
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`lines`: metric -> the line's name. `band`: the metric that is drawn as a band above and below the first line.
+
+    `is_share`: from 0 to 1, shown in per cent. `from_zero`: the axis begins at 0, so that heights compare.
+    """
+
+    title: str
+    lines: Mapping[str, str]
+    unit: str = ""
+    band: str = ""
+    is_share: bool = False
+    from_zero: bool = False
+
+
+CHARTS: Final = (
+    Chart("Reward", {"reward/mean": "mean"}, band="reward/std"),
+    Chart("Response length", {"response_length/mean": "mean"}, unit="tokens"),
+    Chart("Responses cut off", {"response_length/clipped_ratio": "share of rows"}, is_share=True),
+    Chart("TPSPD: trained tokens per second per device", {"perf/tpspd": "TPSPD"}, from_zero=True),
+    Chart(
+        "Tokens per second of each pool",
+        {"perf/rollout_tokens_per_second": "rollout", "perf/train_tokens_per_second": "train"},
+        from_zero=True,
+    ),
+    Chart(
+        "Seconds", {"perf/step_seconds": "step", "perf/train_startup_seconds": "until training starts"}, unit="s", from_zero=True
+    ),
+    Chart("KL from the reference", {"policy/kl": "KL"}, unit="nats", from_zero=True),
+    Chart("Entropy", {"policy/entropy": "entropy"}, unit="nats"),
+    Chart("Gradient norm", {"policy/grad_norm": "before clipping"}, from_zero=True),
+    Chart("Clipped tokens", {"policy/clip_ratio": "share of loss tokens"}, is_share=True),
+    Chart("Loss", {"policy/loss": "loss"}),
+    Chart("Staleness", {"staleness/mean": "mean", "staleness/max": "largest"}, unit="versions", from_zero=True),
+    Chart("Physical / logical tokens", {"perf/physical_tokens_ratio": "ratio"}, from_zero=True),
+    Chart("Groups without a signal", {"reward/zero_std_groups": "all rewards equal"}, unit="groups", from_zero=True),
+    Chart(
+        "Rows lost or repeated",
+        {"rows/dead": "dead", "rows/filtered": "filtered", "rows/redelivered": "again"},
+        unit="rows",
+        from_zero=True,
+    ),
+)
+
+
+def metric_charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
+    """One dict per card: title, note (what the lines mean), traces and layout for plotly.js."""
+    idle = sorted({name for row in rows for name in row if name.startswith("perf/idle_ratio/")})
+    idle_chart = Chart("Idle share of each worker", {name: name.removeprefix("perf/idle_ratio/") for name in idle}, is_share=True)
+    cards = [_card(chart, rows) for chart in (*CHARTS, idle_chart)]
+    cards.insert(1, _evaluation_card(evaluations))
+    return [card for card in cards if card["traces"]]
+
+
+def accuracy_keys(evaluations: Sequence[Row]) -> list[str]:
+    """The names of the accuracies in the rows of eval.jsonl: `accuracy`, or several that contain the word."""
+    return sorted({name for row in evaluations for name, value in row.items() if "accuracy" in name and _is_number(value)})
+
+
+def _card(chart: Chart, rows: Sequence[Row]) -> dict[str, Any]:
+    traces: list[dict[str, Any]] = []
+    for (metric, label), colour in zip(chart.lines.items(), _cycled(len(chart.lines)), strict=True):
+        known = [row for row in rows if _is_number(row.get(metric))]
+        if known:
+            traces.append(_line([row["step"] for row in known], [row[metric] for row in known], label, colour))
+    if chart.band and traces:
+        traces[:0] = _band(next(iter(chart.lines)), chart.band, rows)
+    named = len(chart.lines) > 1
+    notes = [
+        f"{label}: {DEFINITIONS[metric]}" if named else DEFINITIONS[metric]
+        for metric, label in chart.lines.items()
+        if metric in DEFINITIONS
+    ]
+    if chart.title.startswith("Idle"):
+        notes = [DEFINITIONS["perf/idle_ratio/<worker>"]]
+    return _finished(chart, " ".join(notes), traces)
+
+
+def _evaluation_card(evaluations: Sequence[Row]) -> dict[str, Any]:
+    keys = accuracy_keys(evaluations)
+    traces = []
+    for key, colour in zip(keys, _cycled(len(keys)), strict=True):
+        known = [row for row in evaluations if _is_number(row.get(key))]
+        traces.append(_line([row["step"] for row in known], [row[key] for row in known], key, colour))
+    chart = Chart("Evaluation accuracy", {}, is_share=True)
+    return _finished(chart, "Share of held-out prompts answered correctly, by policy version.", traces)
+
+
+def _finished(chart: Chart, note: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    num_lines = sum(trace["showlegend"] for trace in traces)
+    if num_lines < 2:
+        for trace in traces:
+            trace["showlegend"] = False
+    axis: dict[str, Any] = {"tickformat": ".1~%"} if chart.is_share else {}
+    if chart.from_zero or chart.is_share:
+        axis["rangemode"] = "tozero"
+    if chart.unit:
+        axis["title"] = {"text": chart.unit}
+    return {"title": chart.title, "note": note, "traces": traces, "yaxis": axis}
+
+
+def _line(steps: Sequence[int], values: Sequence[float], label: str, colour: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(steps) <= 60 else "lines",
+        "x": list(steps),
+        "y": list(values),
+        "name": label,
+        "line": {"color": colour, "width": 2},
+        "marker": {"size": 5},
+        "showlegend": True,
+    }
+
+
+def _band(centre: str, spread: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    known = [row for row in rows if _is_number(row.get(centre)) and _is_number(row.get(spread))]
+    steps = [row["step"] for row in known]
+    low = [row[centre] - row[spread] for row in known]
+    high = [row[centre] + row[spread] for row in known]
+    edge = {"type": "scatter", "mode": "lines", "x": steps, "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+    return [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "fillcolor": "rgba(0, 114, 178, 0.16)"}]
+
+
+def _cycled(count: int) -> list[str]:
+    return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,93 @@
+"""How workers' spans and states reach the driver.
+
+    worker: Recorder --> Reporter --every flush_seconds--> Hub (driver): SpanLog, states, samples
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import psutil
+
+from asyncflow.telemetry.spans import Recorder, Span
+from asyncflow.telemetry.trace import SpanLog
+from asyncflow.transport import remote
+
+SETTLE_SECONDS = 1.0
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """What a worker's lane does at `time`; `cause` says what it waits for if `task` is `wait`. Times in seconds, monotonic."""
+
+    worker: str
+    pid: int
+    task: str
+    cause: str
+    since: float
+    time: float
+    rss_bytes: int
+
+
+class Hub:
+    """The driver's end. `on_sample` takes the sampled responses, `on_tokens` is told that there was progress."""
+
+    def __init__(self, log: SpanLog, on_sample: Callable[[Mapping[str, Any]], None], on_tokens: Callable[[], None]) -> None:
+        self.log = log
+        self.states: dict[str, WorkerState] = {}
+        self._on_sample, self._on_tokens = on_sample, on_tokens
+        self._reported = asyncio.Event()
+
+    @remote
+    async def report(self, spans: list[Span], samples: list[dict[str, Any]], state: WorkerState) -> None:
+        """What a worker has to say since its last report."""
+        for span in spans:
+            self.log.append(span)
+        for sample in samples:
+            self._on_sample(sample)
+        self.states[state.worker] = state
+        if any(span.tokens for span in spans):
+            self._on_tokens()
+        self._reported.set()
+
+    async def settle(self, moment: float) -> None:
+        """Wait until every worker has reported up to this moment, a second at most."""
+        deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
+        while any(state.time < moment for state in self.states.values()):
+            self._reported.clear()
+            try:
+                await asyncio.wait_for(self._reported.wait(), deadline - asyncio.get_running_loop().time())
+            except TimeoutError:
+                return
+
+
+class Reporter:
+    """A worker's end: buffers its spans and samples, and sends them."""
+
+    def __init__(self, hub: Hub, worker: str, clock: Callable[[], float], device: str, flush_seconds: float) -> None:
+        self.recorder = Recorder(worker, clock, lambda span: self._spans.append(span), device)
+        self._hub, self._clock, self._flush_seconds = hub, clock, flush_seconds
+        self._spans: list[Span] = []
+        self._samples: list[dict[str, Any]] = []
+        self._process = psutil.Process()
+
+    def keep_sample(self, sample: Mapping[str, Any]) -> None:
+        """Send a sampled response with the next report."""
+        self._samples.append(dict(sample))
+
+    async def run(self) -> None:
+        """For ever: report."""
+        while True:
+            await self.flush()
+            await asyncio.sleep(self._flush_seconds)
+
+    async def flush(self) -> None:
+        """Report now."""
+        self.recorder.flush()
+        (task, cause, since), spans, samples = self.recorder.state, self._spans, self._samples
+        self._spans, self._samples = [], []
+        rss = self._process.memory_info().rss
+        state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, self._clock(), rss)
+        await self._hub.report(spans, samples, state)

@@ -1,0 +1,98 @@
+"""Busy and idle time of workers, from the spans of their lanes.
+
+    |--- generate ---|wait: weights|install|--- generate ---|      busy  {generate: 6.0, install: 0.5}
+    0                4             5       5.5            7.5      idle  {weights: 1.0}              wall 7.5
+
+A lane is in one state at a time, so busy and idle seconds add up to its wall time. Time that no span covers (a worker that died
+and was started again) is `unrecorded`: neither busy nor idle, and never hidden in either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncflow.telemetry.spans import Span
+
+WAIT = "wait"
+"""The task of idle spans; their `cause` says what was waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Where one worker's time went, in seconds: `busy` by task, `idle` by cause, `wall` from its first span to its last."""
+
+    wall: float = 0.0
+    busy: dict[str, float] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def busy_seconds(self) -> float:
+        return sum(self.busy.values())
+
+    @property
+    def idle_seconds(self) -> float:
+        return sum(self.idle.values())
+
+    @property
+    def unrecorded_seconds(self) -> float:
+        """Wall time inside no span; 0 unless a worker was replaced or its last spans were lost."""
+        return max(0.0, self.wall - self.busy_seconds - self.idle_seconds)
+
+
+def busy_and_idle(spans: Iterable[Span], worker: str) -> Activity:
+    """The whole of one worker's lane; all zero when it has no lane spans."""
+    busy: dict[str, float] = {}
+    idle: dict[str, float] = {}
+    first, last = float("inf"), float("-inf")
+    for span in spans:
+        if span.worker != worker or not span.is_lane:
+            continue
+        by_state, state = (idle, span.cause) if span.task == WAIT else (busy, span.task)
+        by_state[state] = by_state.get(state, 0.0) + span.end - span.start
+        first, last = min(first, span.start), max(last, span.end)
+    return Activity(max(0.0, last - first), busy, idle) if busy or idle else Activity()
+
+
+def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
+    """Worker -> waiting seconds / recorded lane seconds, both inside [start, end].
+
+    The denominator is what is recorded, not end - start: a state that is still going on has not reached the log, and counting its
+    time as busy or as idle would be a guess. Workers without a lane span in the interval are left out.
+    """
+    idle: dict[str, float] = {}
+    recorded: dict[str, float] = {}
+    for span in spans:
+        seconds = min(span.end, end) - max(span.start, start)
+        if not span.is_lane or seconds <= 0:
+            continue
+        recorded[span.worker] = recorded.get(span.worker, 0.0) + seconds
+        if span.task == WAIT:
+            idle[span.worker] = idle.get(span.worker, 0.0) + seconds
+    return {worker: idle.get(worker, 0.0) / seconds for worker, seconds in sorted(recorded.items())}
+
+
+def active_seconds(spans: Iterable[Span], tasks: Iterable[str], start: float, end: float) -> float:
+    """Seconds of [start, end] in which at least one worker's lane did one of `tasks`: the wall time of a pool at work."""
+    wanted = frozenset(tasks)
+    clipped = sorted(
+        (max(span.start, start), min(span.end, end))
+        for span in spans
+        if span.is_lane and span.task in wanted and span.start < end and span.end > start
+    )
+    total, reached = 0.0, start
+    for low, high in clipped:
+        if high > reached:
+            total += high - max(low, reached)
+            reached = high
+    return total
+
+
+def tokens_within(spans: Iterable[Span], task: str, start: float, end: float) -> float:
+    """Tokens of the lane spans of `task`; a span that is partly inside [start, end] counts in proportion."""
+    total = 0.0
+    for span in spans:
+        seconds = min(span.end, end) - max(span.start, start)
+        if span.is_lane and span.task == task and seconds > 0:
+            total += span.tokens * seconds / (span.end - span.start)
+    return total

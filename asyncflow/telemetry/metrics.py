@@ -1,0 +1,236 @@
+"""The numbers of a step: what each one means, exactly, and how it is made.
+
+    groups --------+
+    micro-batches -+--> StepMetrics --> one row (name -> number) --> trackers
+    optim steps ---+        ^
+    times, spans -----------+
+
+`DEFINITIONS` is the only place that says what a metric is. A loss may add sums of its own: `policy/<name>`, mean over loss tokens.
+A number that cannot be known (a mean over nothing, a rate over no time) is left out of the row: never a 0 that was not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from asyncflow.telemetry.idle import active_seconds, idle_ratios, tokens_within
+from asyncflow.telemetry.spans import Span
+from asyncflow.types import Array
+
+TRAIN_TASKS: Final = ("forward_backward", "optim_step")
+ROLLOUT_TASK: Final = "generate"
+
+DEFINITIONS: Final[dict[str, str]] = {
+    "reward/mean": "Mean reward over the scored rows of the step, filtered groups included.",
+    "reward/std": "Standard deviation (divisor n) of those rewards, over rows, not over group means.",
+    "reward/zero_std_groups": "Number of groups whose rewards are all equal: they have no advantage and teach nothing.",
+    "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
+    "response_length/clipped_ratio": "Share of those rows that were cut off at the largest length (0 to 1).",
+    "policy/kl": "Estimated KL divergence of the policy from the reference (k3), in nats, mean over loss tokens.",
+    "policy/entropy": "Entropy of the policy's token distribution, in nats, mean over loss tokens.",
+    "policy/clip_ratio": "Share of loss tokens whose probability ratio was clipped (0 to 1).",
+    "policy/grad_norm": "Norm of the gradient before clipping, mean over the step's updates, skipped ones left out.",
+    "policy/loss": "Sum of the unnormalised losses / sum of the normalisers of the step's updates.",
+    "policy/learning_rate": "Learning rate of the step's last update.",
+    "policy/skipped_updates": "Number of updates skipped because the gradient was not finite.",
+    "policy/non_finite_micro_batches": "Number of micro-batches left out because the loss or a log-prob was not finite.",
+    "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row's group).",
+    "staleness/max": "Largest such difference.",
+    "perf/tpspd": "Logical tokens trained in the step (every response with its prompt, once) / (perf/step_seconds x all devices, "
+    "rollout included).",
+    "perf/step_seconds": "Seconds from the previous step's commit (at first: the first admission) to this step's commit.",
+    "perf/train_startup_seconds": "Seconds from the moment the step's first group could be generated (admitted, weights installed) "
+    "to the step's first forward_backward.",
+    "perf/rollout_tokens_per_second": "Response tokens generated in the step / seconds of the step in which at least one rollout "
+    "worker was generating.",
+    "perf/train_tokens_per_second": "Logical tokens of the step's micro-batches / seconds of the step in which at least one "
+    "trainer was in forward_backward or optim_step.",
+    "perf/physical_tokens_ratio": "Tokens computed / logical tokens, over the step's micro-batches: below 1 where prompts are "
+    "shared, above 1 where there is padding.",
+    "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
+    "rows/trained": "Rows that the step's updates were computed from.",
+    "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
+    "rows/filtered": "Rows left out on purpose by the algorithm, not trained.",
+    "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
+}
+
+
+def metric_key(name: str) -> str:
+    """The key of `DEFINITIONS` that defines the metric `name`."""
+    return "perf/idle_ratio/<worker>" if name.startswith("perf/idle_ratio/") else name
+
+
+def definitions_table() -> str:
+    """`DEFINITIONS` as a Markdown table."""
+    return "\n".join(["| metric | definition |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in DEFINITIONS.items())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Moments of one step, in seconds of the clock that the spans use.
+
+    `started`: the previous step's commit (at first: the first admission). `committed`: this step's commit.
+    `could_generate`: when the step's first group was admitted and a worker could hold weights for it.
+    `train_began`: the start of the step's first forward_backward. The last two are None when they never happened.
+    """
+
+    started: float
+    committed: float
+    could_generate: float | None = None
+    train_began: float | None = None
+
+
+class StepMetrics:
+    """Collects what is known of one step, in any order, and yields its row. Pure: no clock, no files."""
+
+    def __init__(self) -> None:
+        self._rewards: list[Array] = []
+        self._lengths: list[Array] = []
+        self._truncated: list[Array] = []
+        self._staleness: list[Array] = []
+        self._trained_tokens = 0
+        self._zero_std_groups = 0
+        self._loss_sum = 0.0
+        self._loss_tokens = 0
+        self._logical_tokens = 0
+        self._physical_tokens = 0
+        self._metric_sums: dict[str, float] = {}
+        self._non_finite = 0
+        self._grad_norms: list[float] = []
+        self._learning_rate: float | None = None
+        self._normaliser = 0.0
+        self._skipped = 0
+        self._rows = {"rows/trained": 0, "rows/dead": 0, "rows/filtered": 0, "rows/redelivered": 0}
+
+    def add_group(
+        self,
+        *,
+        rewards: Array,
+        response_lengths: Array,
+        truncated: Array,
+        staleness: Array,
+        prompt_length: int,
+        is_filtered: bool = False,
+    ) -> None:
+        """One scored group of the step; R = its rows that are not dead.
+
+        rewards float32 [R]; response_lengths int [R], tokens; truncated bool [R]; staleness int [R], versions; prompt_length in
+        tokens. `is_filtered`: scored, but left out of training. A `ValueError` when the arrays' lengths differ.
+        """
+        sizes = {len(rewards), len(response_lengths), len(truncated), len(staleness)}
+        if len(sizes) != 1:
+            raise ValueError(f"a group's arrays have different lengths: {sorted(sizes)}")
+        num_rows = sizes.pop()
+        if num_rows == 0:
+            return
+        self._rewards.append(np.asarray(rewards, np.float64))
+        self._lengths.append(np.asarray(response_lengths, np.int64))
+        self._truncated.append(np.asarray(truncated, bool))
+        # Not std == 0: rounding can leave a tiny deviation among equal numbers.
+        self._zero_std_groups += bool(np.max(rewards) == np.min(rewards))
+        if is_filtered:
+            self._rows["rows/filtered"] += num_rows
+            return
+        self._rows["rows/trained"] += num_rows
+        self._staleness.append(np.asarray(staleness, np.int64))
+        self._trained_tokens += num_rows * prompt_length + int(np.sum(response_lengths))
+
+    def add_micro_batch(
+        self,
+        *,
+        loss_sum: float,
+        loss_tokens: int,
+        logical_tokens: int,
+        physical_tokens: int,
+        metrics: Mapping[str, float],
+        is_finite: bool = True,
+    ) -> None:
+        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes the mean `policy/<name>`.
+
+        With `is_finite` False nothing was accumulated: its tokens were computed, but enter no mean.
+        """
+        self._logical_tokens += logical_tokens
+        self._physical_tokens += physical_tokens
+        if not is_finite:
+            self._non_finite += 1
+            return
+        self._loss_sum += loss_sum
+        self._loss_tokens += loss_tokens
+        for name, total in metrics.items():
+            self._metric_sums[name] = self._metric_sums.get(name, 0.0) + total
+
+    def add_update(self, *, grad_norm: float, learning_rate: float, normaliser: float, is_skipped: bool = False) -> None:
+        """One `optim_step`, with the number that its gradient sums were divided by."""
+        self._learning_rate = learning_rate
+        self._normaliser += normaliser
+        if is_skipped:
+            self._skipped += 1
+        else:
+            self._grad_norms.append(grad_norm)
+
+    def count_rows(self, *, dead: int = 0, filtered: int = 0, redelivered: int = 0) -> None:
+        """Rows that never reached `add_group` (`filtered` there counts by itself), and redeliveries."""
+        self._rows["rows/dead"] += dead
+        self._rows["rows/filtered"] += filtered
+        self._rows["rows/redelivered"] += redelivered
+
+    def row(self, times: StepTimes, num_devices: int, spans: Sequence[Span]) -> dict[str, float | int]:
+        """The step's row, in the order of `DEFINITIONS`.
+
+        `num_devices` counts all of them, rollout included. `spans` covers [times.started, times.committed] as far as it has
+        arrived; rates need `tokens` on the `generate` spans, counted with `Recorder.add`.
+        """
+        found = {**self._reward_row(), **self._policy_row(), **self._perf_row(times, num_devices, spans), **self._rows}
+        order = {name: position for position, name in enumerate(DEFINITIONS)}
+        return dict(sorted(found.items(), key=lambda item: (order.get(metric_key(item[0]), len(order)), item[0])))
+
+    def _reward_row(self) -> dict[str, float | int]:
+        row: dict[str, float | int] = {"reward/zero_std_groups": self._zero_std_groups}
+        if self._rewards:
+            rewards = np.concatenate(self._rewards)
+            row["reward/mean"] = float(rewards.mean())
+            row["reward/std"] = float(rewards.std())
+            row["response_length/mean"] = float(np.concatenate(self._lengths).mean())
+            row["response_length/clipped_ratio"] = float(np.concatenate(self._truncated).mean())
+        if self._staleness:
+            staleness = np.concatenate(self._staleness)
+            row["staleness/mean"] = float(staleness.mean())
+            row["staleness/max"] = int(staleness.max())
+        return row
+
+    def _policy_row(self) -> dict[str, float | int]:
+        row: dict[str, float | int] = {
+            "policy/skipped_updates": self._skipped,
+            "policy/non_finite_micro_batches": self._non_finite,
+        }
+        if self._loss_tokens:
+            row.update({f"policy/{name}": total / self._loss_tokens for name, total in self._metric_sums.items()})
+        if self._normaliser:
+            row["policy/loss"] = self._loss_sum / self._normaliser
+        if self._grad_norms:
+            row["policy/grad_norm"] = float(np.mean(self._grad_norms))
+        if self._learning_rate is not None:
+            row["policy/learning_rate"] = self._learning_rate
+        return row
+
+    def _perf_row(self, times: StepTimes, num_devices: int, spans: Sequence[Span]) -> dict[str, float | int]:
+        start, end = times.started, times.committed
+        row: dict[str, float | int] = {"perf/step_seconds": end - start}
+        if end > start:
+            row["perf/tpspd"] = self._trained_tokens / ((end - start) * num_devices)
+        if times.could_generate is not None and times.train_began is not None:
+            row["perf/train_startup_seconds"] = times.train_began - times.could_generate
+        if self._logical_tokens:
+            row["perf/physical_tokens_ratio"] = self._physical_tokens / self._logical_tokens
+        rollout_seconds = active_seconds(spans, [ROLLOUT_TASK], start, end)
+        if rollout_seconds:
+            row["perf/rollout_tokens_per_second"] = tokens_within(spans, ROLLOUT_TASK, start, end) / rollout_seconds
+        train_seconds = active_seconds(spans, TRAIN_TASKS, start, end)
+        if train_seconds:
+            row["perf/train_tokens_per_second"] = self._logical_tokens / train_seconds
+        row.update({f"perf/idle_ratio/{worker}": ratio for worker, ratio in idle_ratios(spans, start, end).items()})
+        return row

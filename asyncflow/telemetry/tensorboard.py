@@ -1,0 +1,87 @@
+"""TensorBoard event files with scalars, written directly.
+
+    file   = records;  record = length u64 | masked CRC-32C of length u32 | event | masked CRC-32C of event u32
+    event  = protobuf: wall_time (1, double), step (2, varint), file_version (3), summary (5), session_log (7)
+
+The packages that write these files (tensorboardX, torch.utils.tensorboard) import torch when it is installed, which costs the
+driver over a second and hundreds of megabytes for four fields of one message. Left out: everything but scalars.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+_VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
+
+
+def _crc_table() -> tuple[int, ...]:
+    table = []
+    for byte in range(256):
+        for _ in range(8):
+            byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)
+        table.append(byte)
+    return tuple(table)
+
+
+_CRC_TABLE = _crc_table()
+
+
+def masked_crc32c(payload: bytes) -> int:
+    """CRC-32C of `payload`, rotated and offset as TFRecord files store it."""
+    crc = 0xFFFFFFFF
+    for byte in payload:
+        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _tag(number: int, wire_type: int) -> bytes:
+    return _varint(number << 3 | wire_type)
+
+
+def _message(number: int, payload: bytes) -> bytes:
+    return _tag(number, _BYTES) + _varint(len(payload)) + payload
+
+
+def _head(wall_time: float, step: int) -> bytes:
+    return _tag(1, _DOUBLE) + struct.pack("<d", wall_time) + _tag(2, _VARINT) + _varint(step)
+
+
+class EventFile:
+    """One event file in `folder` (made if missing). Times are seconds since the epoch."""
+
+    def __init__(self, folder: Path, wall_time: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"events.out.tfevents.{int(wall_time)}.{os.getpid()}"
+        self._file = self.path.open("ab")
+        self._write(_head(wall_time, 0) + _message(3, b"brain.Event:2"))
+
+    def begin(self, step: int, wall_time: float) -> None:
+        """Tell TensorBoard that a session starts here: it hides what earlier files say of this and later steps."""
+        self._write(_head(wall_time, step) + _message(7, _tag(1, _VARINT) + _varint(1)))
+
+    def add(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
+        """One event with a value (float32) for each name, on disk when this returns."""
+        values = (_message(1, name.encode()) + _tag(2, _FLOAT) + struct.pack("<f", number) for name, number in scalars.items())
+        summary = b"".join(_message(1, value) for value in values)
+        self._write(_head(wall_time, step) + _message(5, summary))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, event: bytes) -> None:
+        length = struct.pack("<Q", len(event))
+        self._file.write(length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event)))
+        self._file.flush()

@@ -1,0 +1,131 @@
+"""Where the rows of the steps go: a JSON Lines file, TensorBoard, Weights & Biases.
+
+jsonl        <run>/metrics.jsonl   exactly one line per step, the file that the report and `asyncflow status` read
+tensorboard  <run>/tensorboard/    event files
+wandb        <run>/wandb/          and its server, unless WANDB_MODE says offline or disabled
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from asyncflow.telemetry.tensorboard import EventFile
+from asyncflow.types import UserError
+
+METRICS_FILE: Final = "metrics.jsonl"
+TENSORBOARD_FOLDER: Final = "tensorboard"
+WANDB_PROJECT: Final = "asyncflow"
+
+
+class Tracker(Protocol):
+    """Receives the row of every step. Steps ascend, but for a resumed run, which starts again at its checkpoint."""
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Record the row of one step. The files hold it when this returns, whatever happens to this process next."""
+        ...
+
+    def close(self) -> None:
+        """Finish. Nothing may be logged after it."""
+        ...
+
+
+class JsonlTracker:
+    """One line `{"step": ..., <name>: <number>, ...}` per step; a number that is not finite becomes null.
+
+    Logging a step again (a run resumed from a checkpoint) drops the lines of that step and of all later ones first, so the file
+    always tells one story. A half-written last line, left by a killed run, is cut off. A `UserError` when a line is no row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._offsets: dict[int, int] = {}
+        self._file = path.open("r+b" if path.exists() else "w+b")
+        whole = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self._offsets[msgspec.json.decode(line, type=_StepOnly).step] = whole
+            except msgspec.DecodeError as error:
+                raise UserError(f"{path} line {number} is not a row of metrics; move the file away to go on.") from error
+            whole += len(line)
+        self._cut(whole)
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        undone = [offset for logged, offset in self._offsets.items() if logged >= step]
+        if undone:
+            self._offsets = {logged: offset for logged, offset in self._offsets.items() if logged < step}
+            self._cut(min(undone))
+        self._offsets[step] = self._file.tell()
+        self._file.write(msgspec.json.encode({"step": step, **row}) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _cut(self, size: int) -> None:
+        self._file.truncate(size)
+        self._file.seek(size)
+
+
+class _StepOnly(msgspec.Struct):
+    step: int
+
+
+class TensorBoardTracker:
+    """One event per step in a new file under `folder`. `clock`: seconds since the epoch, shown as TensorBoard's wall time."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._file = EventFile(folder, clock())
+        self._has_begun = False
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        if not self._has_begun:
+            self._file.begin(step, self._clock())
+            self._has_begun = True
+        self._file.add(step, row, self._clock())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run. Its own environment variables (WANDB_MODE, WANDB_PROJECT, WANDB_API_KEY) hold."""
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], run_name: str) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise UserError("The tracker 'wandb' needs the wandb package: pip install asyncflow-rl[wandb].") from error
+        project = os.environ.get("WANDB_PROJECT", WANDB_PROJECT)
+        self._run = wandb.init(project=project, name=run_name, dir=str(run_dir), config=dict(config))
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def make_trackers(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], run_name: str) -> list[Tracker]:
+    """The trackers named (`jsonl`, `tensorboard`, `wandb`), in that order; a name given twice counts once.
+
+    `config` is the resolved configuration, for W&B's page. A `UserError` for an unknown name or a missing package.
+    """
+    makers: dict[str, Callable[[], Tracker]] = {
+        "jsonl": lambda: JsonlTracker(run_dir / METRICS_FILE),
+        "tensorboard": lambda: TensorBoardTracker(run_dir / TENSORBOARD_FOLDER),
+        "wandb": lambda: WandbTracker(run_dir, config, run_name),
+    }
+    for name in names:
+        if name not in makers:
+            raise UserError(f"There is no tracker {name!r}; choose from {', '.join(makers)}.")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return [makers[name]() for name in dict.fromkeys(names)]

@@ -1,0 +1,121 @@
+"""The same run from Python.
+
+    with Trainer.from_config("recipes/quickstart.yaml", "run.steps=5") as trainer:
+        while (metrics := trainer.step()) is not None:
+            print(metrics["reward/mean"])
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncflow.build.workers import JOB_FILE, JobFile
+from asyncflow.config import Config, load, parse
+from asyncflow.data.datasets import check_columns, template_columns
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.job import Job, Listener
+from asyncflow.types import RunError
+from asyncflow.workflows.samples import Prompt
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """A run driven step by step. Its event loop lives in a thread of its own; every method blocks until it is done."""
+
+    def __init__(self, config: Config, listener: Listener | None = None) -> None:
+        self.config = config
+        self._listener = listener
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow", daemon=True)
+        self._job: Job | None = None
+        self._steps_done = 0
+
+    @classmethod
+    def from_config(cls, config: str | Path | Mapping[str, Any], *overrides: str) -> Trainer:
+        """From a YAML file with `key.path=value` overrides, or from nested mappings. Raises `UserError`."""
+        return cls(parse(config) if isinstance(config, Mapping) else load(Path(config), overrides))
+
+    def start(self) -> None:
+        """Check everything and start the workers. Raises `UserError` before anything is started."""
+        if self._job is not None:
+            raise RunError("this trainer has been started already")
+        self._thread.start()
+        self._job = self._call(self._make_job())
+        self._call(self._job.start())
+
+    def step(self) -> Mapping[str, float] | None:
+        """Train one step and return its metrics; None when `run.steps` are done. Starts the run if it is not running.
+
+        Raises `RunError` when the run cannot go on; call `stop` then, to have the model and the report written.
+        """
+        if self._job is None:
+            self.start()
+        if self._steps_done == self.config.run.steps:
+            return None
+        self._call(self._one_step(self._steps_done))
+        self._steps_done += 1
+        return self._started.rows[self._steps_done - 1]
+
+    def push_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train on these rows (the columns of `data.prompt_template`, and those that the reward reads) before the data set's.
+
+        They enter with the next step that is not admitted yet: prompts are admitted up to one step ahead.
+        """
+        columns = template_columns(self.config.data.prompt_template)
+        check_columns([dict(row) for row in rows], columns, "the pushed prompts")
+        job = msgspec.json.decode((self.config.run_dir / JOB_FILE).read_bytes(), type=JobFile)
+        tokenizer = CheckpointTokenizer(job.model)
+        encode = tokenizer.encode_chat if self.config.data.chat_template else tokenizer.encode
+        prompts = [Prompt(encode(self.config.data.prompt_template.format_map(row)), row) for row in rows]
+        for number, prompt in enumerate(prompts):
+            if len(prompt.ids) + self.config.rollout.max_new_tokens > job.max_context:
+                raise RunError(
+                    f"pushed prompt {number} has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} new ones more "
+                    f"than the run's context of {job.max_context}; set model.max_context_tokens"
+                )
+        self._loop.call_soon_threadsafe(self._started.push_prompts, prompts)
+
+    def stop(self) -> None:
+        """Stop the workers and write the model, the trace and the report. Nothing if the run is not running."""
+        if self._job is not None:
+            self._call(self._job.stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._job = None
+
+    def __enter__(self) -> Trainer:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def _started(self) -> Job:
+        if self._job is None:
+            raise RunError("this trainer is not running: call start first")
+        return self._job
+
+    async def _make_job(self) -> Job:
+        return Job(self.config, self._listener)
+
+    async def _one_step(self, step: int) -> None:
+        job = self._started
+        if job.driver is None:
+            raise RunError("this run has stopped")
+        job.driver.ledger.limit = step + 1
+        job.driver.ledger.changed()
+        if not await job.until(lambda: step in job.rows):
+            raise RunError(f"the run was interrupted in step {step}")
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,0 +1,204 @@
+"""The embedded rollout engine beside transformers, and the cost of installing weights. CPU, float32, one core.
+
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py [--json FILE] [--repeats N]
+
+One process, one random Qwen3 of 4.2M parameters, 64 requests (64 prompts of 32-64 tokens, 16-128 new tokens each, seeded), sampled at
+temperature 1. End tokens are off, so that everybody makes the same numbers of tokens:
+
+    engine       SlotEngine, 64 slots; also returns log-probs
+    generate     transformers' generate(), one batch of 64, left-padded, to the longest length; only the wanted tokens are counted
+    continuous   transformers' continuous batching (add_request per request), its manager warm
+    floor        the matrix multiplications alone, for the prompts and for every token, at the engine's own batch sizes
+
+Repeats are interleaved; the figures are medians. Install: the same weights, into the engine's buffers, beside one memcpy of their bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import psutil
+import torch
+import transformers
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.generation import ContinuousBatchingConfig
+
+from asyncflow.engines.base import SampleKey, Sampling
+from asyncflow.engines.rollout.slots import SlotEngine
+
+NUM_REQUESTS = 64
+MAX_CONTEXT = 192
+
+
+def new_model() -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).eval()
+
+
+async def run_engine(engine: SlotEngine, prompts: list[np.ndarray], lengths: list[int]) -> int:
+    async def one(index: int) -> int:
+        sampling, key = Sampling(max_new_tokens=lengths[index]), SampleKey(seed=0, prompt_index=index)
+        return sum([len(r.token_ids) async for r in engine.generate(prompts[index], samples=[0], sampling=sampling, key=key)])
+
+    return sum(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
+
+
+def run_generate(model: Qwen3ForCausalLM, prompts: list[np.ndarray], lengths: list[int]) -> int:
+    longest = max(len(p) for p in prompts)
+    tokens = torch.tensor(np.stack([np.pad(p, (longest - len(p), 0)) for p in prompts]))
+    mask = torch.tensor(np.stack([np.arange(longest) >= longest - len(p) for p in prompts]).astype(np.int64))
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), pad_token_id=0)
+    made = model.generate(tokens, attention_mask=mask, generation_config=config).shape[1] - longest
+    return sum(min(length, made) for length in lengths)
+
+
+def run_continuous(manager: object, prompts: list[np.ndarray], lengths: list[int]) -> int:
+    for prompt, length in zip(prompts, lengths, strict=True):
+        manager.add_request(prompt.tolist(), max_new_tokens=length, eos_token_id=-1)
+    results = [manager.get_result(timeout=60) for _ in prompts]
+    return sum(len(result.generated_tokens) for result in results)
+
+
+@torch.inference_mode()
+def run_floor(model: Qwen3ForCausalLM, prompts: list[np.ndarray], lengths: list[int]) -> int:
+    """The engine's matmuls: all prompts in passes of 512 tokens, then each step with the rows that are still active."""
+    layer = model.model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    fused = [
+        torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]),
+        attention.o_proj.weight,
+        torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        mlp.down_proj.weight,
+    ]
+    layers = [[weight.clone() for weight in fused] for _ in model.model.layers]  # as many bytes as the model has
+    prompt_tokens = sum(len(p) for p in prompts)
+    prefills = [512] * (prompt_tokens // 512) + [prompt_tokens % 512]
+    decodes = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    for rows in [*prefills, *decodes]:
+        for weights in layers:
+            for weight in weights:
+                torch.mm(INPUTS[weight.shape[1]][:rows], weight.t())
+    for rows in [NUM_REQUESTS, *decodes]:
+        torch.mm(INPUTS[256][:rows], model.lm_head.weight.t())
+    return sum(lengths)
+
+
+INPUTS = {size: torch.randn(512, size) for size in (256, 768)}
+
+
+def compare(engine: SlotEngine, model: Qwen3ForCausalLM, repeats: int) -> dict[str, float]:
+    """Median new tokens per second of each contender."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 1024, rng.integers(32, 65)) for _ in range(NUM_REQUESTS)]
+    lengths = rng.integers(16, 129, NUM_REQUESTS).tolist()
+    sampled = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
+    paged = ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=512)
+    rates: dict[str, list[float]] = {}
+    with (
+        asyncio.Runner() as runner,
+        model.continuous_batching_context_manager(generation_config=sampled, continuous_batching_config=paged) as manager,
+    ):
+        contenders: dict[str, Callable[[], int]] = {
+            "engine": lambda: runner.run(run_engine(engine, prompts, lengths)),
+            "generate": lambda: run_generate(model, prompts, lengths),
+            "continuous": lambda: run_continuous(manager, prompts, lengths),
+            "floor": lambda: run_floor(model, prompts, lengths),
+        }
+        for repeat in range(repeats + 1):  # the first warms up
+            for name, run in contenders.items():
+                start = time.perf_counter()
+                tokens = run()
+                seconds = time.perf_counter() - start
+                assert tokens == sum(lengths), f"{name} made {tokens} tokens, not {sum(lengths)}"
+                if repeat:
+                    rates.setdefault(name, []).append(tokens / seconds)
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def measure_install(engine: SlotEngine, model: Qwen3ForCausalLM) -> tuple[float, float, int]:
+    """Median seconds of one install, of a memcpy of as many bytes, and the bytes by which 100 installs grow the process."""
+    tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    source = torch.randn(sum(tensor.numel() for tensor in tensors.values()))
+    target = torch.empty_like(source)
+
+    async def measure() -> tuple[list[float], list[float], int]:
+        installs, copies = [], []
+        for version in range(10):
+            await engine.install(version, tensors)
+        before = psutil.Process().memory_info().rss
+        for version in range(100):
+            start = time.perf_counter()
+            await engine.install(version, tensors)
+            middle = time.perf_counter()
+            target.copy_(source)
+            installs.append(middle - start)
+            copies.append(time.perf_counter() - middle)
+        return installs, copies, psutil.Process().memory_info().rss - before
+
+    installs, copies, growth = asyncio.run(measure())
+    return statistics.median(installs), statistics.median(copies), growth
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    model = new_model()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = SlotEngine(Path(folder), num_slots=NUM_REQUESTS, max_context=MAX_CONTEXT, num_threads=1, stop_ids=())
+    rates = compare(engine, model, arguments.repeats)
+    install, copy, growth = measure_install(engine, model)
+    rows = [
+        *((f"rollout_{name}", rate, "new tokens/s", None) for name, rate in rates.items()),
+        ("rollout_speedup_over_generate", rates["engine"] / rates["generate"], "x", None),
+        ("rollout_speedup_over_continuous", rates["engine"] / rates["continuous"], "x", None),
+        ("rollout_speedup", rates["engine"] / max(rates["generate"], rates["continuous"]), "x", (">=", 2.5)),
+        ("rollout_share_of_floor", rates["engine"] / rates["floor"], "x", None),
+        ("install_over_memcpy", install / copy, "x", ("<=", 3.0)),
+        ("install_rss_growth", growth / 2**20, "MiB", ("<=", 1.0)),
+    ]
+    print("command:", "OMP_NUM_THREADS=" + os.environ["OMP_NUM_THREADS"], "python", *sys.argv)
+    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {torch.backends.cpu.get_cpu_capability()}")
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, {parameters:,} parameters")
+    print(f"install {install * 1e3:.2f} ms, memcpy of the same bytes {copy * 1e3:.2f} ms")
+    results = []
+    for name, value, unit, target in rows:
+        met = None if target is None else bool(value >= target[1] if target[0] == ">=" else value <= target[1])
+        results.append({"name": name, "value": value, "unit": unit, "target": target and " ".join(map(str, target)), "met": met})
+        print(f"{name:34} {value:12,.2f} {unit:14}", "" if target is None else f"target {target[0]} {target[1]}: {'met' if met else 'NOT MET'}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return int(any(result["met"] is False for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""One suite over every weight sync: what is fetched is what was published, to the bit, or an error."""
+
+import asyncio
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncflow.registry import load
+from asyncflow.types import UserError
+from asyncflow.weight_sync import WEIGHT_SYNCS
+from asyncflow.weight_sync.base import Manifest, TensorSpec, WeightSync, WeightSyncError
+
+MakeSync = Callable[..., WeightSync]
+
+
+@pytest.fixture(params=sorted(WEIGHT_SYNCS))
+def make_sync(request: pytest.FixtureRequest, tmp_path: Path) -> MakeSync:
+    kind = load("weight sync", WEIGHT_SYNCS[request.param])
+    return lambda **options: kind(directory=tmp_path / "weights", **options)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Any:
+    kind = load("weight sync", WEIGHT_SYNCS["shared_memory"])
+    return lambda **options: kind(directory=tmp_path / "weights", **options)
+
+
+def random_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Every kind that makes a layout difficult: odd sizes, several dtypes, a scalar, an empty and a transposed tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(7, 5, generator=generator)
+    return {
+        "z.weight": normal,
+        "a.bfloat16": normal.flatten()[:13].bfloat16(),
+        "a.int64": torch.arange(3) + seed,
+        "a.bool": normal[0] > 0,
+        "scalar": normal[0, 0].clone(),
+        "empty": normal[:0],
+        "transposed": torch.randn(4, 6, generator=generator).t(),
+        "not.finite": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "large": torch.randn(700, 600, generator=generator),
+    }
+
+
+def assert_same_bits(fetched: Any, published: dict[str, torch.Tensor]) -> None:
+    assert fetched.keys() == published.keys()
+    for name, tensor in published.items():
+        assert fetched[name].dtype == tensor.dtype and fetched[name].shape == tensor.shape
+        assert fetched[name].contiguous().view(-1).view(torch.uint8).equal(tensor.contiguous().view(-1).view(torch.uint8)), name
+
+
+async def test_what_is_fetched_is_what_was_published_to_the_bit(make_sync: MakeSync) -> None:
+    sync = make_sync()
+    sender, receiver = sync.sender("first"), sync.receiver()
+    for version in range(5):
+        tensors = random_tensors(version)
+        manifest = await sender.publish(version, tensors)
+        assert (manifest.incarnation, manifest.version) == ("first", version)
+        for tensor in tensors.values():
+            tensor.zero_()  # the sender keeps a copy
+        # the manifest crosses a wire
+        manifest = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
+        fetched = await receiver.fetch(manifest)
+        assert_same_bits(fetched, random_tensors(version))
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in fetched.values() if tensor.numel())
+    await sender.close()
+    await receiver.close()
+
+
+async def test_the_buffers_of_a_fetch_are_used_again(make_sync: MakeSync) -> None:
+    sync = make_sync()
+    sender, receiver = sync.sender("first"), sync.receiver()
+    first = await receiver.fetch(await sender.publish(0, random_tensors(0)))
+    second = await receiver.fetch(await sender.publish(1, random_tensors(1)))
+    assert {n: t.data_ptr() for n, t in first.items()} == {n: t.data_ptr() for n, t in second.items()}
+
+
+async def test_the_last_versions_stay_available_and_no_others(make_sync: MakeSync) -> None:
+    sync = make_sync(keep=3)
+    sender, receiver = sync.sender("first"), sync.receiver()
+    manifests = [await sender.publish(version, random_tensors(version)) for version in range(7)]
+    for version in (4, 6, 5, 4):
+        assert_same_bits(await receiver.fetch(manifests[version]), random_tensors(version))
+    for version in range(4):
+        with pytest.raises(WeightSyncError):
+            await receiver.fetch(manifests[version])
+
+
+async def test_a_version_can_be_published_again(make_sync: MakeSync) -> None:
+    sync = make_sync(keep=2)
+    sender, receiver = sync.sender("first"), sync.receiver()
+    before = await sender.publish(0, random_tensors(0))
+    one = await sender.publish(1, random_tensors(1))
+    again = await sender.publish(1, random_tensors(11))
+    assert_same_bits(await receiver.fetch(again), random_tensors(11))
+    assert_same_bits(await receiver.fetch(before), random_tensors(0))
+    with pytest.raises(WeightSyncError, match="hash"):
+        await receiver.fetch(one)
+
+
+async def test_a_restarted_sender_starts_afresh(make_sync: MakeSync) -> None:
+    sync = make_sync(keep=2)
+    sender, receiver = sync.sender("first"), sync.receiver()
+    old = [await sender.publish(version, random_tensors(version)) for version in range(3)]
+    await receiver.fetch(old[-1])
+    await sender.close()
+    sender = sync.sender("second")
+    manifest = await sender.publish(2, random_tensors(22))
+    assert manifest.incarnation == "second"
+    assert_same_bits(await receiver.fetch(manifest), random_tensors(22))
+    for stale in old:
+        with pytest.raises(WeightSyncError):
+            await receiver.fetch(stale)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hash": "0" * 32},
+        {"num_bytes": 1},
+        {"tensors": {"z.weight": TensorSpec((7, 5), "float32")}},
+        {"address": "/nowhere/weights-0.safetensors"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+async def test_a_manifest_that_does_not_match_is_refused(make_sync: MakeSync, wrong: dict[str, Any]) -> None:
+    sync = make_sync()
+    manifest = await sync.sender("first").publish(0, random_tensors(0))
+    with pytest.raises(WeightSyncError) as caught:
+        await sync.receiver().fetch(msgspec.structs.replace(manifest, **wrong))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"z.weight": TensorSpec((5, 7), "float32")},
+        {"z.weight": TensorSpec((7, 5), "int32")},
+        {"extra": TensorSpec((0,), "float32")},
+    ],
+)
+async def test_other_names_shapes_or_dtypes_are_refused(make_sync: MakeSync, change: dict[str, TensorSpec]) -> None:
+    sync = make_sync()
+    manifest = await sync.sender("first").publish(0, random_tensors(0))
+    with pytest.raises(WeightSyncError):
+        await sync.receiver().fetch(msgspec.structs.replace(manifest, tensors={**manifest.tensors, **change}))
+
+
+async def test_a_version_with_other_tensors_is_not_published(make_sync: MakeSync) -> None:
+    sync = make_sync()
+    sender = sync.sender("first")
+    manifest = await sender.publish(0, random_tensors(0))
+    with pytest.raises(WeightSyncError, match="other tensors"):
+        await sender.publish(1, {"z.weight": torch.zeros(7, 5)})
+    assert_same_bits(await sync.receiver().fetch(manifest), random_tensors(0))
+
+
+async def test_a_hundred_versions_leave_nothing_behind(make_sync: MakeSync, tmp_path: Path) -> None:
+    sync = make_sync(keep=2)
+    sender, receiver = sync.sender("first"), sync.receiver()
+    tensors = {"w": torch.randn(1 << 20), "b": torch.randn(1001)}  # 4 MB
+    process = psutil.Process()
+    for version in range(100):
+        if version == 10:
+            memory, num_files, num_fds = process.memory_info().rss, len(list(tmp_path.rglob("*"))), process.num_fds()
+        tensors["w"][version] = version
+        fetched = await receiver.fetch(await sender.publish(version, tensors))
+        assert fetched["w"][version] == version
+    assert len(list(tmp_path.rglob("*"))) == num_files
+    assert process.num_fds() <= num_fds
+    assert process.memory_info().rss - memory < 3 * 4 * (1 << 20)
+
+
+async def test_the_event_loop_runs_while_weights_travel(make_sync: MakeSync) -> None:
+    sync = make_sync()
+    publishing = asyncio.ensure_future(sync.sender("first").publish(0, {"w": torch.zeros(4 << 20)}))
+    await asyncio.sleep(0)
+    assert not publishing.done()
+    fetching = asyncio.ensure_future(sync.receiver().fetch(await publishing))
+    await asyncio.sleep(0)
+    assert not fetching.done()
+    await fetching
+
+
+async def test_keep_below_one_is_refused(make_sync: MakeSync) -> None:
+    with pytest.raises(UserError, match="keep"):
+        make_sync(keep=0)
+
+
+# Only of files in memory
+
+
+@pytest.mark.parametrize("place", ["header", "first tensor", "last byte"])
+async def test_a_damaged_file_is_refused(shared: Any, place: str) -> None:
+    manifest = await shared().sender("first").publish(0, random_tensors(0))
+    path = Path(manifest.address)
+    content = bytearray(path.read_bytes())
+    where = {"header": 20, "first tensor": 2048, "last byte": -1}[place]
+    content[where] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WeightSyncError):
+        await shared().receiver().fetch(manifest)
+
+
+async def test_a_shortened_file_is_refused(shared: Any) -> None:
+    manifest = await shared().sender("first").publish(0, random_tensors(0))
+    copy = Path(manifest.address).with_name("short")
+    copy.write_bytes(Path(manifest.address).read_bytes()[:-1])
+    with pytest.raises(WeightSyncError, match="bytes"):
+        await shared().receiver().fetch(msgspec.structs.replace(manifest, address=str(copy)))
+
+
+async def test_a_link_is_not_followed(shared: Any) -> None:
+    manifest = await shared().sender("first").publish(0, random_tensors(0))
+    link = Path(manifest.address).with_name("link")
+    link.symlink_to(manifest.address)
+    with pytest.raises(WeightSyncError):
+        await shared().receiver().fetch(msgspec.structs.replace(manifest, address=str(link)))
+
+
+async def test_the_files_are_plain_safetensors_and_as_many_as_kept(shared: Any, tmp_path: Path) -> None:
+    sender = shared(keep=2).sender("first")
+    for version in range(5):
+        manifest = await sender.publish(version, random_tensors(version))
+        assert_same_bits(load_file(manifest.address), random_tensors(version))
+    names = sorted(path.name for path in (tmp_path / "weights").glob("*.safetensors"))
+    assert names == ["weights-3.safetensors", "weights-4.safetensors"]
+
+
+async def test_directory_and_files_are_private(shared: Any, tmp_path: Path) -> None:
+    manifest = await shared().sender("first").publish(0, random_tensors(0))
+    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == 0o700
+    assert stat.S_IMODE(Path(manifest.address).stat().st_mode) == 0o600
+
+
+async def test_an_open_directory_is_refused(shared: Any, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    os.chmod(tmp_path / "weights", 0o755)
+    with pytest.raises(UserError, match="only you can open"):
+        shared().sender("first")
+
+
+async def test_a_version_that_did_not_fit_leaves_the_others(shared: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    sender, receiver = shared(keep=1).sender("first"), shared().receiver()
+    manifest = await sender.publish(0, random_tensors(0))
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(WeightSyncError, match="no room for"):
+        await sender.publish(1, random_tensors(1))
+    assert_same_bits(await receiver.fetch(manifest), random_tensors(0))
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0.safetensors"]
+    monkeypatch.undo()
+    assert_same_bits(await receiver.fetch(await sender.publish(1, random_tensors(1))), random_tensors(1))

@@ -1,0 +1,403 @@
+"""The reward pool against scorers that misbehave: every mistake is its own failure, and nobody else's."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncflow.rewards import REWARDS
+from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.types import RunError, UserError
+
+MEMORY_BYTES = 256 << 20
+DEADLINE_SECONDS = 5.0  # for scorers that should answer: generous, the machine may be busy
+SHORT_SECONDS = 0.3  # for scorers that hang
+
+# One scorer for all tests: the response says how to misbehave.
+SCORER = """
+import ctypes, os, re, signal, subprocess, sys, time
+
+class Score:
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def __call__(self, sample):
+        what, _, rest = sample.response.partition(" ")
+        return getattr(self, "do_" + what)(rest)
+
+    def do_number(self, rest): return self.scale * float(rest)
+    def do_pid(self, rest): return os.getpid()
+    def do_torch(self, rest): return "torch" in sys.modules
+    def do_raise(self, rest): raise KeyError("a column " + rest)
+    def do_spin(self, rest):
+        print("about to spin")
+        while True: pass
+    def do_sleep(self, rest): time.sleep(float(rest)); return 7
+    def do_hold(self, rest): ctypes.PyDLL(None).sleep(60)  # C code that keeps the interpreter lock
+    def do_exit(self, rest): print("bye, said the scorer"); os._exit(int(rest))
+    def do_sysexit(self, rest): sys.exit(int(rest))
+    def do_kill(self, rest): os.kill(os.getpid(), signal.SIGKILL)
+    def do_eat(self, rest): eaten = [b"x" * (64 << 20) for _ in range(64)]; return 1
+    def do_return(self, rest): return eval(rest)
+    def do_print(self, rest):
+        print("garbage " * 1000); sys.stdout.flush()
+        os.write(1, b"\\x00\\x00\\x00\\x05right" * 100); sys.stderr.write("more"); return float(rest)
+    def do_garble(self, rest):
+        for fd in range(3, 20):
+            try: os.write(fd, b"\\x00\\x00\\x00\\x05right")
+            except OSError: pass
+        time.sleep(60)
+    def do_input(self, rest): return len(sys.stdin.read())
+    def do_fork(self, rest):
+        if os.fork() == 0: return 99  # comes back with an answer of its own
+        os.wait(); return 5
+    def do_children(self, rest):  # one that os.fork made, one that holds all pipes it was given, then hang
+        forked = os.fork()
+        if forked == 0: time.sleep(60); os._exit(0)
+        other = subprocess.Popen(["sleep", "60"])
+        open(rest, "w").write(f"{os.getpid()} {forked} {other.pid}")
+        time.sleep(60)
+    def do_leave(self, rest, **options):
+        open(rest, "w").write(str(subprocess.Popen(["sleep", "60"], **options).pid)); os._exit(3)
+    def do_escape(self, rest): self.do_leave(rest, start_new_session=True)
+
+def scaled(sample, scale): return scale * len(sample.response)
+not_callable = 3
+"""
+
+Open = Callable[..., Awaitable[RewardPool]]
+
+
+@pytest.fixture
+def scorer_file(tmp_path: Path) -> Path:
+    file = tmp_path / "my_scorer.py"
+    file.write_text(SCORER)
+    return file
+
+
+@pytest.fixture
+async def open_pool(scorer_file: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    pools: list[RewardPool] = []
+
+    async def open_pool(seconds: float = DEADLINE_SECONDS, workers: int = 1, path: str = "", **options: Any) -> RewardPool:
+        pool = RewardPool(
+            path or f"{scorer_file}:Score",
+            options,
+            num_workers=workers,
+            deadline_seconds=seconds,
+            memory_bytes=MEMORY_BYTES,
+            name="test",
+            start_seconds=20.0,
+        )
+        pools.append(pool)
+        await pool.start()
+        return pool
+
+    yield open_pool
+    for pool in pools:
+        await pool.close()
+
+
+def sample(response: str) -> Sample:
+    return Sample(prompt="", response=response, example={"answer": "9"}, is_finished=True)
+
+
+async def failure(pool: RewardPool, response: str) -> RewardFailure:
+    with pytest.raises(RewardFailure) as caught:
+        await pool.score(sample(response))
+    return caught.value
+
+
+def living(pids: list[int]) -> list[int]:
+    """Those that are processes and not merely waiting to be reaped by somebody."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def pids_in(file: Path, seconds: float = 5.0) -> list[int]:
+    """What a scorer wrote there; waits for it to appear."""
+    give_up = time.monotonic() + seconds
+    while not (file.exists() and (text := file.read_text())):
+        assert time.monotonic() < give_up, f"{file} was not written"
+        time.sleep(0.01)
+    return [int(word) for word in text.split()]
+
+
+def wait_until_gone(pids: list[int], seconds: float = 3.0) -> list[int]:
+    give_up = time.monotonic() + seconds
+    while living(pids) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return living(pids)
+
+
+async def test_a_class_is_built_with_the_options_and_a_function_gets_them(open_pool: Open, scorer_file: Path) -> None:
+    built = await open_pool(scale=2.0)
+    assert await built.score(sample("number 1.5")) == 3.0
+    bound = await open_pool(path=f"{scorer_file}:scaled", scale=10)
+    assert await bound.score(sample("four")) == 40.0
+
+
+async def test_a_scorer_of_the_registry(open_pool: Open) -> None:
+    pool = await open_pool(path=REWARDS["final_answer"])
+    assert await pool.score(sample("#### 9")) == 1.0
+    assert await pool.score(sample("#### 8")) == 0.0
+    with pytest.raises(RewardFailure, match="no number to compare with"):
+        await pool.score(Sample(prompt="", response="#### 9", example={"answer": "many"}, is_finished=True))
+
+
+async def test_scorers_that_fail_say_how_and_the_next_sample_is_scored(open_pool: Open) -> None:
+    pool = await open_pool()
+    raised = await failure(pool, "raise it")
+    assert raised.kind == "raised"
+    assert "KeyError" in str(raised) and "a column it" in str(raised) and "my_scorer.py:Score" in str(raised)
+
+    exited = await failure(pool, "exit 3")
+    assert exited.kind == "exited"
+    assert "status 3" in str(exited) and "bye, said the scorer" in str(exited) and "my_scorer.py:Score" in str(exited)
+
+    assert (await failure(pool, "sysexit 4")).kind == "exited"
+    assert (await failure(pool, "kill")).kind == "memory"  # a SIGKILL that is not ours is the kernel's
+    assert await pool.score(sample("number 2")) == 2.0
+    assert pool.scored == 1
+    assert pool.failures == {"raised": 1, "exited": 2, "memory": 1}
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "None", "'1.0'", "10 ** 400", "1j", "[1.0]"])
+async def test_what_is_no_finite_number_is_invalid(open_pool: Open, value: str) -> None:
+    pool = await open_pool()
+    assert (await failure(pool, f"return {value}")).kind == "invalid"
+    assert await pool.score(sample("return True")) == 1.0
+
+
+async def test_eating_memory_is_a_failure_of_its_own_kind(open_pool: Open) -> None:
+    pool = await open_pool()
+    before = await pool.score(sample("pid"))
+    assert (await failure(pool, "eat")).kind == "memory"
+    assert await pool.score(sample("pid")) != before, "what ate the memory may still hold it"
+
+
+@pytest.mark.parametrize("how", ["spin", "sleep 60", "hold"])
+async def test_a_hanging_scorer_is_killed_at_its_deadline(open_pool: Open, how: str) -> None:
+    pool = await open_pool(SHORT_SECONDS)
+    pid = int(await pool.score(sample("pid")))
+    start = time.monotonic()
+    late = await failure(pool, how)
+    seconds = time.monotonic() - start
+    assert late.kind == "timeout"
+    assert SHORT_SECONDS <= seconds < SHORT_SECONDS + 1.0
+    assert not psutil.pid_exists(pid)
+    if how == "spin":
+        assert "about to spin" in str(late)
+    assert await pool.score(sample("number 4")) == 4.0
+
+
+async def test_what_a_scorer_prints_never_reaches_the_answers(open_pool: Open) -> None:
+    pool = await open_pool()
+    for value in (1.0, 2.0, 3.0):
+        assert await pool.score(sample(f"print {value}")) == value
+    assert await pool.score(sample("input")) == 0.0
+    assert await pool.score(sample("fork")) == 5.0
+    assert await pool.score(sample("number 6")) == 6.0
+
+
+async def test_last_words_are_bounded(open_pool: Open, tmp_path: Path) -> None:
+    file = tmp_path / "talker.py"
+    file.write_text("import os\ndef talk(sample):\n    print('x' * 100_000 + 'the end')\n    os._exit(1)\n")
+    message = str(await failure(await open_pool(path=f"{file}:talk"), ""))
+    assert "the end" in message and len(message) < 4096 + 500
+
+
+async def test_processes_of_a_hanging_scorer_go_with_it(open_pool: Open, tmp_path: Path) -> None:
+    pool = await open_pool(SHORT_SECONDS)
+    start = time.monotonic()
+    assert (await failure(pool, f"children {tmp_path}/pids")).kind == "timeout"
+    assert time.monotonic() - start < SHORT_SECONDS + 1.0
+    assert wait_until_gone(pids_in(tmp_path / "pids")) == []
+
+
+async def test_processes_that_an_exiting_scorer_leaves_do_not_hold_its_failure_up(open_pool: Open, tmp_path: Path) -> None:
+    pool = await open_pool()
+    start = time.monotonic()
+    assert (await failure(pool, f"leave {tmp_path}/pids")).kind == "exited"
+    assert time.monotonic() - start < DEADLINE_SECONDS
+    assert wait_until_gone(pids_in(tmp_path / "pids")) == []
+
+
+async def test_a_process_that_left_the_group_holds_nothing_up(open_pool: Open, tmp_path: Path) -> None:
+    pool = await open_pool()
+    start = time.monotonic()
+    assert (await failure(pool, f"escape {tmp_path}/pids")).kind == "exited"
+    assert time.monotonic() - start < DEADLINE_SECONDS / 2
+    assert await pool.score(sample("number 1")) == 1.0
+    for pid in pids_in(tmp_path / "pids"):
+        os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_scorer_that_finds_the_pipes_of_its_worker_ends_its_worker(open_pool: Open) -> None:
+    pool = await open_pool()
+    assert (await failure(pool, "garble")).kind == "exited"
+    assert await pool.score(sample("number 1")) == 1.0
+
+
+async def test_others_are_scored_while_one_hangs(open_pool: Open) -> None:
+    pool = await open_pool(1.0, workers=2)
+    hanging = asyncio.create_task(failure(pool, "spin"))
+    await asyncio.sleep(0)
+    rewards = await asyncio.gather(*(pool.score(sample(f"number {i}")) for i in range(50)))
+    assert rewards == [float(i) for i in range(50)]
+    assert not hanging.done()
+    assert (await hanging).kind == "timeout"
+
+
+async def test_several_hang_at_once_and_none_is_lost(open_pool: Open) -> None:
+    pool = await open_pool(SHORT_SECONDS, workers=2)
+    asked = ["spin", "number 1", "sleep 60", "number 2", "exit 3", "number 3"]
+    answers = await asyncio.gather(*(pool.score(sample(one)) for one in asked), return_exceptions=True)
+    assert [getattr(a, "kind", a) for a in answers] == ["timeout", 1.0, "timeout", 2.0, "exited", 3.0]
+
+
+async def test_a_cancelled_call_leaves_its_answer_to_nobody(open_pool: Open) -> None:
+    pool = await open_pool()
+    pid = await pool.score(sample("pid"))
+    given_up = asyncio.create_task(pool.score(sample("sleep 0.2")))
+    waiting = asyncio.create_task(pool.score(sample("exit 3")))
+    await asyncio.sleep(0.05)
+    given_up.cancel()
+    waiting.cancel()
+    assert await pool.score(sample("number 8")) == 8.0
+    assert await pool.score(sample("pid")) == pid, "a scorer that was only slow was killed, or a cancelled sample was scored"
+
+
+async def test_a_worker_that_died_while_idle_costs_no_sample(open_pool: Open) -> None:
+    pool = await open_pool()
+    pid = int(await pool.score(sample("pid")))
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until_gone([pid]) == []
+    await asyncio.sleep(0.05)
+    assert await pool.score(sample("number 3")) == 3.0
+    assert not pool.failures
+
+
+async def test_workers_import_no_torch(open_pool: Open) -> None:
+    for path in ("", REWARDS["final_answer"]):
+        await open_pool(path=path)
+    pool = await open_pool()
+    assert await pool.score(sample("torch")) == 0.0
+    heavy = "import sys, asyncflow.rewards.sandbox, asyncflow.rewards.final_answer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", heavy], timeout=20, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "words"),
+    [
+        ("no.such.module:Name", {}, "cannot be imported: ModuleNotFoundError"),
+        ("/no/such/file.py:Name", {}, "cannot be imported: FileNotFoundError"),
+        ("{file}:Nobody", {}, "has no 'Nobody'"),
+        ("{file}:Score", {"scael": 2}, "cannot be built with the options.*scael"),
+        ("{file}:not_callable", {}, "cannot be called"),
+        ("{exits}:f", {}, "exited with status 5 before the scorer was built"),
+        ("{hangs}:f", {}, "not imported and built within 0.3 s"),
+    ],
+)
+async def test_a_scorer_that_cannot_start_is_one_sentence(
+    scorer_file: Path, tmp_path: Path, path: str, options: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(5)")
+    (tmp_path / "hangs.py").write_text("while True: pass")
+    path = path.format(file=scorer_file, exits=tmp_path / "exits.py", hangs=tmp_path / "hangs.py")
+    seconds = 0.3 if "hangs" in path else 20.0
+    pool = RewardPool(
+        path, options, num_workers=2, deadline_seconds=1, memory_bytes=MEMORY_BYTES, name="test", start_seconds=seconds
+    )
+    with pytest.raises(UserError, match=words) as caught:
+        await pool.start()
+    assert "\n" not in str(caught.value) and path in str(caught.value)
+    assert psutil.Process().children(recursive=True) == []
+    with pytest.raises(RunError):
+        await pool.score(sample("number 1"))
+
+
+@pytest.mark.parametrize("path", ["final_answer", ":Name", "module:", ""])
+def test_a_path_without_a_name_is_refused(path: str) -> None:
+    with pytest.raises(UserError, match=r"package\.module:Name"):
+        RewardPool(path, {}, num_workers=1, deadline_seconds=1, memory_bytes=MEMORY_BYTES, name="test")
+
+
+async def test_a_scorer_that_is_gone_ends_the_pool_for_all_who_wait(
+    open_pool: Open, scorer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow.rewards.sandbox.RESTART_PAUSES_SECONDS", (0.01,))
+    pool = await open_pool()
+    scorer_file.unlink()
+    async with asyncio.timeout(10):
+        calls = (pool.score(sample(one)) for one in ("exit 3", "number 1", "number 2"))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [RewardFailure, RunError, RunError]
+    with pytest.raises(RunError, match="cannot go on"):
+        await pool.score(sample("number 1"))
+
+
+async def test_close_leaves_no_process_and_nobody_waiting(open_pool: Open) -> None:
+    pool = await open_pool(60.0, workers=2)
+    waiting = [asyncio.create_task(pool.score(sample("sleep 60"))) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    assert len(psutil.Process().children(recursive=True)) == 3  # two workers and their guard
+    async with asyncio.timeout(2):
+        await pool.close()
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [RunError] * 4
+    assert psutil.Process().children(recursive=True) == []
+    with pytest.raises(RunError, match="was closed"):
+        await pool.score(sample("number 1"))
+
+
+PARENT = """
+import asyncio, json, sys
+from asyncflow.rewards.base import Sample
+from asyncflow.rewards.sandbox import RewardPool
+
+async def main(path, responses):
+    pool = RewardPool(path, {}, num_workers=len(responses), deadline_seconds=60, memory_bytes=1 << 28, name="orphan")
+    await pool.start()
+    await asyncio.gather(*(pool.score(Sample(prompt="", response=r, example={}, is_finished=True)) for r in responses))
+
+asyncio.run(main(sys.argv[1], json.loads(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("guard_is_gone", [False, True])
+def test_a_parent_killed_with_9_leaves_no_process(scorer_file: Path, tmp_path: Path, guard_is_gone: bool) -> None:
+    """A worker with processes of its own, one stuck in C code that holds the interpreter lock, and an idle one.
+
+    Without the guard the workers still end; what they started is then on its own.
+    """
+    responses = [f"children {tmp_path}/pids", "hold", "number 1"]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{scorer_file}:Score", json.dumps(responses)])
+    try:
+        pids_in(tmp_path / "pids", 10.0)
+        time.sleep(0.1)
+        processes = [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
+        assert len(processes) == 3 + 2 + 1, "three workers, two processes of a scorer, the guard"
+        started = pids_in(tmp_path / "pids")[1:]
+        if guard_is_gone:
+            (guard,) = (pid for pid in processes if "guard.py" in psutil.Process(pid).cmdline()[-1])
+            os.kill(guard, signal.SIGKILL)
+    finally:
+        parent.kill()
+        parent.wait(5)
+    if guard_is_gone:
+        processes = [pid for pid in processes if pid not in started]
+    left = wait_until_gone(processes)
+    for pid in started if guard_is_gone else []:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []

@@ -1,0 +1,109 @@
+import random
+from itertools import pairwise
+
+import pytest
+
+from asyncflow.telemetry.gantt import Bar, State, coarser, colours_of, drawn_levels, first_view, gantt_chart, step_ends
+from asyncflow.telemetry.spans import Span
+
+
+def alternating(count: int, lanes: int = 2) -> list[Bar]:
+    """Short bars of three states, end to end, in each lane."""
+    draw = random.Random(0)
+    states = [State("forward_backward"), State("rows", is_wait=True), State("optim_step")]
+    bars = []
+    for lane in range(lanes):
+        now = 0.0
+        for i in range(count // lanes):
+            end = now + draw.uniform(0.001, 0.1)
+            bars.append(Bar(lane, states[i % 3], now, end, step=i // 10, version=0, rows=1, tokens=2))
+            now = end
+    return bars
+
+
+def seconds_by(bars: list[Bar]) -> dict[tuple[int, State], float]:
+    totals: dict[tuple[int, State], float] = {}
+    for bar in bars:
+        totals[bar.lane, bar.state] = totals.get((bar.lane, bar.state), 0.0) + bar.end - bar.start
+    return totals
+
+
+def test_levels_shrink_to_their_sizes_and_keep_every_second_row_and_token():
+    bars = alternating(20_000)
+    wall = max(bar.end for bar in bars)
+    levels = drawn_levels(bars, wall, (10_000, 5_000, 800))
+    assert len(levels) == 3
+    for (resolution, level), size in zip(levels, (10_000, 5_000, 800), strict=True):
+        assert 0 < resolution < wall
+        assert len(level) <= size
+        assert seconds_by(level) == pytest.approx(seconds_by(bars))
+        assert sum(bar.rows for bar in level) == sum(bar.rows for bar in bars)
+        assert sum(bar.tokens for bar in level) == sum(bar.tokens for bar in bars)
+        assert sum(bar.count for bar in level) == len(bars)
+        for a, b in pairwise(level):
+            assert a.lane < b.lane or a.end <= b.start + 1e-9
+
+
+def test_few_bars_are_drawn_as_they_are():
+    bars = alternating(50)
+    assert drawn_levels(bars, 5.0, (100, 60)) == [(0.0, bars)]
+
+
+def test_a_long_bar_is_never_grouped():
+    busy, idle = State("generate"), State("prompts", is_wait=True)
+    bars = [
+        Bar(0, idle, 0.0, 0.01, -1, -1, 0, 0),
+        Bar(0, busy, 0.01, 0.02, 3, 1, 5, 6),
+        Bar(0, idle, 0.02, 0.05, -1, -1, 0, 0),
+        Bar(0, busy, 0.05, 2.0, 3, 1, 0, 0),
+    ]
+    grouped = coarser(bars, 0.5)
+    assert [(bar.state, round(bar.start, 6), round(bar.end, 6), bar.count) for bar in grouped] == [
+        (idle, 0.0, 0.04, 2),
+        (busy, 0.04, 2.0, 2),
+    ]
+
+
+def test_first_view_is_three_steps_in_the_middle():
+    steps = [[i, float(10 * (i + 1))] for i in range(9)]
+    low, high = first_view(steps, 95.0)
+    assert low == pytest.approx(30 - 1.8)
+    assert high == pytest.approx(60 + 1.8)
+    assert first_view(steps[:3], 35.0) == [0.0, 35.0]
+    assert first_view([], 0.0) == [0.0, 0.0]
+
+
+def test_a_step_ends_with_its_last_update():
+    ends = [(0, 1.0), (0, 2.0), (1, 4.0)]
+    spans = [Span(worker="trainer", task="optim_step", start=e - 0.5, end=e, step=s) for s, e in ends]
+    assert step_ends(spans, 0.5) == [[0, 1.5], [1, 3.5]]
+
+
+def test_unknown_tasks_and_causes_are_drawn_in_stable_colours_of_their_own():
+    names = [f"strange {i}" for i in range(6)]
+    colours = colours_of([State(name) for name in names] + [State("generate")])
+    assert len(set(colours.values())) == 7
+    one = State("strange 0")
+    assert colours_of([one])[one] == colours_of([one, State("load")])[one]
+    spans = [
+        Span(worker="w", task="strange", start=0, end=1),
+        Span(worker="w", task="wait", cause="odd", start=1, end=2),
+        Span(worker="w", task="wait", start=2, end=3),
+        Span(worker="w", task="elsewhere", start=0, end=3, is_lane=False),
+    ]
+    chart = gantt_chart(spans)
+    assert {state["label"] for state in chart["states"]} == {
+        "strange",
+        "waiting: odd",
+        "waiting: unknown",
+        "elsewhere (beside)",
+    }
+    assert all(state["colour"].startswith("#") for state in chart["states"])
+    (level,) = chart["levels"]
+    assert level["start"] == [0, 1, 2, 0]
+    assert level["lane"] == [0, 0, 0, 1]
+
+
+def test_no_spans_make_an_empty_chart():
+    chart = gantt_chart([])
+    assert (chart["lanes"], chart["wall"], chart["steps"]) == ([], 0.0, [])

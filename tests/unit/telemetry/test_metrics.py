@@ -1,0 +1,177 @@
+import math
+
+import numpy as np
+import pytest
+
+from asyncflow.telemetry.idle import active_seconds, busy_and_idle, idle_ratios, tokens_within
+from asyncflow.telemetry.metrics import DEFINITIONS, StepMetrics, StepTimes, definitions_table, metric_key
+from asyncflow.telemetry.spans import Recorder, Span
+
+
+def lane(worker: str, task: str, start: float, end: float, cause: str = "", tokens: int = 0, is_lane: bool = True) -> Span:
+    return Span(worker=worker, task=task, start=start, end=end, cause=cause, tokens=tokens, is_lane=is_lane)
+
+
+SPANS = [
+    lane("rollout/0", "generate", 0, 6, tokens=600),
+    lane("rollout/0", "wait", 6, 10, "weights"),
+    lane("rollout/1", "generate", 2, 8, tokens=300),
+    lane("rollout/1", "wait", 8, 10, "prompts"),
+    lane("trainer", "wait", 0, 4, "rows"),
+    lane("trainer", "forward_backward", 4, 7),
+    lane("trainer", "optim_step", 7, 8),
+    lane("trainer", "wait", 8, 14, "rows"),
+    lane("rollout/0", "fetch", 1, 9, is_lane=False, tokens=99),
+]
+
+
+def group(rewards: list[float], lengths: list[int], cut: list[bool], stale: list[int], prompt: int, **more: bool) -> dict:
+    arrays = {"rewards": np.array(rewards, np.float32), "response_lengths": np.array(lengths)}
+    return {**arrays, "truncated": np.array(cut), "staleness": np.array(stale), "prompt_length": prompt, **more}
+
+
+def full_step() -> StepMetrics:
+    metrics = StepMetrics()
+    metrics.add_group(**group([1, 0], [10, 20], [False, True], [0, 0], 5))
+    metrics.add_group(**group([1, 1], [30, 40], [False, False], [2, 1], 10))
+    metrics.add_group(**group([0, 0, 0, 0], [10, 10, 10, 10], [False] * 4, [0] * 4, 7, is_filtered=True))
+    metrics.add_micro_batch(
+        loss_sum=6.0, loss_tokens=30, logical_tokens=40, physical_tokens=35, metrics={"kl": 3.0, "entropy": 30.0}
+    )
+    metrics.add_micro_batch(
+        loss_sum=-2.0, loss_tokens=70, logical_tokens=90, physical_tokens=80, metrics={"kl": 7.0, "entropy": 70.0}
+    )
+    metrics.add_update(grad_norm=2.0, learning_rate=1e-3, normaliser=100)
+    metrics.count_rows(dead=1, filtered=2, redelivered=3)
+    return metrics
+
+
+def test_a_hand_worked_step():
+    times = StepTimes(started=0.0, committed=10.0, could_generate=0.5, train_began=4.0)
+    row = full_step().row(times, 4, SPANS)
+    expected = {
+        "reward/mean": 3 / 8,
+        "reward/std": math.sqrt(3 / 8 * 5 / 8),
+        "reward/zero_std_groups": 2,
+        "response_length/mean": 140 / 8,
+        "response_length/clipped_ratio": 1 / 8,
+        "policy/kl": 0.1,
+        "policy/entropy": 1.0,
+        "policy/grad_norm": 2.0,
+        "policy/loss": 4 / 100,
+        "policy/learning_rate": 1e-3,
+        "policy/skipped_updates": 0,
+        "policy/non_finite_micro_batches": 0,
+        "staleness/mean": 3 / 4,
+        "staleness/max": 2,
+        # Trained rows only: (5 + 10) + (5 + 20) + (10 + 30) + (10 + 40) = 130 logical tokens, 10 s, 4 devices.
+        "perf/tpspd": 130 / 40,
+        "perf/step_seconds": 10.0,
+        "perf/train_startup_seconds": 3.5,
+        # 900 tokens while at least one worker generated: 0 to 8.
+        "perf/rollout_tokens_per_second": 900 / 8,
+        # 130 logical tokens in 4 s of forward_backward and optim_step.
+        "perf/train_tokens_per_second": 130 / 4,
+        "perf/physical_tokens_ratio": 115 / 130,
+        "perf/idle_ratio/rollout/0": 0.4,
+        "perf/idle_ratio/rollout/1": 0.25,
+        "perf/idle_ratio/trainer": 0.6,
+        "rows/trained": 4,
+        "rows/dead": 1,
+        "rows/filtered": 6,
+        "rows/redelivered": 3,
+    }
+    assert row == pytest.approx(expected)
+    order = list(DEFINITIONS)
+    positions = [order.index(metric_key(name)) for name in row]
+    assert positions == sorted(positions)
+
+
+def test_what_is_not_known_is_left_out():
+    row = StepMetrics().row(StepTimes(started=1.0, committed=1.0), 2, [])
+    assert row == {
+        "reward/zero_std_groups": 0,
+        "policy/skipped_updates": 0,
+        "policy/non_finite_micro_batches": 0,
+        "perf/step_seconds": 0.0,
+        "rows/trained": 0,
+        "rows/dead": 0,
+        "rows/filtered": 0,
+        "rows/redelivered": 0,
+    }
+
+
+def test_equal_float32_rewards_count_as_a_group_without_signal():
+    rewards = [0.1, 0.1, 0.1]
+    metrics = StepMetrics()
+    metrics.add_group(**group(rewards, [1] * 3, [False] * 3, [0] * 3, 1))
+    assert metrics.row(StepTimes(started=0, committed=1), 1, [])["reward/zero_std_groups"] == 1
+
+
+def test_skipped_updates_and_non_finite_micro_batches_are_counted_and_enter_no_mean():
+    metrics = full_step()
+    metrics.add_micro_batch(
+        loss_sum=math.nan, loss_tokens=5, logical_tokens=10, physical_tokens=10, metrics={"kl": math.nan}, is_finite=False
+    )
+    metrics.add_update(grad_norm=math.inf, learning_rate=2e-3, normaliser=100, is_skipped=True)
+    row = metrics.row(StepTimes(started=0, committed=10), 4, SPANS)
+    assert row["policy/skipped_updates"] == row["policy/non_finite_micro_batches"] == 1
+    assert row["policy/kl"] == pytest.approx(0.1)
+    assert row["policy/grad_norm"] == 2.0
+    assert row["policy/loss"] == pytest.approx(4 / 200)
+    assert row["perf/physical_tokens_ratio"] == pytest.approx(125 / 140)
+
+
+def test_a_group_with_unequal_arrays_is_refused():
+    with pytest.raises(ValueError, match="different lengths"):
+        StepMetrics().add_group(**group([1, 0], [10], [False], [0], 5))
+
+
+def test_every_metric_is_defined():
+    table = definitions_table()
+    assert table.count("\n") == len(DEFINITIONS) + 1
+    row = full_step().row(StepTimes(started=0.0, committed=10.0, could_generate=0.5, train_began=4.0), 4, SPANS)
+    assert {metric_key(name) for name in row} | {"policy/clip_ratio"} == set(DEFINITIONS)
+
+
+def test_idle_ratios_clip_to_the_interval_and_divide_by_what_is_recorded():
+    assert idle_ratios(SPANS, 5, 9) == {"rollout/0": 0.75, "rollout/1": 0.25, "trainer": 0.25}
+    # The rollout workers' later states have not arrived: 9 to 10 is all that is known of them.
+    assert idle_ratios(SPANS, 9, 20) == {"rollout/0": 1.0, "rollout/1": 1.0, "trainer": 1.0}
+    assert idle_ratios(SPANS, 50, 60) == {}
+
+
+def test_active_seconds_is_a_union_and_tokens_are_shared_out_by_time():
+    assert active_seconds(SPANS, ["generate"], 1, 7) == 6
+    assert active_seconds(SPANS, ["fetch"], 0, 10) == 0
+    assert active_seconds([lane("a", "t", 0, 1), lane("b", "t", 3, 4), lane("b", "t", 3, 3.5)], ["t"], 0, 10) == 2
+    assert tokens_within(SPANS, "generate", 0, 3) == pytest.approx(300 + 50)
+
+
+def test_busy_plus_idle_is_wall_through_the_recorder():
+    now = [0.0]
+    spans: list[Span] = []
+    recorder = Recorder("trainer", lambda: now[0], spans.append)
+    durations = np.random.default_rng(0).uniform(0.001, 0.2, 400).tolist()
+    for i, seconds in enumerate(durations):
+        if i % 3:
+            with recorder.busy("forward_backward" if i % 5 else "optim_step", step=i):
+                now[0] += seconds
+        else:
+            recorder.waiting("rows" if i % 2 else "step")
+            now[0] += seconds
+        recorder.beside("fetch", now[0] - 0.5)
+    recorder.flush()
+    activity = busy_and_idle(spans, "trainer")
+    assert activity.wall == pytest.approx(sum(durations))
+    assert activity.busy_seconds + activity.idle_seconds == pytest.approx(activity.wall, rel=0.01)
+    assert set(activity.busy) == {"forward_backward", "optim_step"}
+    assert {"rows", "step"} <= set(activity.idle)
+    assert activity.unrecorded_seconds == pytest.approx(0, abs=1e-9)
+
+
+def test_time_between_two_lives_of_a_worker_is_neither_busy_nor_idle():
+    spans = [lane("rollout/0", "generate", 0, 4), lane("rollout/0", "wait", 6, 10, "prompts")]
+    activity = busy_and_idle(spans, "rollout/0")
+    assert (activity.wall, activity.busy_seconds, activity.idle_seconds, activity.unrecorded_seconds) == (10, 4, 4, 2)
+    assert busy_and_idle(spans, "trainer").wall == 0

@@ -1,0 +1,164 @@
+import importlib.util
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from asyncflow.telemetry.gantt import BARS_IN_VIEW
+from asyncflow.telemetry.idle import busy_and_idle
+from asyncflow.telemetry.report import duration, read_rows, script_json, write_report
+from asyncflow.telemetry.trace import SpanLog, write_trace
+from asyncflow.types import UserError
+
+_spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).with_name("synthetic_run.py"))
+synthetic_run = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(synthetic_run)
+
+
+class Page(HTMLParser):
+    """The elements and the visible text of a page; `scripts` are their contents with their attributes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.sources: list[str] = []
+        self.scripts: list[tuple[dict, str]] = []
+        self.words: list[str] = []
+        self._script: dict | None = None
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href", "onerror", "onload")]
+        self._script = dict(attrs) if tag == "script" else None
+
+    def handle_data(self, text):
+        if self._script is not None:
+            self.scripts.append((self._script, text))
+            self._script = None
+        else:
+            self.words.append(text)
+
+    def chart_data(self) -> dict:
+        return next(json.loads(text) for attrs, text in self.scripts if attrs.get("id") == "chart-data")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    synthetic_run.write_run(path)
+    return path
+
+
+def test_the_page_shows_the_run_and_needs_nothing_else(run_dir):
+    page = Page(write_report(run_dir))
+    assert page.sources == []
+    assert "link" not in page.tags and "img" not in page.tags and "iframe" not in page.tags
+    for words in ("tiny arithmetic <b>run</b>", "periodic", "grpo", "models/tiny-arithmetic", "2 x rollout, 1 x trainer", "61.0%"):
+        assert words in page.text
+    chart = page.chart_data()
+    titles = [card["title"] for card in chart["charts"]]
+    assert titles[:2] == ["Reward", "Evaluation accuracy"]
+    assert {"KL from the reference", "Gradient norm", "Idle share of each worker", "Seconds"} <= set(titles)
+    reward = chart["charts"][0]["traces"]
+    assert [len(trace["x"]) for trace in reward] == [10, 10, 10]
+    assert len(chart["gantt"]["steps"]) == 10
+    assert chart["gantt"]["lanes"] == ["rollout/0", "rollout/1", "trainer", "driver"]
+
+
+def test_model_output_cannot_become_markup(run_dir):
+    path = write_report(run_dir)
+    page = Page(path)
+    # The page's own three: its data, plotly.js, the charts. Only the latter two run, by a nonce that no model can know.
+    assert page.tags.count("script") == 3
+    assert [("nonce" in attrs, attrs.get("type")) for attrs, _ in page.scripts] == [
+        (False, "application/json"),
+        (True, None),
+        (True, None),
+    ]
+    assert synthetic_run.HOSTILE in page.text
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', path.read_text()).group(1)
+    assert policy.startswith("default-src 'none'; script-src 'nonce-")
+    assert "unsafe-eval" not in policy
+
+
+def test_hostile_names_cannot_leave_the_data_element(tmp_path):
+    log = SpanLog(tmp_path / "spans.jsonl")
+    log.append(synthetic_run.Span(worker="</script><script>alert(1)</script>", task="<!--<script>", start=0, end=1))
+    log.close()
+    page = Page(write_report(tmp_path))
+    assert page.tags.count("script") == 3
+    assert page.chart_data()["gantt"]["lanes"] == ["</script><script>alert(1)</script>"]
+    # "<!--<script " alone would swallow the element's end, so that no "<" may be left at all.
+    assert not set("<>&") & set(script_json(["</script>", "<!--<script ", "&lt;"]))
+
+
+def test_busy_and_idle_add_up_to_wall_within_a_hundredth(run_dir):
+    spans = synthetic_run.make_spans(10)
+    page = Page(write_report(run_dir))
+    for worker in ("rollout/0", "rollout/1", "trainer"):
+        activity = busy_and_idle(spans, worker)
+        assert activity.busy_seconds + activity.idle_seconds == pytest.approx(activity.wall, rel=0.01)
+        assert f"{100 * activity.busy_seconds / activity.wall:.1f}% busy" in page.text
+
+
+def test_a_run_interrupted_at_its_first_step_still_shows_its_lanes(tmp_path):
+    spans = synthetic_run.make_spans(1)[:6]
+    log = SpanLog(tmp_path / "spans.jsonl")
+    for span in spans:
+        log.append(span)
+    log.close()
+    with (tmp_path / "spans.jsonl").open("a") as file:
+        file.write('{"worker": "tr')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/me')
+    page = Page(write_report(tmp_path))
+    assert "No steps yet" in page.text
+    assert page.chart_data()["gantt"]["lanes"] != []
+    assert "No spans were recorded" not in page.text
+
+
+def test_an_empty_directory_makes_a_page_and_a_missing_one_a_sentence(tmp_path):
+    page = Page(write_report(tmp_path))
+    assert "No steps yet" in page.text and "No spans were recorded" in page.text
+    write_trace(tmp_path)
+    with pytest.raises(UserError, match="no run directory"):
+        write_report(tmp_path / "absent")
+
+
+def test_null_and_missing_numbers_leave_gaps_not_errors(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step":0,"reward/mean":null,"perf/tpspd":null}\n{"step":1,"reward/mean":0.5,"reward/std":null}\n'
+    )
+    (tmp_path / "eval.jsonl").write_text('{"step":0,"accuracy":null}\n{"step":1,"accuracy":0.5}\n')
+    charts = {card["title"]: card["traces"] for card in Page(write_report(tmp_path)).chart_data()["charts"]}
+    assert charts["Reward"][-1]["x"] == [1]
+    assert charts["Evaluation accuracy"][0]["x"] == [1]
+    assert "TPSPD: trained tokens per second per device" not in charts
+
+
+def test_lines_that_are_no_rows_are_named(tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"step": 0}\n[1]\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 2 is not a JSON object"):
+        read_rows(tmp_path / "eval.jsonl")
+    (tmp_path / "eval.jsonl").write_text('{"epoch": 0}\n')
+    with pytest.raises(UserError, match="line 1 has no integer 'step'"):
+        read_rows(tmp_path / "eval.jsonl")
+
+
+def test_a_long_run_is_drawn_in_levels(tmp_path):
+    spans = synthetic_run.make_spans(900)
+    assert len(spans) > 20_000
+    log = SpanLog(tmp_path / "spans.jsonl")
+    for span in spans:
+        log.append(span)
+    log.close()
+    levels = Page(write_report(tmp_path)).chart_data()["gantt"]["levels"]
+    assert levels[0]["resolution"] == 0
+    assert len(levels[-1]["start"]) <= BARS_IN_VIEW < len(levels[0]["start"])
+
+
+def test_durations_in_words():
+    assert [duration(seconds) for seconds in (3.21, 245, 7380)] == ["3.2 s", "4 min 5 s", "2 h 3 min"]

@@ -1,0 +1,116 @@
+import json
+import struct
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from asyncflow.telemetry.tensorboard import masked_crc32c
+from asyncflow.telemetry.trackers import JsonlTracker, TensorBoardTracker, make_trackers
+from asyncflow.types import UserError
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_holds_exactly_one_row_per_step_as_soon_as_it_is_logged(tmp_path):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        tracker.log(step, {"reward/mean": step / 2, "policy/grad_norm": float("nan")})
+        assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == list(range(step + 1))
+    tracker.close()
+    assert rows_of(tmp_path / "metrics.jsonl")[2] == {"step": 2, "reward/mean": 1.0, "policy/grad_norm": None}
+
+
+@pytest.mark.parametrize("resumed", [2, 3, 5])
+def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path, resumed):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path)
+    for step in range(5):
+        first.log(step, {"life": 1})
+    first.close()
+    with path.open("a") as file:
+        file.write('{"step":5,"li')
+    second = JsonlTracker(path)
+    for step in range(resumed, 7):
+        second.log(step, {"life": 2})
+    second.close()
+    assert rows_of(path) == [{"step": step, "life": 1 if step < resumed else 2} for step in range(7)]
+
+
+def test_a_foreign_metrics_file_is_refused_by_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\nhello\n')
+    with pytest.raises(UserError, match="line 2"):
+        JsonlTracker(tmp_path / "metrics.jsonl")
+
+
+def test_masked_crc32c_is_that_of_the_standard():
+    # CRC-32C of "123456789" is 0xE3069283; then TFRecord's mask.
+    crc = 0xE3069283
+    assert masked_crc32c(b"123456789") == (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def records(path: Path) -> list[bytes]:
+    content, events, at = path.read_bytes(), [], 0
+    while at < len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        assert struct.unpack_from("<I", content, at + 8)[0] == masked_crc32c(content[at : at + 8])
+        event = content[at + 12 : at + 12 + length]
+        assert struct.unpack_from("<I", content, at + 12 + length)[0] == masked_crc32c(event)
+        events.append(event)
+        at += 16 + length
+    return events
+
+
+def test_tensorboard_files_are_read_back_by_tensorboards_own_messages(tmp_path):
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    from tensorboardX.crc32c import crc32c
+
+    assert crc32c(b"123456789") == 0xE3069283
+    tracker = TensorBoardTracker(tmp_path / "tensorboard", clock=lambda: 1234.5)
+    tracker.log(3, {"reward/mean": 0.25, "perf/tpspd": 1e6})
+    tracker.log(300, {"reward/mean": 0.5})
+    tracker.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    assert "tfevents" in path.name
+    head, begin, first, second = (event_pb2.Event.FromString(event) for event in records(path))
+    assert head.file_version == "brain.Event:2"
+    assert (begin.step, begin.session_log.status) == (3, event_pb2.SessionLog.START)
+    assert (first.step, first.wall_time) == (3, 1234.5)
+    assert {value.tag: value.simple_value for value in first.summary.value} == {"reward/mean": 0.25, "perf/tpspd": 1e6}
+    assert (second.step, second.summary.value[0].simple_value) == (300, 0.5)
+
+
+def test_the_trackers_do_not_import_torch(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from asyncflow.telemetry.trackers import make_trackers\n"
+        "import asyncflow.telemetry.report, asyncflow.telemetry.trace, asyncflow.telemetry.metrics\n"
+        f"for t in make_trackers(['jsonl', 'tensorboard'], Path({str(tmp_path)!r}), {{}}, 'r'): t.log(0, {{'a': 1.0}}); t.close()\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_unknown_trackers_and_a_missing_wandb_are_one_sentence(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no tracker 'mlflow'"):
+        make_trackers(["jsonl", "mlflow"], tmp_path / "run", {}, "run")
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install asyncflow-rl\[wandb\]"):
+        make_trackers(["wandb"], tmp_path, {}, "run")
+
+
+def test_wandb_gets_rows_and_leaves_its_mode_to_the_environment(tmp_path, monkeypatch):
+    calls: list[tuple] = []
+    run = types.SimpleNamespace(log=lambda row, step: calls.append(("log", row, step)), finish=lambda: calls.append(("finish",)))
+    fake = types.SimpleNamespace(init=lambda **options: calls.append(("init", options)) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    (tracker,) = make_trackers(["wandb", "wandb"], tmp_path, {"schedule": "periodic"}, "seven")
+    tracker.log(4, {"reward/mean": 1.0})
+    tracker.close()
+    options = {"project": "mine", "name": "seven", "dir": str(tmp_path), "config": {"schedule": "periodic"}}
+    assert calls == [("init", options), ("log", {"reward/mean": 1.0}, 4), ("finish",)]
