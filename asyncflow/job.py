@@ -94,7 +94,7 @@ class Job:
         self._prepared = prepared
         self._sweep_shared_memory()
         self._weights_dir = self._make_weights_dir()
-        job = JobFile(prepared.model.resolve(), prepared.max_context, self._weights_dir)
+        job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir))
         (config.run_dir / JOB_FILE).write_bytes(msgspec.json.encode(job))
         self.driver = driver = Driver(config, prepared, on_step=self._on_step, on_evaluation=self._on_evaluation)
         self._server = driver.server(self)

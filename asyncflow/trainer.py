@@ -72,7 +72,7 @@ class Trainer:
         columns = template_columns(self.config.data.prompt_template)
         check_columns([dict(row) for row in rows], columns, "the pushed prompts")
         job = msgspec.json.decode((self.config.run_dir / JOB_FILE).read_bytes(), type=JobFile)
-        tokenizer = CheckpointTokenizer(job.model)
+        tokenizer = CheckpointTokenizer(Path(job.model))
         encode = tokenizer.encode_chat if self.config.data.chat_template else tokenizer.encode
         prompts = [Prompt(encode(self.config.data.prompt_template.format_map(row)), row) for row in rows]
         for number, prompt in enumerate(prompts):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncflow.telemetry.metrics import DEFINITIONS
+from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
 
 Row = Mapping[str, Any]
 
@@ -63,11 +63,22 @@ CHARTS: Final = (
 
 def metric_charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
     """One dict per card: title, note (what the lines mean), traces and layout for plotly.js."""
-    idle = sorted({name for row in rows for name in row if name.startswith("perf/idle_ratio/")})
-    idle_chart = Chart("Idle share of each worker", {name: name.removeprefix("perf/idle_ratio/") for name in idle}, is_share=True)
-    cards = [_card(chart, rows) for chart in (*CHARTS, idle_chart)]
+    cards = [_card(chart, rows) for chart in (*CHARTS, *_worker_charts(rows))]
     cards.insert(1, _evaluation_card(evaluations))
     return [card for card in cards if card["traces"]]
+
+
+def _worker_charts(rows: Sequence[Row]) -> list[Chart]:
+    """A line for every worker."""
+    names = sorted({name for row in rows for name in row})
+
+    def lines(family: str) -> dict[str, str]:
+        return {name: name.removeprefix(family) for name in names if name.startswith(family)}
+
+    return [
+        Chart("Idle share of each worker", lines("perf/idle_ratio/"), is_share=True),
+        Chart("Memory of each worker", lines("memory/rss_bytes/"), unit="bytes", from_zero=True),
+    ]
 
 
 def accuracy_keys(evaluations: Sequence[Row]) -> list[str]:
@@ -83,15 +94,17 @@ def _card(chart: Chart, rows: Sequence[Row]) -> dict[str, Any]:
             traces.append(_line([row["step"] for row in known], [row[metric] for row in known], label, colour))
     if chart.band and traces:
         traces[:0] = _band(next(iter(chart.lines)), chart.band, rows)
-    named = len(chart.lines) > 1
-    notes = [
-        f"{label}: {DEFINITIONS[metric]}" if named else DEFINITIONS[metric]
-        for metric, label in chart.lines.items()
-        if metric in DEFINITIONS
-    ]
-    if chart.title.startswith("Idle"):
-        notes = [DEFINITIONS["perf/idle_ratio/<worker>"]]
-    return _finished(chart, " ".join(notes), traces)
+    return _finished(chart, _note(chart), traces)
+
+
+def _note(chart: Chart) -> str:
+    """The definitions of the lines, each named where there are several; once where all lines share one."""
+    told: dict[str, str] = {}
+    for metric, label in chart.lines.items():
+        told.setdefault(DEFINITIONS.get(metric_key(metric), ""), label)
+    if len(told) < 2:
+        return next(iter(told), "")
+    return " ".join(f"{label}: {definition}" for definition, label in told.items())
 
 
 def _evaluation_card(evaluations: Sequence[Row]) -> dict[str, Any]:
@@ -112,6 +125,8 @@ def _finished(chart: Chart, note: str, traces: list[dict[str, Any]]) -> dict[str
     axis: dict[str, Any] = {"tickformat": ".1~%"} if chart.is_share else {}
     if chart.from_zero or chart.is_share:
         axis["rangemode"] = "tozero"
+    if chart.unit == "bytes":
+        axis["tickformat"] = "~s"
     if chart.unit:
         axis["title"] = {"text": chart.unit}
     return {"title": chart.title, "note": note, "traces": traces, "yaxis": axis}

@@ -56,12 +56,16 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
     "rows/filtered": "Rows left out on purpose by the algorithm, not trained.",
     "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
+    "memory/rss_bytes/<worker>": "Resident memory of the worker's process at its last report, in bytes; the driver adds it to the row.",
 }
+
+WORKER_FAMILIES: Final = tuple(name.removesuffix("<worker>") for name in DEFINITIONS if name.endswith("<worker>"))
+"""Prefixes of the metrics of which every worker has its own."""
 
 
 def metric_key(name: str) -> str:
-    """The key of `DEFINITIONS` that defines the metric `name`."""
-    return "perf/idle_ratio/<worker>" if name.startswith("perf/idle_ratio/") else name
+    """The key of `DEFINITIONS` that defines the metric `name`: a worker's own number is defined once for all workers."""
+    return next((f"{family}<worker>" for family in WORKER_FAMILIES if name.startswith(family)), name)
 
 
 def definitions_table() -> str:

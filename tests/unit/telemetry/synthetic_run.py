@@ -130,6 +130,7 @@ def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int
         begun = min(span.start for span in spans if span.task == "forward_backward" and span.step == step)
         times = StepTimes(started=started, committed=committed, could_generate=started, train_began=begun)
         row = metrics.row(times, 3, log.window(started, committed))
+        row |= {f"memory/rss_bytes/{worker}": 5e8 + 1e7 * step * draw.random() for worker in ("rollout/0", "trainer")}
         for tracker in trackers:
             tracker.log(step, row)
         started = committed

@@ -131,7 +131,9 @@ def test_every_metric_is_defined():
     table = definitions_table()
     assert table.count("\n") == len(DEFINITIONS) + 1
     row = full_step().row(StepTimes(started=0.0, committed=10.0, could_generate=0.5, train_began=4.0), 4, SPANS)
-    assert {metric_key(name) for name in row} | {"policy/clip_ratio"} == set(DEFINITIONS)
+    added_by_others = {"policy/clip_ratio", "memory/rss_bytes/<worker>"}
+    assert {metric_key(name) for name in row} | added_by_others == set(DEFINITIONS)
+    assert metric_key("memory/rss_bytes/rollout/0") == "memory/rss_bytes/<worker>"
 
 
 def test_idle_ratios_clip_to_the_interval_and_divide_by_what_is_recorded():
