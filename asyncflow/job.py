@@ -39,6 +39,12 @@ from asyncflow.workflows.samples import Prompt
 MARKER_FILE = ".asyncflow-run"
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS_PREFIX = "asyncflow-"
+# Micro-batches allocate and free the same megabytes over and over: glibc is to keep them, not to map zeroed pages each time.
+KEEP_FREED_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(10**9),
+    "MALLOC_MMAP_THRESHOLD_": str(10**9),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 
 
 class Listener:
@@ -253,7 +259,8 @@ class Job:
             for i in range(rollout.num_workers)
         ]
         if not self._evaluate_only:
-            specs.append(WorkerSpec("trainer", "asyncflow.build.workers:train_worker", _threads(train.num_threads)))
+            environment = _threads(train.num_threads) | KEEP_FREED_MEMORY
+            specs.append(WorkerSpec("trainer", "asyncflow.build.workers:train_worker", environment))
         return specs
 
     def _is_done(self) -> bool:

@@ -31,7 +31,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 import msgspec
 import numpy as np
 
-from asyncflow.types import RunError, UserError
+from asyncflow.types import CROSSING, RunError
 
 MAGIC = b"AFT1"
 PREFIX = struct.Struct("<4sIIQ")
@@ -42,7 +42,6 @@ CONNECT_SECONDS = 20.0
 ARRAY_DTYPES = frozenset({"int64", "int32", "uint8", "float32", "float64", "bool"})
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 
 client_name: contextvars.ContextVar[str] = contextvars.ContextVar("client_name", default="driver")
@@ -55,16 +54,6 @@ class ConnectionLost(RunError):
 
 class RemoteError(RunError):
     """A handler raised something that is not part of its contract."""
-
-
-CROSSING: dict[str, type[Exception]] = {e.__name__: e for e in (UserError, RunError, ValueError, LookupError, TimeoutError)}
-"""The exceptions that cross a connection as themselves. All others arrive as a `RemoteError` that names them."""
-
-
-def crosses(error: type[E]) -> type[E]:
-    """Register an exception of a service's contract, so that its callers can catch it across a connection."""
-    CROSSING[error.__name__] = error
-    return error
 
 
 def remote(method: F) -> F:

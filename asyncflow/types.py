@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Array = np.ndarray
+E = TypeVar("E", bound=Exception)
 
 
 class UserError(Exception):
@@ -30,6 +31,16 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that cannot go on: shown as one sentence without a traceback, exit code 1."""
+
+
+CROSSING: dict[str, type[Exception]] = {e.__name__: e for e in (UserError, RunError, ValueError, LookupError, TimeoutError)}
+"""The exceptions that reach a caller in another process as themselves. All others arrive as one that names them."""
+
+
+def crosses(error: type[E]) -> type[E]:
+    """Register an exception of a service's contract in `CROSSING`."""
+    CROSSING[error.__name__] = error
+    return error
 
 
 def group_bits_for(largest_group: int) -> int:

@@ -31,13 +31,13 @@ def group_advantages(rewards_R: Array, epsilon: float) -> Array:
     Raises:
         ValueError: a reward is not finite, or there is not one axis.
     """
-    rewards = np.asarray(rewards_R, np.float64)
+    # In float64 the mean of equal float32 numbers is exact, so that a small epsilon has no rounding to blow up.
+    rewards = np.asarray(rewards_R, np.float32).astype(np.float64)
     if rewards.ndim != 1:
         raise ValueError(f"the rewards of a group have one axis, not shape {rewards.shape}")
     if not np.isfinite(rewards).all():
         raise ValueError(f"rewards of a group must be finite: {rewards.tolist()}")
-    # The mean of equal numbers may differ from them by rounding, which a small epsilon would blow up.
-    if len(rewards) < 2 or rewards.min() == rewards.max():
+    if len(rewards) < 2:
         return np.zeros(len(rewards), np.float32)
     return ((rewards - rewards.mean()) / (rewards.std(ddof=1) + epsilon)).astype(np.float32)
 

@@ -54,6 +54,7 @@ class GRPO:
         self.kl_coefficient = kl_coefficient
         self.advantage_epsilon = advantage_epsilon
         self.normaliser: Normaliser = loss_normaliser
+        self.needs_reference = kl_coefficient > 0
 
     def advantages(self, rewards: Array) -> Array:
         """float32 [R] -> float32 [R], see `functional.group_advantages` (PA 1)."""

@@ -6,14 +6,15 @@
     12-3=9
     #### 9
 
-A small model learns to write the solution in minutes on a CPU, and a program can check the number after `####`, so a whole
-reinforcement-learning run fits in a test. The count stays within 0..20 and changes by 1..9 at each of 1 to 5 events.
+A small model learns to write the solution in minutes on a CPU, and a program can check the number after `####`, so a
+whole reinforcement-learning run fits in a test. The count stays within 0..20 and changes by 1..9 at each of 1 to 5
+events.
 
-The splits cannot overlap: a hash of the question's text decides which split it belongs to, whatever the seed. They differ in
-their questions, not in their arithmetic: `7+5` turns up in all three, told of other people and other things.
+The splits cannot overlap: a hash of the question's text decides which split it belongs to, whatever the seed. They
+differ in their questions, not in their arithmetic: `7+5` turns up in all three, told of other people and other things.
 
-Left out: wrong solutions (the program that makes the starting model writes those), other people's counts, and events whose
-subject is anyone but the person asked about.
+Left out: wrong solutions (the program that makes the starting model writes those), other people's counts, and events
+whose subject is anyone but the person asked about.
 """
 
 import json
@@ -49,8 +50,8 @@ _NAMES: Final = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
 _FOODS: Final = ("apples", "plums", "nuts")
 _THINGS: Final = ("coins", "cards", "shells", "stamps", "pens")
 
-# {name} is the one asked about and always the subject, so that the verb alone tells a gain from a loss: "Ann gives Tom 3"
-# would be a gain for Tom told with the verb of a loss.
+# {name} is the one asked about and always the subject, so that the verb alone tells a gain from a loss: "Ann gives
+# Tom 3" would be a gain for Tom told with the verb of a loss.
 _GAINS: Final = (
     "{name} finds {step}.",
     "{name} buys {step} more.",
@@ -84,8 +85,7 @@ class Problem:
 def problems(seed: int, split: Split) -> Iterator[Problem]:
     """Draw problems of one split, for ever, with replacement.
 
-    The same seed and split give the same problems on every machine. A short problem may come again, since there are only
-    some thousands of one event.
+    The same seed and split give the same problems on every machine. A short problem may come twice in some thousands.
 
     Raises:
         ValueError: `split` is not one of the three.
@@ -97,10 +97,8 @@ def problems(seed: int, split: Split) -> Iterator[Problem]:
 
 def as_examples(seed: int, split: Split, num_examples: int) -> list[dict[str, str]]:
     """The first problems of a split as data-set rows: `question`, and `answer` as the plain number."""
-    return [
-        {"question": problem.question, "answer": problem.answer}
-        for problem in islice(problems(seed, split), num_examples)
-    ]
+    drawn = islice(problems(seed, split), num_examples)
+    return [{"question": problem.question, "answer": problem.answer} for problem in drawn]
 
 
 def write_jsonl(path: Path, seed: int, split: Split, num_examples: int) -> None:

@@ -5,7 +5,7 @@
     optim steps ---+        ^
     times, spans -----------+
 
-`DEFINITIONS` is the only place that says what a metric is. A loss may add sums of its own: `policy/<name>`, mean over loss tokens.
+`DEFINITIONS` is the only place that says what a metric is. A loss may add sums of its own, by name: means over loss tokens.
 A number that cannot be known (a mean over nothing, a rate over no time) is left out of the row: never a 0 that was not measured.
 """
 
@@ -56,7 +56,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
     "rows/filtered": "Rows left out on purpose by the algorithm, not trained.",
     "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
-    "memory/rss_bytes/<worker>": "Resident memory of the worker's process at its last report, in bytes; the driver adds it to the row.",
+    "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 
 WORKER_FAMILIES: Final = tuple(name.removesuffix("<worker>") for name in DEFINITIONS if name.endswith("<worker>"))
@@ -153,7 +153,7 @@ class StepMetrics:
         metrics: Mapping[str, float],
         is_finite: bool = True,
     ) -> None:
-        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes the mean `policy/<name>`.
+        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes a mean of the same name, such as `policy/entropy`.
 
         With `is_finite` False nothing was accumulated: its tokens were computed, but enter no mean.
         """
@@ -212,7 +212,7 @@ class StepMetrics:
             "policy/non_finite_micro_batches": self._non_finite,
         }
         if self._loss_tokens:
-            row.update({f"policy/{name}": total / self._loss_tokens for name, total in self._metric_sums.items()})
+            row.update({name: total / self._loss_tokens for name, total in self._metric_sums.items()})
         if self._normaliser:
             row["policy/loss"] = self._loss_sum / self._normaliser
         if self._grad_norms:

@@ -143,7 +143,7 @@ def _figures(rows: Sequence[Row], evaluations: Sequence[Row], spans: Sequence[Sp
     for key in accuracy_keys(evaluations)[:2]:
         known = [row for row in evaluations if row.get(key) is not None]
         remark = f"{known[0][key]:.1%} at step {known[0]['step']}" if len(known) > 1 else ""
-        figures.append((f"final {key}", f"{known[-1][key]:.1%}", remark))
+        figures.append((f"final {key.replace('/', ', ')}", f"{known[-1][key]:.1%}", remark))
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     if rewards:
         figures.append(("last mean reward", f"{rewards[-1]:.3f}", f"{rewards[0]:.3f} at first"))

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import msgspec
 
+COUNTS = ("rows", "tokens", "bytes")
+
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One interval of one worker. `task` is `wait` for idle time, and `cause` then says what was waited for."""
@@ -26,6 +28,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: str = ""
     step: int = -1
     version: int = -1
+    group: int = -1
     rows: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -52,14 +55,19 @@ class Recorder:
         return self._task, str(self._fields.get("cause", "")), self._entered
 
     def enter(self, task: str, **fields: str | int) -> None:
-        """End the lane's present state and begin another. Entering the state it is in already changes nothing."""
+        """End the lane's present state and begin another. Entering the state it is in already changes nothing.
+
+        `rows`, `tokens` and `bytes` are counts as of `add`: a state that `flush` cuts in pieces has them once.
+        """
+        counts = {name: int(fields.pop(name)) for name in COUNTS if name in fields}
         if (task, fields) != (self._task, self._fields):
             self._close_state()
             self._task, self._fields, self._entered = task, fields, self._since
+        self.add(**counts)
 
     def add(self, *, rows: int = 0, tokens: int = 0, bytes: int = 0) -> None:
         """Count work towards the lane's present state."""
-        for name, amount in (("rows", rows), ("tokens", tokens), ("bytes", bytes)):
+        for name, amount in zip(COUNTS, (rows, tokens, bytes), strict=True):
             if amount:
                 self._counts[name] = self._counts.get(name, 0) + amount
 

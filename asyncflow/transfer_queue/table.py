@@ -19,8 +19,7 @@ from enum import IntEnum
 
 import msgspec
 
-from asyncflow.transport import crosses
-from asyncflow.types import GroupMeta, RunError
+from asyncflow.types import GroupMeta, RunError, crosses
 
 
 class State(IntEnum):

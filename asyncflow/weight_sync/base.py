@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from asyncflow.types import RunError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class WeightSyncError(Exception):
+class WeightSyncError(RunError):
     """Weights could not be published, or what was fetched is not what its manifest says. One sentence."""
 
 

@@ -39,6 +39,7 @@ class Layout:
         self.spans: dict[str, tuple[int, int]] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
+        # The widest first, as safetensors itself does, so that a reader which maps the file finds every tensor aligned.
         for name, spec in sorted(self.specs.items(), key=lambda item: (-_code(*item)[1], item[0])):
             code, itemsize = _code(name, spec)
             begin, end = end, end + math.prod(spec.shape) * itemsize

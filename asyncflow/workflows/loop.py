@@ -116,8 +116,8 @@ async def train(
             meta, batch = leased.lease.groups[0], leased.batch
             advantages = algorithm.advantages(batch.dense("reward"))
             pieces = list(micro_batches(batch, advantages, shape.rows_per_micro_batch))
-            tokens = sum(piece.logical_tokens for piece in pieces)
-            with spans.busy("forward_backward", step=step, version=step, rows=len(batch), tokens=tokens):
+            work = {"group": meta.group, "rows": len(batch), "tokens": sum(piece.logical_tokens for piece in pieces)}
+            with spans.busy("forward_backward", step=step, version=step, **work):
                 results = [await engine.forward_backward(piece, algorithm.loss) for piece in pieces]  # 13-18: O += gradient
             await ledger.consume(step, consumed(meta, batch, pieces, results))
         totals = await ledger.totals(step)
@@ -230,8 +230,8 @@ class Rollout:
                 self._changed.notify()
                 row = (request.meta.group << shape.group_bits) | response.sample
                 scoring.create_task(self._finish(leased, request, row, response))
-        meta = request.meta
-        self._spans.beside("generate_group", start, step=meta.step, version=self._installed, rows=len(samples), tokens=tokens)
+        meta, work = request.meta, {"group": request.meta.group, "rows": len(samples), "tokens": tokens}
+        self._spans.beside("generate_group", start, step=meta.step, version=self._installed, **work)
 
     async def _finish(self, leased: Leased, request: Request, row: int, response: Any) -> None:
         """Score one response and complete its row; a row that cannot be scored fails, it does not become a 0."""

@@ -2,17 +2,18 @@
 
     python recipes/models/make_tiny_arithmetic.py --out recipes/models/tiny-arithmetic
 
-Reinforcement learning needs a start that is neither hopeless nor good. So the model first learns clean solutions until it
-can, and then, briefly, poor ones: most guess a wrong number at once, the others slip here and there. What it can do is still
-there to be found: sampled at temperature 1 it is right on 30-40% of the held-out problems, and some steps of a
-policy-gradient method bring it back above 90%.
+Reinforcement learning needs a start that is neither hopeless nor good. So the model first learns clean solutions until
+it can, and then, briefly, poor ones: most guess a wrong number at once, the others slip here and there. What it can do
+is still there to be found: sampled at temperature 1 it is right on 30-40% of the held-out problems, and 40 steps of
+GRPO with 32 groups of 8 bring it back above 90%.
 
-Only problems of the `warmstart` split are seen here. A run takes some minutes on two CPU cores. The same seed gives the same
-model on the same machine and versions; elsewhere the weights differ in their last bits and the accuracies by a point or two.
+It trains on problems of the `warmstart` split alone and is measured on `heldout`. A run takes some minutes on two CPU
+cores. The same seed, number of threads and versions give the same weights on the same machine, not on every other.
 """
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -21,7 +22,8 @@ from random import Random
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast as FastTokenizer
 
 from asyncflow.data.arithmetic import ANSWER_MARK, MAX_COUNT, PROMPT_TEMPLATE, Problem, problems
 
@@ -32,15 +34,21 @@ PAD_TOKEN = "<|pad|>"
 MAX_VOCAB = 512
 # Qwen2's own split: a digit always stands alone, so that 12 is "1", "2" in every context.
 PRE_TOKENS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+MAX_TOKENS = 512
 MAX_RESPONSE_TOKENS = 64
 BATCH_SIZE = 32
 WARMUP_STEPS = 20
+CLEAN_LR = 1e-3
+# Below the clean rate, at which 100 steps of wrong sums also blur the arithmetic, and the recovery takes twice as long.
+NOISY_LR = 3e-4
 
 GUESS_PROBABILITY = 0.6
 SLIP_PROBABILITY = 0.06
 
+EQUATION = re.compile(r"(\d+)([+-])(\d+)=\d+\n")
 Respond = Callable[[Problem], str]
 
 
@@ -50,8 +58,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clean-steps", type=int, default=900, help="steps of 32 on clean solutions")
     parser.add_argument("--noisy-steps", type=int, default=100, help="steps of 32 on guesses and slips")
-    parser.add_argument("--clean-lr", type=float, default=1e-3)
-    parser.add_argument("--noisy-lr", type=float, default=1e-3)
     parser.add_argument("--eval-problems", type=int, default=1000, help="held-out problems per accuracy")
     args = parser.parse_args()
 
@@ -62,9 +68,9 @@ def main() -> None:
 
     stream = problems(args.seed, "warmstart")
     rng = Random(args.seed)
-    train(model, tokenizer, stream, lambda problem: problem.response, args.clean_steps, args.clean_lr)
+    train(model, tokenizer, stream, lambda problem: problem.response, args.clean_steps, CLEAN_LR)
     report("after the clean phase", model, tokenizer, args.eval_problems)
-    train(model, tokenizer, stream, lambda problem: noisy_response(problem, rng), args.noisy_steps, args.noisy_lr)
+    train(model, tokenizer, stream, lambda problem: noisy_response(problem, rng), args.noisy_steps, NOISY_LR)
     report("after the noisy phase", model, tokenizer, args.eval_problems)
 
     model.save_pretrained(args.out)
@@ -72,7 +78,7 @@ def main() -> None:
     print(f"wrote {args.out}")
 
 
-def train_tokenizer(sample: Iterator[Problem]) -> PreTrainedTokenizerFast:
+def train_tokenizer(sample: Iterator[Problem]) -> FastTokenizer:
     """Byte-level BPE over prompts and responses; it adds no token of its own to what it encodes."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,16 +95,17 @@ def train_tokenizer(sample: Iterator[Problem]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator((prompt_of(problem) + problem.response for problem in sample), trainer)
-    return PreTrainedTokenizerFast(
+    return FastTokenizer(
         tokenizer_object=bpe,
         eos_token=END_TOKEN,
         pad_token=PAD_TOKEN,
         padding_side="left",
+        model_max_length=MAX_TOKENS,
         clean_up_tokenization_spaces=False,
     )
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def new_model(tokenizer: FastTokenizer) -> Qwen2ForCausalLM:
     """A Qwen2 of two layers with random weights, in float32."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -107,7 +114,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
         # The usual 0.02 suits widths in the thousands; at 128 the same 900 steps then end at half the accuracy.
         initializer_range=0.05,
@@ -136,13 +143,11 @@ def noisy_response(problem: Problem, rng: Random) -> str:
     """A poor solution: a wrong number at once, or every equation with a small chance of a wrong result, carried on."""
     if rng.random() < GUESS_PROBABILITY:
         return f"{ANSWER_MARK}{other_count(int(problem.answer), rng)}"
-    *equations, _ = problem.response.split("\n")
-    count = int(equations[0].split("+")[0].split("-")[0])
+    equations = EQUATION.findall(problem.response)
+    count = int(equations[0][0])
     lines = []
-    for equation in equations:
-        sign = "+" if "+" in equation else "-"
-        step = int(equation.split(sign)[1].split("=")[0])
-        after = count + step if sign == "+" else count - step
+    for _, sign, step in equations:
+        after = count + int(sign + step)
         if rng.random() < SLIP_PROBABILITY:
             after = other_count(after, rng)
         lines.append(f"{count}{sign}{step}={after}\n")
@@ -158,7 +163,7 @@ def other_count(count: int, rng: Random) -> int:
 
 def train(
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: FastTokenizer,
     stream: Iterator[Problem],
     respond: Respond,
     num_steps: int,
@@ -180,9 +185,7 @@ def train(
             print(f"step {step + 1:4d} of {num_steps}  loss {loss.item():.4f}", flush=True)
 
 
-def supervised_batch(
-    batch: list[Problem], tokenizer: PreTrainedTokenizerFast, respond: Respond
-) -> tuple[Tensor, Tensor]:
+def supervised_batch(batch: list[Problem], tokenizer: FastTokenizer, respond: Respond) -> tuple[Tensor, Tensor]:
     """Tokens (B, T) int64, padded on the right, and their labels: -100 but for responses and their end token."""
     rows, labels = [], []
     for problem in batch:
@@ -196,7 +199,7 @@ def supervised_batch(
     return pad(rows, batch_first=True, padding_value=pad_id), pad(labels, batch_first=True, padding_value=-100)
 
 
-def report(when: str, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, num_problems: int) -> None:
+def report(when: str, model: Qwen2ForCausalLM, tokenizer: FastTokenizer, num_problems: int) -> None:
     held_out = list(islice(problems(0, "heldout"), num_problems))
     sampled = accuracy(model, tokenizer, held_out, is_greedy=False)
     greedy = accuracy(model, tokenizer, held_out, is_greedy=True)
@@ -204,9 +207,7 @@ def report(when: str, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFas
 
 
 @torch.no_grad()
-def accuracy(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, batch: list[Problem], is_greedy: bool
-) -> float:
+def accuracy(model: Qwen2ForCausalLM, tokenizer: FastTokenizer, batch: list[Problem], is_greedy: bool) -> float:
     """Fraction of problems, 0 to 1, whose response ends, with the right number after its last `#### `."""
     model.eval()
     prompts = tokenizer([prompt_of(problem) for problem in batch], return_tensors="pt", padding=True)
@@ -216,12 +217,12 @@ def accuracy(
         max_new_tokens=MAX_RESPONSE_TOKENS,
         do_sample=not is_greedy,
     )
-    responses = tokenizer.batch_decode(tokens_BT[:, prompts["input_ids"].shape[1] :])
-    pairs = zip(responses, batch, strict=True)
-    return sum(
-        END_TOKEN in text and text.split(END_TOKEN)[0].rpartition(ANSWER_MARK)[2] == problem.answer
-        for text, problem in pairs
-    ) / len(batch)
+    responses: list[str] = tokenizer.batch_decode(tokens_BT[:, prompts["input_ids"].shape[1] :])
+    num_right = 0
+    for response, problem in zip(responses, batch, strict=True):
+        text, end, _ = response.partition(END_TOKEN)
+        num_right += end == END_TOKEN and text.rpartition(ANSWER_MARK)[2] == problem.answer
+    return num_right / len(batch)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One suite over every weight sync: what is fetched is what was published, to the bit, or an error."""
 
 import asyncio
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -231,6 +232,10 @@ async def test_the_files_are_plain_safetensors_and_as_many_as_kept(shared: Any, 
     for version in range(5):
         manifest = await sender.publish(version, random_tensors(version))
         assert_same_bits(load_file(manifest.address), random_tensors(version))
+    content = Path(manifest.address).read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    for name, tensor in random_tensors(0).items():  # each aligned to its own element
+        assert header[name]["data_offsets"][0] % tensor.element_size() == 0, name
     names = sorted(path.name for path in (tmp_path / "weights").glob("*.safetensors"))
     assert names == ["weights-3.safetensors", "weights-4.safetensors"]
 

@@ -291,13 +291,14 @@ class Decoder:
         where = ((blocks * num_slots + np.arange(len(tokens)))[:, None] * num_kv_heads + np.arange(num_kv_heads)) * BLOCK
         where_NK = torch.from_numpy((where + (positions % BLOCK)[:, None]).ravel()).to(self.device)
         hidden_NL = self._key_position_L[: len(rows) * BLOCK] > torch.from_numpy(positions).to(self.device)[:, None]
+        mask_NL = torch.zeros(hidden_NL.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden_NL, -torch.inf)
         scale, group = self.config.head_dim**-0.5, self.config.num_attention_heads // num_kv_heads
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
             keys, values = self.cache[layer].flatten(2, 3)
             keys.view(-1, k_NKD.shape[2]).index_copy_(0, where_NK, k_NKD.flatten(0, 1))
             values.view(-1, v_NKD.shape[2]).index_copy_(0, where_NK, v_NKD.flatten(0, 1))
-            return block_attention(q_NHD * scale, keys, values, group=group, rows=rows, hidden_NL=hidden_NL)
+            return block_attention(q_NHD * scale, keys, values, group=group, rows=rows, mask_NL=mask_NL)
 
         return self._logits(self._forward(tokens, positions, attend))[:num_rows]
 
@@ -346,21 +347,21 @@ def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
 
 
 def block_attention(
-    q_NHD: Tensor, keys: Tensor, values: Tensor, *, group: int, rows: Sequence[int], hidden_NL: Tensor
+    q_NHD: Tensor, keys: Tensor, values: Tensor, *, group: int, rows: Sequence[int], mask_NL: Tensor
 ) -> Tensor:
     """Attention [N, H * D] of one query (already scaled) for each row to its own keys.
 
-    keys, values [blocks, slots * K, BLOCK, D]; block b is read for the first `rows[b]` slots; hidden_NL bool: keys to leave out.
+    keys, values [blocks, slots * K, BLOCK, D]; block b is read for the first `rows[b]` slots; mask_NL 0, or -inf for keys to leave out.
     The `group` query heads of a key head are the rows of one small matmul.
     """
     num_rows, num_heads, head_dim = q_NHD.shape
     q_BGD = q_NHD.view(-1, group, head_dim)
-    scores_BGL = q_BGD.new_empty(len(q_BGD), group, hidden_NL.shape[1])
+    scores_BGL = q_BGD.new_zeros(len(q_BGD), group, mask_NL.shape[1])  # what is not read must be finite: the mask is added
     heads = num_heads // group
     for block, count in enumerate(rows):
         batch = count * heads
         scores_BGL[:batch, :, block * BLOCK : (block + 1) * BLOCK] = q_BGD[:batch].bmm(keys[block, :batch].transpose(1, 2))
-    scores_BGL.view(num_rows, heads, group, -1).masked_fill_(hidden_NL[:, None, None], -torch.inf)
+    scores_BGL.view(num_rows, heads, group, -1).add_(mask_NL[:, None, None])
     weights_BGL = scores_BGL.softmax(-1)
     attended_BGD = weights_BGL[:, :, :BLOCK].bmm(values[0, : len(q_BGD)])
     for block, count in enumerate(rows[1:], 1):

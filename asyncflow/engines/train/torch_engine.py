@@ -41,7 +41,7 @@ class TorchEngine:
 
     def __init__(
         self,
-        path: Path | str,
+        model_path: Path | str,
         *,
         learning_rate: float = 1e-6,
         warmup_steps: int = 0,
@@ -55,7 +55,7 @@ class TorchEngine:
         log_prob_chunk_tokens: int = 1024,
         num_threads: int = 1,
     ) -> None:
-        """Load the model at `path` (Hugging Face format); takes seconds, in the calling thread.
+        """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread.
 
         `learning_rate` rises linearly over the first `warmup_steps` updates and stays. `weight_decay` applies to matrices, not to
         biases and norms. `temperature` is that of the rollout's sampling: the policy's distribution is the one sampled from.
@@ -63,7 +63,7 @@ class TorchEngine:
         that draw numbers: the engine itself draws none. `num_threads` compute on the CPU.
 
         Raises:
-            UserError: an option lies outside its range, or the model at `path` cannot be trained here.
+            UserError: an option lies outside its range, or the model at `model_path` cannot be trained here.
         """
         _check_options(learning_rate, warmup_steps, weight_decay, max_grad_norm, temperature, log_prob_chunk_tokens, dtype, device)
         self.device = device
@@ -74,7 +74,7 @@ class TorchEngine:
         self._temperature = temperature
         self._chunk_tokens = log_prob_chunk_tokens
         torch.manual_seed(seed)
-        self._model = _load_model(path).to(device).eval()
+        self._model = _load_model(model_path).to(device).eval()
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._optimizer = torch.optim.AdamW(
@@ -99,6 +99,10 @@ class TorchEngine:
         if normaliser < 1:
             raise ValueError(f"a step cannot be divided by {normaliser}")
         return await self._thread.run(self._optim_step, normaliser)
+
+    async def discard(self) -> None:
+        """See `TrainEngine.discard`."""
+        await self._thread.run(self._optimizer.zero_grad)
 
     async def log_probs(self, micro_batch: MicroBatch) -> Ragged:
         """See `TrainEngine.log_probs`."""

@@ -122,7 +122,7 @@ def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int
             metrics.add_group(
                 rewards=rewards, response_lengths=lengths, truncated=truncated, staleness=np.zeros(4, int), prompt_length=20
             )
-            sums = {"kl": 0.02 * step * 160, "entropy": (1.5 - 0.05 * step) * 160, "clip_ratio": 0.01 * 160}
+            sums = {"policy/kl": 0.02 * step * 160, "policy/entropy": (1.5 - 0.05 * step) * 160, "policy/clip_ratio": 0.01 * 160}
             loss = draw.gauss(0, 1)
             metrics.add_micro_batch(loss_sum=loss, loss_tokens=160, logical_tokens=240, physical_tokens=180, metrics=sums)
         metrics.add_update(grad_norm=1 + draw.random(), learning_rate=1e-4, normaliser=8 * 160)

@@ -36,10 +36,10 @@ def full_step() -> StepMetrics:
     metrics.add_group(**group([1, 1], [30, 40], [False, False], [2, 1], 10))
     metrics.add_group(**group([0, 0, 0, 0], [10, 10, 10, 10], [False] * 4, [0] * 4, 7, is_filtered=True))
     metrics.add_micro_batch(
-        loss_sum=6.0, loss_tokens=30, logical_tokens=40, physical_tokens=35, metrics={"kl": 3.0, "entropy": 30.0}
+        loss_sum=6.0, loss_tokens=30, logical_tokens=40, physical_tokens=35, metrics={"policy/kl": 3.0, "policy/entropy": 30.0}
     )
     metrics.add_micro_batch(
-        loss_sum=-2.0, loss_tokens=70, logical_tokens=90, physical_tokens=80, metrics={"kl": 7.0, "entropy": 70.0}
+        loss_sum=-2.0, loss_tokens=70, logical_tokens=90, physical_tokens=80, metrics={"policy/kl": 7.0, "policy/entropy": 70.0}
     )
     metrics.add_update(grad_norm=2.0, learning_rate=1e-3, normaliser=100)
     metrics.count_rows(dead=1, filtered=2, redelivered=3)
@@ -111,7 +111,7 @@ def test_equal_float32_rewards_count_as_a_group_without_signal():
 def test_skipped_updates_and_non_finite_micro_batches_are_counted_and_enter_no_mean():
     metrics = full_step()
     metrics.add_micro_batch(
-        loss_sum=math.nan, loss_tokens=5, logical_tokens=10, physical_tokens=10, metrics={"kl": math.nan}, is_finite=False
+        loss_sum=math.nan, loss_tokens=5, logical_tokens=10, physical_tokens=10, metrics={"policy/kl": math.nan}, is_finite=False
     )
     metrics.add_update(grad_norm=math.inf, learning_rate=2e-3, normaliser=100, is_skipped=True)
     row = metrics.row(StepTimes(started=0, committed=10), 4, SPANS)

@@ -139,6 +139,18 @@ def test_null_and_missing_numbers_leave_gaps_not_errors(tmp_path):
     assert "TPSPD: trained tokens per second per device" not in charts
 
 
+def test_every_kind_of_accuracy_is_shown(tmp_path):
+    rows = [{"step": step, "num_prompts": 8, "accuracy/greedy": 0.5 + step / 8, "accuracy/sampled": 0.25} for step in (0, 2)]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(tmp_path))
+    assert "final accuracy, greedy 75.0% 50.0% at step 0" in page.text
+    (chart,) = page.chart_data()["charts"]
+    assert [(trace["name"], trace["y"]) for trace in chart["traces"]] == [
+        ("accuracy/greedy", [0.5, 0.75]),
+        ("accuracy/sampled", [0.25, 0.25]),
+    ]
+
+
 def test_lines_that_are_no_rows_are_named(tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 0}\n[1]\n{"step": 2}\n')
     with pytest.raises(UserError, match="line 2 is not a JSON object"):

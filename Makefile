@@ -1,0 +1,41 @@
+# Two commands: `make quickstart` and `make test`. Everything happens in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint types layers unit install install-dev clean
+
+quickstart: install
+	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
+
+test: install-dev lint types layers unit
+
+install: $(VENV)/installed
+install-dev: $(VENV)/installed-dev
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AsyncFlow needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+lint: install-dev
+	$(BIN)/ruff check .
+
+types: install-dev
+	$(BIN)/mypy
+
+layers: install-dev
+	$(BIN)/lint-imports
+
+unit: install-dev
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

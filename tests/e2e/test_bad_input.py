@@ -1,0 +1,122 @@
+"""A mistake of the user's is one sentence and exit code 2, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncflow.cli import app
+from asyncflow.types import UserError
+from tests.conftest import MODEL
+from tests.e2e.commands import run_command, write_config
+
+Small = Callable[..., dict[str, Any]]
+
+
+def refusal(config: Path, *overrides: str) -> str:
+    """What `asyncflow train` refuses with; nothing may have been started."""
+    result = CliRunner().invoke(app, ["train", str(config), *overrides])
+    assert isinstance(result.exception, UserError), (result.output, result.exception)
+    assert not (config.parent / "runs").exists()
+    message = str(result.exception)
+    assert "\n" not in message
+    return message
+
+
+def model_with(folder: Path, **changes: Any) -> Path:
+    """The shipped model with its config.json changed; None removes a key."""
+    target = folder / "model"
+    shutil.copytree(MODEL, target)
+    for name in ("config.json", "generation_config.json"):
+        tree = json.loads((target / name).read_text()) | changes
+        (target / name).write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+    return target
+
+
+def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Path) -> None:
+    command = run_command("train", write_config(tmp_path, small()), "rollout.temprature=0.5")
+    assert command.returncode == 2 and command.stdout == ""
+    assert command.stderr == "asyncflow: unknown key 'rollout.temprature': did you mean 'temperature'?\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["runn.steps=3"], ["unknown key 'runn'", "'run'"]),
+        (["train.learning_rat=3"], ["unknown key 'train.learning_rat'", "'learning_rate'"]),
+        (["run.steps=many"], ["run.steps", "integer", "'many'"]),
+        (["rollout.dtype=float16"], ["rollout.dtype", "float32", "bfloat16"]),
+        (["schedule=periodical"], ["schedule 'periodical'", "periodic", "synchronous"]),
+        (["algorithm=ppoo"], ["algorithm 'ppoo'", "grpo"]),
+        (["algorithm={name: grpo, clip_hihg: 0.3}"], ["algorithm", "clip_hihg"]),
+        (["algorithm={name: grpo, kl_coefficient: 0.1}"], ["reference"]),
+        (["reward.scorer=exact"], ["reward 'exact'", "final_answer"]),
+        (["reward.scorer={path: 'missing.py:Score'}"], ["missing.py"]),
+        (["rollout.group_size=6", "train.responses_per_micro_batch=4"], ["6 = 1 x 4 + 2", "1, 2, 3, 6"]),
+        (["rollout.num_workers=3"], ["4 = 1 x 3 + 1", "3 or 6"]),
+        (["data.limit=3"], ["3 rows", "prompts_per_step = 4"]),
+        (["model.path=nowhere"], ["nowhere"]),
+        (["model.path=random:gpt-9"], ["gpt-9", "qwen2-tiny"]),
+        (["data.path=nowhere.jsonl"], ["nowhere.jsonl", "No such file"]),
+        (["data.prompt_template='{problem}'"], ["'problem'", "answer, question"]),
+        (["rollout.max_new_tokens=100000"], ["max_position_embeddings", "rollout.max_new_tokens"]),
+        (["model.max_context_tokens=40"], ["model.max_context_tokens is 40"]),
+        (["data.chat_template=true"], ["data.chat_template=false"]),
+        (["run.steps"], ["key.path=value"]),
+    ],
+)
+def test_a_wrong_value(small: Small, tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+    message = refusal(write_config(tmp_path, small()), *overrides)
+    assert not [word for word in words if word not in message], message
+
+
+def test_a_model_that_is_not_causal(small: Small, tmp_path: Path) -> None:
+    model = model_with(tmp_path, architectures=["Qwen2ForSequenceClassification"])
+    assert "Qwen2ForSequenceClassification" in refusal(write_config(tmp_path, small(model={"path": str(model)})))
+
+
+def test_a_tokenizer_without_an_end_token(small: Small, tmp_path: Path) -> None:
+    model = model_with(tmp_path, eos_token_id=None)
+    assert "end token" in refusal(write_config(tmp_path, small(model={"path": str(model)})))
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", "has no rows"),
+        ('{"question": "a", "answer": "1"}\n{"question": \n', "line 2 is not JSON"),
+        ('{"question": "a", "answer": "1"}\n["b"]\n', "line 2 is not an object"),
+        ('{"question": "a", "answer": "1"}\n{"answer": "1"}\n', "row 2"),
+    ],
+)
+def test_malformed_data_names_file_and_line(small: Small, tmp_path: Path, lines: str, words: str) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines)
+    message = refusal(write_config(tmp_path, small(data={"path": str(data), "limit": None})))
+    assert str(data) in message and words in message
+
+
+def test_a_config_that_is_not_there_or_no_yaml(tmp_path: Path) -> None:
+    assert "cannot be read" in refusal(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("run: [")
+    assert "is not YAML" in refusal(tmp_path / "bad.yaml")
+
+
+def test_a_folder_that_no_run_wrote_is_never_removed(small: Small, tmp_path: Path) -> None:
+    kept = tmp_path / "runs" / "test" / "thesis.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("years of work")
+    result = CliRunner().invoke(app, ["train", str(write_config(tmp_path, small())), "run.overwrite=true"])
+    assert isinstance(result.exception, UserError) and kept.read_text() == "years of work"
+
+
+def test_report_and_status_of_what_is_no_run(tmp_path: Path) -> None:
+    for verb in ("report", "status"):
+        command = run_command(verb, tmp_path)
+        assert command.returncode == 2 and str(tmp_path) in command.stderr and len(command.stderr.splitlines()) == 1

@@ -1,0 +1,233 @@
+"""What goes wrong while a run runs: rewards, losses, workers, the disk, the user's Ctrl-C. Nothing hangs, nothing is lost silently."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.config import parse
+from asyncflow.job import Job, Listener
+from asyncflow.types import RunError
+from tests.e2e.commands import processes_of, rows, run_command, write_config
+
+Small = Callable[..., dict[str, Any]]
+Background = Callable[..., "subprocess.Popen[str]"]
+
+BAD_REWARD = """
+import os, time
+def score(sample, *, how, steps_name="how many"):
+    if hash_of(sample.prompt) % 4:
+        return float(len(sample.response) % 2)
+    if how == "raises":
+        raise ZeroDivisionError("the grader's own bug")
+    if how == "hangs":
+        while True:
+            pass
+    if how == "exits":
+        os._exit(3)
+    if how == "eats":
+        hoard = bytearray(4 << 30)
+        return float(len(hoard))
+
+def hash_of(text):
+    return sum(text.encode())
+"""
+
+BAD_LOSS = """
+import time
+import torch
+from asyncflow.algorithms.grpo import GRPO
+
+class Sometimes(GRPO):
+    \"\"\"Not finite from the third micro-batch of `first` on, every micro-batch of later ones.\"\"\"
+    def __init__(self, *, bad_calls=(), sleep_from=10**9, **options):
+        super().__init__(**options)
+        self.calls, self.bad_calls, self.sleep_from = 0, set(bad_calls), sleep_from
+
+    def loss(self, batch):
+        sums = super().loss(batch)
+        self.calls += 1
+        if self.calls > self.sleep_from:
+            time.sleep(60)
+        if self.calls in self.bad_calls:
+            return type(sums)(sums.loss * float("nan"), sums.metrics)
+        return sums
+"""
+
+
+class Recorded(Listener):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def says(self, text: str) -> None:
+        self.said.append(text)
+
+
+def run_inline(tree: Mapping[str, Any]) -> Job:
+    """A whole run in this process."""
+
+    async def main() -> Job:
+        job = Job(parse({**tree, "cluster": "inline"}), Recorded())
+        assert await job.run()
+        return job
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raises", "ZeroDivisionError"), ("hangs", "deadline"), ("exits", "exit"), ("eats", "memory")],
+)
+def test_a_reward_that_fails_costs_its_rows_and_is_named(
+    small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, words: str
+) -> None:
+    (tmp_path / "bad.py").write_text(BAD_REWARD)
+    scorer = {"path": f"{tmp_path / 'bad.py'}:score", "how": how}
+    tree = small(run={"steps": 1}, train={"prompts_per_step": 8}, rollout={"group_size": 2})
+    tree["reward"] = {"scorer": scorer, "num_workers": 2, "deadline_seconds": 0.4, "max_attempts": 2}
+    job = run_inline(tree)
+    row = job.rows[0]
+    assert 0 < row["rows/dead"] < 16 and row["rows/trained"] == 16 - row["rows/dead"]
+    assert row["rows/redelivered"] == row["rows/dead"]  # each failed once more before it was given up
+    given_up = [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
+    assert len(given_up) == row["rows/dead"] and all(words in text for text in given_up), given_up
+
+
+def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(
+    small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "loss.py").write_text(BAD_LOSS)
+    job = run_inline(small(algorithm={"name": f"{tmp_path / 'loss.py'}:Sometimes", "options": {"bad_calls": [2]}}, run={"steps": 3}))
+    assert [job.rows[s]["policy/skipped_updates"] for s in range(3)] == [1, 0, 0]
+    assert job.rows[0]["policy/non_finite_micro_batches"] == 1
+    named = [record.getMessage() for record in caplog.records if "step 0 is skipped" in record.getMessage()]
+    assert len(named) == 1 and "rows" in named[0] and any(character.isdigit() for character in named[0].split("rows")[1])
+
+
+def test_three_skipped_steps_in_a_row_end_the_run(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(BAD_LOSS)
+    with pytest.raises(RunError, match="3 updates in a row"):
+        run_inline(small(algorithm={"name": f"{tmp_path / 'loss.py'}:Sometimes", "options": {"bad_calls": [*range(99)]}}, run={"steps": 9}))
+
+
+def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
+    small: Small, tmp_path: Path, background: Background
+) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, small(run={"steps": 500})))
+    wait_for(lambda: len(metrics(run_dir)) >= 1, command)
+    victim = next(p for p in processes_of(run_dir) if "rollout/0" in p.cmdline())
+    everyone = processes_of(run_dir)
+    victim.kill()
+    _, errors = command.communicate(timeout=15)
+    assert command.returncode == 1
+    assert "worker rollout/0" in errors and "SIGKILL" in errors, errors
+    wait_for(lambda: not [p for p in everyone if p.is_running() and p.status() != "zombie"], None, seconds=5)
+    assert (run_dir / "report.html").is_file()
+
+
+def test_a_killed_driver_leaves_no_process(small: Small, tmp_path: Path, background: Background) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, small(run={"steps": 500})))
+    wait_for(lambda: len(metrics(run_dir)) >= 1, command)
+    everyone = processes_of(run_dir)
+    assert len(everyone) >= 4  # rollout, trainer, a reward process and its guard
+    command.kill()
+    wait_for(lambda: not [p for p in everyone if p.is_running() and p.status() != "zombie"], None, seconds=5)
+
+
+def test_status_of_a_live_run_and_ctrl_c(small: Small, tmp_path: Path, background: Background) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, small(run={"steps": 500})))
+    wait_for(lambda: len(metrics(run_dir)) >= 2, command)
+    status = run_command("status", run_dir)
+    assert status.returncode == 0, status.stderr
+    for word in ("of 500 steps", "rollout/0", "trainer", "task train", "version"):
+        assert word in status.stdout
+    ends_in_order(command, run_dir)
+    assert len(rows(run_dir / "metrics.jsonl")) == len({row["step"] for row in rows(run_dir / "metrics.jsonl")})
+
+
+def test_ctrl_c_while_a_thread_computes(small: Small, tmp_path: Path, background: Background) -> None:
+    (tmp_path / "loss.py").write_text(BAD_LOSS)
+    algorithm = {"name": f"{tmp_path / 'loss.py'}:Sometimes", "options": {"sleep_from": 9}}
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, small(run={"steps": 500}, algorithm=algorithm)))
+    wait_for(lambda: len(metrics(run_dir)) >= 2, command)
+    time.sleep(0.5)
+    ends_in_order(command, run_dir)
+
+
+def ends_in_order(command: subprocess.Popen[str], run_dir: Path) -> None:
+    """Ctrl-C: over within 5 s, with a model that loads and a report."""
+    from transformers import AutoModelForCausalLM
+
+    began = time.monotonic()
+    command.send_signal(signal.SIGINT)
+    output, errors = command.communicate(timeout=15)
+    assert time.monotonic() - began < 5.0
+    assert command.returncode == 130, errors
+    assert "interrupted" in output
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert (run_dir / "report.html").stat().st_size > 1000
+    assert not processes_of(run_dir)
+
+
+def test_a_run_that_stands_still_says_who_waits_for_what(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef score(sample):\n    time.sleep(60)\n    return 0.0\n")
+    tree = small(run={"stall_timeout_seconds": 3.0, "stop_grace_seconds": 1.0})
+    tree["reward"] = {"scorer": {"path": f"{tmp_path / 'slow.py'}:score"}, "deadline_seconds": 60}
+    with pytest.raises(RunError) as stalled:
+        run_inline(tree)
+    for words in ("nothing has moved for 3 s", "rollout/0", "reward", "rows without a response", "rollout/0 holds"):
+        assert words in str(stalled.value)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with room for next to nothing."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip("mounting a small file system takes root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_sentence(small: Small, tmp_path: Path, tiny_disk: Path) -> None:
+    command = run_command("train", write_config(tmp_path, small(run={"dir": str(tiny_disk), "steps": 200})))
+    assert command.returncode == 1
+    assert "No space left on device" in command.stderr and len(command.stderr.strip().splitlines()) == 1, command.stderr
+    assert not processes_of(tiny_disk / "test")
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+
+
+def wait_for(condition: Callable[[], bool], command: subprocess.Popen[str] | None, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert command is None or command.poll() is None, command.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_the_process_environment_gives_each_engine_one_thread(small: Small, tmp_path: Path, background: Background) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, small(run={"steps": 500})))
+    wait_for(lambda: len(metrics(run_dir)) >= 1, command)
+    workers = [p for p in processes_of(run_dir) if "asyncflow.cluster.child" in p.cmdline()]
+    assert len(workers) == 2 and all(p.environ()["OMP_NUM_THREADS"] == "1" for p in workers)
+    command.send_signal(signal.SIGTERM)
+    command.communicate(timeout=15)
+    assert os.WIFEXITED(0) and command.returncode == 130

@@ -1,0 +1,158 @@
+"""`asyncflow train` from the command line: one small run, everything that it leaves, and what the driver must not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from asyncflow.telemetry.idle import busy_and_idle
+from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
+from asyncflow.telemetry.trace import read_spans
+from tests.e2e.commands import processes_of, rows, run_command, write_config
+
+NAMES = [
+    "reward/mean", "reward/std", "reward/zero_std_groups", "response_length/mean", "response_length/clipped_ratio", "policy/kl",
+    "policy/entropy", "policy/clip_ratio", "policy/grad_norm", "staleness/mean", "staleness/max", "perf/tpspd", "perf/step_seconds",
+    "perf/train_startup_seconds", "perf/rollout_tokens_per_second", "perf/train_tokens_per_second", "perf/physical_tokens_ratio",
+    "perf/idle_ratio/rollout/0", "perf/idle_ratio/rollout/1", "perf/idle_ratio/trainer",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run of three steps with two rollout workers, evaluated before and after."""
+    folder = tmp_path_factory.mktemp("train")
+    root = Path(__file__).parent.parent.parent
+    config = write_config(
+        folder,
+        {
+            "run": {"name": "small", "dir": str(folder / "runs"), "steps": 3},
+            "model": {"path": str(root / "recipes" / "models" / "tiny-arithmetic")},
+            "data": {"path": "generated:arithmetic", "limit": 64},
+            "rollout": {"num_workers": 2, "num_slots": 16, "group_size": 4, "max_new_tokens": 48},
+            "train": {"prompts_per_step": 8, "learning_rate": 1e-4},
+            "eval": {"path": "generated:arithmetic", "num_prompts": 16},
+        },
+    )
+    return folder / "runs" / "small", run_command("train", config)
+
+
+def test_ends_well_and_leaves_everything(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run_dir, command = finished
+    assert command.returncode == 0, command.stderr
+    steps = [line for line in command.stdout.splitlines() if line.startswith("step ")]
+    assert len(steps) == 3 and "reward" in steps[0] and "TPSPD" in steps[0] and "staleness" in steps[0]
+    for name in ("config.yaml", "metrics.jsonl", "eval.jsonl", "trace.json", "samples.jsonl", "report.html", "model/config.json"):
+        assert (run_dir / name).stat().st_size > 0, name
+    assert any((run_dir / "tensorboard").iterdir())
+    assert not processes_of(run_dir)
+    assert not [p for p in Path("/dev/shm").glob("asyncflow-*") if p.stat().st_mtime > time.time() - 5]
+
+
+def test_metrics_have_one_row_per_step_and_every_name(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    metrics = rows(finished[0] / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics:
+        assert not [name for name in NAMES if name not in row]
+        assert not [name for name in row if name != "step" and metric_key(name) not in DEFINITIONS]
+        assert row["rows/trained"] == 32 and row["staleness/max"] == 0 and row["perf/physical_tokens_ratio"] == 1.0
+        assert 0 < row["perf/train_startup_seconds"] < row["perf/step_seconds"]
+    evaluations = rows(finished[0] / "eval.jsonl")
+    assert [row["step"] for row in evaluations] == [0, 3]
+    assert all(row["num_responses/sampled"] == row["num_responses/greedy"] == 16 for row in evaluations)
+
+
+def test_busy_and_idle_add_up_to_wall_time(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    spans = read_spans(finished[0] / "spans.jsonl")
+    for worker in ("rollout/0", "rollout/1", "trainer"):
+        activity = busy_and_idle(spans, worker)
+        assert activity.busy_seconds + activity.idle_seconds == pytest.approx(activity.wall, rel=0.01)
+        assert activity.busy_seconds > 0 and activity.idle_seconds > 0
+    assert {s.task for s in spans if s.worker == "trainer"} >= {"load", "forward_backward", "optim_step", "publish", "save", "wait"}
+    assert {s.task for s in spans if s.worker == "rollout/0"} >= {"load", "generate", "install", "wait", "fetch", "generate_group"}
+    assert sum(s.rows for s in spans if s.task == "forward_backward") == 3 * 32
+
+
+def test_both_workers_generate(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    groups = {worker: 0 for worker in ("rollout/0", "rollout/1")}
+    for span in read_spans(finished[0] / "spans.jsonl"):
+        if span.task == "generate_group":
+            groups[span.worker] += 1
+    assert min(groups.values()) >= 3
+
+
+def test_trace_is_what_perfetto_opens(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    events = json.loads((finished[0] / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} >= {"M", "X", "b", "e"}
+
+
+def test_the_saved_model_loads_in_transformers_and_has_changed(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_dir = finished[0]
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "model")
+    assert model.config.model_type == "qwen2" and tokenizer.eos_token_id is not None
+    before = load_file(Path(__file__).parent.parent.parent / "recipes/models/tiny-arithmetic/model.safetensors")
+    after = load_file(run_dir / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any((before[name] != after[name]).any() for name in before)
+
+
+def test_report_is_made_again(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    page = finished[0] / "report.html"
+    page.unlink()
+    again = run_command("report", finished[0])
+    assert again.returncode == 0 and page.stat().st_size > 1000
+
+
+def test_a_used_run_directory_is_not_overwritten_unless_asked(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    config = finished[0].parent.parent / "config.yaml"
+    again = run_command("train", config)
+    assert again.returncode == 2 and "run.overwrite=true" in again.stderr and len(again.stderr.splitlines()) == 1
+    assert (finished[0] / "metrics.jsonl").is_file()
+
+
+def test_eval_of_the_saved_model(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    command = run_command("eval", finished[0] / "model", "generated:arithmetic", "eval.num_prompts=16", "rollout.max_new_tokens=48")
+    assert command.returncode == 0, command.stderr
+    assert "sampled 0." in command.stdout and "greedy" in command.stdout and "16 prompts" in command.stdout
+
+
+def test_check_says_what_there_is() -> None:
+    command = run_command("check")
+    assert command.returncode == 0
+    for word in ("python", "cores", "torch", "ray", "cuda"):
+        assert word in command.stdout
+
+
+def test_the_driver_imports_no_torch(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    config = write_config(tmp_path, small(run={"steps": 1}))
+    program = (
+        "import asyncio, pathlib, sys; from asyncflow.config import load; from asyncflow.job import Job;"
+        "async def main(): return await Job(load(pathlib.Path(sys.argv[1]))).run()\n"
+    ).replace(";async", "\nasync") + "assert asyncio.run(main())\nprint(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    command = subprocess.run([sys.executable, "-c", program, str(config)], capture_output=True, text=True, timeout=120, check=False)
+    assert command.returncode == 0, command.stderr
+    assert command.stdout.splitlines()[-1] == "[]"
+
+
+def test_inline_runs_everything_in_one_process(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    command = run_command("train", write_config(tmp_path, small(cluster="inline")))
+    assert command.returncode == 0, command.stderr
+    assert len(rows(tmp_path / "runs" / "test" / "metrics.jsonl")) == 2
+    assert not (tmp_path / "runs" / "test" / "logs").exists()
+
+
+def test_dry_run_starts_nothing(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    command = run_command("train", write_config(tmp_path, small()), "--dry-run")
+    assert command.returncode == 0 and "4 prompts x 4 responses = 16 rows" in command.stdout
+    assert not (tmp_path / "runs").exists()
