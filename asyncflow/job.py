@@ -23,18 +23,19 @@ from typing import Any
 import msgspec
 
 from asyncflow.build.driver import Driver, control_socket
-from asyncflow.build.prepare import Prepared, prepare
+from asyncflow.build.prepare import Prepared, prepare, tokenize
 from asyncflow.build.workers import CONFIG_FILE, JOB_FILE, JobFile, copy_tokenizer
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.config import Config, dump
+from asyncflow.data.datasets import check_columns, template_columns
+from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.registry import load
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import remote
 from asyncflow.types import RunError, UserError
 from asyncflow.workflows.evaluation import Row
-from asyncflow.workflows.samples import Prompt
 
 MARKER_FILE = ".asyncflow-run"
 SHARED_MEMORY = Path("/dev/shm")
@@ -170,9 +171,18 @@ class Job:
         write_trace(self.config.run_dir)
         write_report(self.config.run_dir)
 
-    def push_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Train on these next."""
+    def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train on these rows next. Raises `UserError` for one that lacks a column or is too long."""
         assert self.driver is not None
+        new, prepared = [dict(row) for row in rows], self._prepared
+        check_columns(new, template_columns(self.config.data.prompt_template), "the pushed prompts")
+        prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), new)
+        for number, prompt in enumerate(prompts, 1):
+            if len(prompt.ids) + self.config.rollout.max_new_tokens > prepared.max_context:
+                raise UserError(
+                    f"row {number} of the pushed prompts has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} "
+                    f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
+                )
         self.driver.source.push(prompts)
 
     @remote

@@ -14,15 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
-
-from asyncflow.build.workers import JOB_FILE, JobFile
 from asyncflow.config import Config, load, parse
-from asyncflow.data.datasets import check_columns, template_columns
-from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.job import Job, Listener
 from asyncflow.types import RunError
-from asyncflow.workflows.samples import Prompt
 
 T = TypeVar("T")
 
@@ -67,21 +61,10 @@ class Trainer:
     def push_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows (the columns of `data.prompt_template`, and those that the reward reads) before the data set's.
 
-        They enter with the next step that is not admitted yet: prompts are admitted up to one step ahead.
+        They enter with the next step that is not admitted yet: prompts are admitted up to one step ahead. Raises `UserError` for a
+        row that lacks a column or is too long.
         """
-        columns = template_columns(self.config.data.prompt_template)
-        check_columns([dict(row) for row in rows], columns, "the pushed prompts")
-        job = msgspec.json.decode((self.config.run_dir / JOB_FILE).read_bytes(), type=JobFile)
-        tokenizer = CheckpointTokenizer(Path(job.model))
-        encode = tokenizer.encode_chat if self.config.data.chat_template else tokenizer.encode
-        prompts = [Prompt(encode(self.config.data.prompt_template.format_map(row)), row) for row in rows]
-        for number, prompt in enumerate(prompts):
-            if len(prompt.ids) + self.config.rollout.max_new_tokens > job.max_context:
-                raise RunError(
-                    f"pushed prompt {number} has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} new ones more "
-                    f"than the run's context of {job.max_context}; set model.max_context_tokens"
-                )
-        self._loop.call_soon_threadsafe(self._started.push_prompts, prompts)
+        self._call(self._push(rows))
 
     def stop(self) -> None:
         """Stop the workers and write the model, the trace and the report. Nothing if the run is not running."""
@@ -108,6 +91,9 @@ class Trainer:
     async def _make_job(self) -> Job:
         return Job(self.config, self._listener)
 
+    async def _push(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._started.push(rows)
+
     async def _one_step(self, step: int) -> None:
         job = self._started
         if job.driver is None:
@@ -118,4 +104,7 @@ class Trainer:
             raise RunError(f"the run was interrupted in step {step}")
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            work.close()
+            raise RunError("this trainer is not running: call start first")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -19,10 +19,12 @@ need credentials, and there are none here yet.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
 import os
+import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -73,6 +75,12 @@ class _Request(msgspec.Struct, tag="request"):
     arguments: msgspec.Raw
 
 
+class _Cancel(msgspec.Struct, tag="cancel"):
+    """The caller of request `id` has gone: nobody is to answer it any more."""
+
+    id: int
+
+
 class _Reply(msgspec.Struct, tag="reply"):
     id: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -80,7 +88,8 @@ class _Reply(msgspec.Struct, tag="reply"):
     message: str = ""
 
 
-_message_decoder = msgspec.msgpack.Decoder(_Hello | _Request | _Reply)
+_Message = _Hello | _Request | _Cancel | _Reply
+_message_decoder = msgspec.msgpack.Decoder(_Message)
 
 
 class _ArrayRef(msgspec.Struct, array_like=True):
@@ -93,6 +102,8 @@ class _ArrayRef(msgspec.Struct, array_like=True):
 def _encode(value: Any, buffers: list[np.ndarray]) -> bytes:
     def hook(item: Any) -> Any:
         if isinstance(item, np.ndarray):
+            if item.ndim != 1 or item.dtype.name not in ARRAY_DTYPES or not item.dtype.isnative:
+                raise TypeError(f"an array of {item.ndim} dimensions and dtype {item.dtype.str} cannot be sent")
             buffers.append(np.ascontiguousarray(item))
             return _ArrayRef(item.dtype.name, len(buffers) - 1)
         if isinstance(item, np.generic):
@@ -125,25 +136,32 @@ def _schema(interface: type, method: str) -> tuple[Any, Any]:
     return tuple[tuple(hints[n] for n in names)] if names else tuple[()], hints.get("return", type(None))  # type: ignore[misc]
 
 
-def _frame(message: _Hello | _Request | _Reply, buffers: list[np.ndarray]) -> list[bytes | memoryview]:
+def _frame(message: _Message, buffers: list[np.ndarray]) -> list[bytes | memoryview]:
+    """Raises `ValueError` when it is above the limits: the other side would hang up."""
     header = msgspec.msgpack.encode(message)
     views = [b.data.cast("B") if b.nbytes else memoryview(b"") for b in buffers]
+    total = sum(v.nbytes for v in views)
+    if not _is_within_limits(len(header), len(views), total):
+        raise ValueError(f"a message of {len(header)} header bytes and {len(views)} arrays of {total} bytes is above the limits")
     lengths = struct.pack(f"<{len(views)}Q", *(v.nbytes for v in views))
-    prefix = PREFIX.pack(MAGIC, len(header), len(views), sum(v.nbytes for v in views))
-    return [prefix + lengths + header, *views]
+    return [PREFIX.pack(MAGIC, len(header), len(views), total) + lengths + header, *views]
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[_Hello | _Request | _Reply, list[bytes]]:
+def _is_within_limits(header_bytes: int, num_buffers: int, body_bytes: int) -> bool:
+    return header_bytes <= MAX_HEADER_BYTES and num_buffers <= MAX_BUFFERS and body_bytes <= MAX_BODY_BYTES
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[_Message, list[bytes]]:
     try:
         magic, header_bytes, num_buffers, body_bytes = PREFIX.unpack(await reader.readexactly(PREFIX.size))
-        if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or num_buffers > MAX_BUFFERS or body_bytes > MAX_BODY_BYTES:
+        if magic != MAGIC or not _is_within_limits(header_bytes, num_buffers, body_bytes):
             raise ConnectionLost("a frame with a wrong prefix or above the size limits")
         lengths = struct.unpack(f"<{num_buffers}Q", await reader.readexactly(8 * num_buffers))
         if sum(lengths) != body_bytes:
             raise ConnectionLost("a frame whose buffer lengths do not add up")
         message = _message_decoder.decode(await reader.readexactly(header_bytes))
         return message, [await reader.readexactly(n) for n in lengths]
-    except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError) as error:
+    except (asyncio.IncompleteReadError, ConnectionError, ValueError, RecursionError) as error:  # the last two: no such message
         raise ConnectionLost(f"the connection ended: {error}") from error
 
 
@@ -167,11 +185,13 @@ class Server:
 
     async def start(self, path: Path) -> None:
         path.unlink(missing_ok=True)
-        previous = os.umask(0o177)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        previous = os.umask(0o177)  # of the whole process, so nothing may be awaited until it is restored
         try:
-            self._server = await asyncio.start_unix_server(self._accept, socket_path(path), limit=1 << 20)
+            listener.bind(socket_path(path))
         finally:
             os.umask(previous)
+        self._server = await asyncio.start_unix_server(self._accept, sock=listener, limit=1 << 20)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -183,7 +203,7 @@ class Server:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._connections.add(task)
-        handlers: set[asyncio.Task[None]] = set()
+        handlers: dict[int, asyncio.Task[None]] = {}
         name = ""
         try:
             hello, _ = await asyncio.wait_for(_read_frame(reader), CONNECT_SECONDS)
@@ -193,16 +213,20 @@ class Server:
             client_name.set(name)
             while True:
                 message, buffers = await _read_frame(reader)
-                if not isinstance(message, _Request):
+                if isinstance(message, _Cancel):
+                    if (parked := handlers.get(message.id)) is not None:
+                        parked.cancel()
+                elif isinstance(message, _Request) and message.id not in handlers:
+                    handler = asyncio.create_task(self._handle(message, buffers, writer))
+                    handlers[message.id] = handler
+                    handler.add_done_callback(functools.partial(lambda number, _: handlers.pop(number), message.id))
+                else:
                     return
-                handler = asyncio.create_task(self._handle(message, buffers, writer))
-                handlers.add(handler)
-                handler.add_done_callback(handlers.discard)
         except (ConnectionLost, TimeoutError, asyncio.CancelledError):
             pass  # its sender has lost the connection and nobody else anything
         finally:
             self._connections.discard(task)
-            for handler in handlers:  # a parked request dies with its connection
+            for handler in handlers.values():  # a parked request dies with its connection
                 handler.cancel()
             writer.close()
             if name and self._on_disconnect is not None:
@@ -216,13 +240,14 @@ class Server:
                 raise LookupError(f"no service {request.service!r}")
             arguments, _ = _schema(cast(Any, type(service)), request.method)
             result = await getattr(service, request.method)(*_decode(request.arguments, arguments, buffers))
-            reply = _Reply(request.id, msgspec.Raw(_encode(result, out)))
+            frame = _frame(_Reply(request.id, msgspec.Raw(_encode(result, out))), out)
         except Exception as error:  # the answer to the caller, who raises it
             name = next((base.__name__ for base in type(error).__mro__ if base.__name__ in CROSSING), type(error).__name__)
-            out, reply = [], _Reply(request.id, error=name, message=f"{error}")
+            frame = _frame(_Reply(request.id, error=name, message=f"{error}"), [])
         if not writer.is_closing():
-            writer.writelines(_frame(reply, out))
-            await writer.drain()
+            writer.writelines(frame)
+            with contextlib.suppress(ConnectionError):  # the caller has gone
+                await writer.drain()
 
 
 class Peer:
@@ -254,14 +279,19 @@ class Peer:
         buffers: list[np.ndarray] = []
         self._next_id += 1
         request = _Request(self._next_id, service, method, msgspec.Raw(_encode(arguments, buffers)))
+        frame = _frame(request, buffers)
         future: asyncio.Future[tuple[_Reply, list[bytes]]] = asyncio.get_running_loop().create_future()
         self._pending[request.id] = future
         try:
-            self._writer.writelines(_frame(request, buffers))
+            self._writer.writelines(frame)
             await self._writer.drain()
             reply, received = await future
         except ConnectionError as error:
             raise ConnectionLost(f"lost {self._address}: {error}") from error
+        except asyncio.CancelledError:
+            if not self._writer.is_closing():
+                self._writer.writelines(_frame(_Cancel(request.id), []))
+            raise
         finally:
             self._pending.pop(request.id, None)
         if reply.error in CROSSING:
@@ -271,8 +301,10 @@ class Peer:
         return _decode(reply.result, result_type, received)
 
     async def close(self) -> None:
+        """Hang up. Requests under way, and later ones, raise `ConnectionLost`."""
         self._receiving.cancel()
         self._writer.close()
+        self._lose(f"{self._address} was closed on this side")
 
     async def _receive(self) -> None:
         try:
@@ -282,10 +314,13 @@ class Peer:
                 if future is not None and not future.done():
                     future.set_result((cast(_Reply, message), buffers))
         except ConnectionLost as error:
-            self._lost = ConnectionLost(f"lost {self._address}: {error}")
-            for future in self._pending.values():
-                if not future.done():
-                    future.set_exception(self._lost)
+            self._lose(f"lost {self._address}: {error}")
+
+    def _lose(self, why: str) -> None:
+        self._lost = ConnectionLost(why)
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(self._lost)
 
 
 def proxy(interface: type[T], peer: Peer, service: str) -> T:

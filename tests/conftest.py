@@ -22,7 +22,7 @@ def gsm8k_folder() -> Path | None:
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Nested mappings, the second over the first."""
     return base | {
-        key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) and "name" not in value else value
+        key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
         for key, value in changes.items()
     }
 

@@ -227,6 +227,7 @@ class Rollout:
                 self._spans.add(rows=1, tokens=len(response.token_ids))
                 self._generating -= 1
                 self._scoring += 1
+                self._show_lane()
                 self._changed.notify()
                 row = (request.meta.group << shape.group_bits) | response.sample
                 scoring.create_task(self._finish(leased, request, row, response))

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import yaml
 
+
 def command_line(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-c", "from asyncflow.cli import main; main()", *map(str, arguments)]
 

@@ -1,9 +1,8 @@
-"""What goes wrong while a run runs: rewards, losses, workers, the disk, the user's Ctrl-C. Nothing hangs, nothing is lost silently."""
+"""What goes wrong while a run runs: rewards, losses, workers, the disk, the user's Ctrl-C. Nothing hangs."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import time
@@ -23,8 +22,8 @@ Background = Callable[..., "subprocess.Popen[str]"]
 
 BAD_REWARD = """
 import os, time
-def score(sample, *, how, steps_name="how many"):
-    if hash_of(sample.prompt) % 4:
+def score(sample, *, how):
+    if sum(sample.prompt.encode()) % 3:
         return float(len(sample.response) % 2)
     if how == "raises":
         raise ZeroDivisionError("the grader's own bug")
@@ -36,9 +35,6 @@ def score(sample, *, how, steps_name="how many"):
     if how == "eats":
         hoard = bytearray(4 << 30)
         return float(len(hoard))
-
-def hash_of(text):
-    return sum(text.encode())
 """
 
 BAD_LOSS = """
@@ -47,7 +43,6 @@ import torch
 from asyncflow.algorithms.grpo import GRPO
 
 class Sometimes(GRPO):
-    \"\"\"Not finite from the third micro-batch of `first` on, every micro-batch of later ones.\"\"\"
     def __init__(self, *, bad_calls=(), sleep_from=10**9, **options):
         super().__init__(**options)
         self.calls, self.bad_calls, self.sleep_from = 0, set(bad_calls), sleep_from
@@ -84,7 +79,7 @@ def run_inline(tree: Mapping[str, Any]) -> Job:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("raises", "ZeroDivisionError"), ("hangs", "deadline"), ("exits", "exit"), ("eats", "memory")],
+    [("raises", "ZeroDivisionError"), ("hangs", "0.4 s"), ("exits", "exit"), ("eats", "memory")],
 )
 def test_a_reward_that_fails_costs_its_rows_and_is_named(
     small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, words: str
@@ -105,7 +100,7 @@ def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(
     small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "loss.py").write_text(BAD_LOSS)
-    job = run_inline(small(algorithm={"name": f"{tmp_path / 'loss.py'}:Sometimes", "options": {"bad_calls": [2]}}, run={"steps": 3}))
+    job = run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [2]}, run={"steps": 3}))
     assert [job.rows[s]["policy/skipped_updates"] for s in range(3)] == [1, 0, 0]
     assert job.rows[0]["policy/non_finite_micro_batches"] == 1
     named = [record.getMessage() for record in caplog.records if "step 0 is skipped" in record.getMessage()]
@@ -115,7 +110,7 @@ def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(
 def test_three_skipped_steps_in_a_row_end_the_run(small: Small, tmp_path: Path) -> None:
     (tmp_path / "loss.py").write_text(BAD_LOSS)
     with pytest.raises(RunError, match="3 updates in a row"):
-        run_inline(small(algorithm={"name": f"{tmp_path / 'loss.py'}:Sometimes", "options": {"bad_calls": [*range(99)]}}, run={"steps": 9}))
+        run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [*range(99)]}, run={"steps": 9}))
 
 
 def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
@@ -158,7 +153,7 @@ def test_status_of_a_live_run_and_ctrl_c(small: Small, tmp_path: Path, backgroun
 
 def test_ctrl_c_while_a_thread_computes(small: Small, tmp_path: Path, background: Background) -> None:
     (tmp_path / "loss.py").write_text(BAD_LOSS)
-    algorithm = {"name": f"{tmp_path / 'loss.py'}:Sometimes", "options": {"sleep_from": 9}}
+    algorithm = {"path": f"{tmp_path / 'loss.py'}:Sometimes", "sleep_from": 9}
     run_dir = tmp_path / "runs" / "test"
     command = background("train", write_config(tmp_path, small(run={"steps": 500}, algorithm=algorithm)))
     wait_for(lambda: len(metrics(run_dir)) >= 2, command)
@@ -230,4 +225,4 @@ def test_the_process_environment_gives_each_engine_one_thread(small: Small, tmp_
     assert len(workers) == 2 and all(p.environ()["OMP_NUM_THREADS"] == "1" for p in workers)
     command.send_signal(signal.SIGTERM)
     command.communicate(timeout=15)
-    assert os.WIFEXITED(0) and command.returncode == 130
+    assert command.returncode == 130

@@ -82,7 +82,7 @@ def test_busy_and_idle_add_up_to_wall_time(finished: tuple[Path, subprocess.Comp
 
 
 def test_both_workers_generate(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    groups = {worker: 0 for worker in ("rollout/0", "rollout/1")}
+    groups = dict.fromkeys(("rollout/0", "rollout/1"), 0)
     for span in read_spans(finished[0] / "spans.jsonl"):
         if span.task == "generate_group":
             groups[span.worker] += 1

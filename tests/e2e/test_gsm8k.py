@@ -1,0 +1,29 @@
+"""The recipe for the real data set, on a few of its questions, with a randomly initialised model."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, gsm8k_folder
+from tests.e2e.commands import rows, run_command
+
+
+def test_gsm8k_recipe_runs_on_64_questions(tmp_path: Path) -> None:
+    folder = gsm8k_folder()
+    if folder is None:
+        pytest.skip("GSM8K is not here: set ASYNCFLOW_GSM8K to the folder of its train.jsonl")
+    data = tmp_path / "train.jsonl"
+    with (folder / "train.jsonl").open() as file:
+        data.write_text("".join(islice(file, 64)))
+    command = run_command(
+        "train", ROOT / "recipes" / "gsm8k.yaml", f"data.path={data}", f"run.dir={tmp_path / 'runs'}", "run.steps=2",
+        "train.prompts_per_step=4", "rollout.group_size=2", "rollout.max_new_tokens=16",
+    )  # fmt: skip
+    assert command.returncode == 0, command.stderr
+    run_dir = tmp_path / "runs" / "gsm8k"
+    metrics = rows(run_dir / "metrics.jsonl")
+    assert [row["rows/trained"] for row in metrics] == [8, 8]
+    assert (run_dir / "model" / "model.safetensors").stat().st_size > 0

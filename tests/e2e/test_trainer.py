@@ -1,0 +1,38 @@
+"""The same run from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.trainer import Trainer
+from asyncflow.types import RunError, UserError
+from tests.e2e.commands import rows
+
+
+def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    tree = small(run={"steps": 4}, cluster="inline", telemetry={"samples_per_step": 4})
+    with Trainer.from_config(tree) as trainer:
+        first = trainer.step()
+        assert first is not None and first["rows/trained"] == 16
+        trainer.push_prompts([{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(4)])
+        with pytest.raises(UserError, match="no column 'question'"):
+            trainer.push_prompts([{"answer": "1"}])
+        assert [trainer.step() is not None for _ in range(3)] == [True] * 3
+        assert trainer.step() is None
+    samples = rows(tmp_path / "runs" / "test" / "samples.jsonl")
+    pushed = {sample["step"] for sample in samples if "Quintus" in sample["prompt"]}
+    assert len(pushed) == 1 and pushed <= {1, 2}  # prompts enter up to one step ahead
+    assert len(rows(tmp_path / "runs" / "test" / "metrics.jsonl")) == 4
+    assert (tmp_path / "runs" / "test" / "model" / "config.json").is_file()
+
+
+def test_mistakes(small: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(UserError, match="nowhere"):
+        Trainer.from_config(small(model={"path": "nowhere"}, cluster="inline")).start()
+    trainer = Trainer.from_config(small(cluster="inline"))
+    with pytest.raises(RunError, match="call start first"):
+        trainer.push_prompts([])
