@@ -7,6 +7,7 @@ user's own (`reward: {path: "my_file.py:my_reward"}`).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_default_choices(cls, tree: Any) -> Any:
+        """Options without a name are options of the default choice."""
+        named = dict(tree) if isinstance(tree, Mapping) else {}
+        for key, field in cls.model_fields.items():
+            if isinstance(field.default, Choice) and isinstance(named.get(key), Mapping) and not {"name", "path"} & set(named[key]):
+                named[key] = {"name": field.default.name, **named[key]}
+        return named if isinstance(tree, Mapping) else tree
+
 
 class Choice(BaseModel):
     """Something chosen by name or by path, with its options."""
@@ -34,14 +45,23 @@ class Choice(BaseModel):
 def _as_choice(value: Any) -> Any:
     if isinstance(value, str):
         return {"name": value}
-    if isinstance(value, Mapping) and not set(value) <= {"name", "options"}:
+    if isinstance(value, Mapping):
         options = dict(value)
         names = [options.pop(key) for key in ("name", "path") if key in options]
         if len(names) != 1:
             raise ValueError("needs exactly one of 'name' and 'path'")
-        return {"name": names[0], "options": options}
+        dumped = options.pop("options", {})  # `dump` writes them one level down
+        if not isinstance(dumped, Mapping):
+            raise ValueError("'options' must be a mapping")
+        return {"name": names[0], "options": {**dumped, **options}}
     return value
 
+
+class _Loader(yaml.SafeLoader):
+    """Reads `1e-6` as the number that it is in YAML 1.2, and not as text."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
 
@@ -50,7 +70,7 @@ class RunConfig(Section):
     name: str = "run"
     """The run's folder below `dir`."""
     dir: Path = Path("runs")
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Decides the order of the data and the sampling noise."""
     steps: PositiveInt = 100
     """Optimiser steps."""
@@ -225,7 +245,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The sections of a YAML file, not yet checked. Raises `UserError`."""
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UserError(f"the config {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -256,13 +276,15 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, last = key.split(".")
     for parent in parents:
         below = tree.setdefault(parent, {})
+        if below is None:  # a section's head with nothing below it
+            below = tree[parent] = {}
         if isinstance(below, str):  # a choice given by name gets options
             below = tree[parent] = {"name": below}
         if not isinstance(below, dict):
             raise UserError(f"override {override!r}: {parent!r} has no keys below it")
         tree = below
     try:
-        tree[last] = yaml.safe_load(value)
+        tree[last] = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: the value is not YAML") from error
 

@@ -16,7 +16,7 @@ def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
     """The `module:Name` or `file.py:Name` behind a choice. Raises `UserError` listing the known names."""
     if choice in known:
         return known[choice]
-    if ":" in choice:
+    if ":" in choice.strip(":"):
         return choice
     raise UserError(f"{kind} {choice!r} is not known; choose one of {', '.join(sorted(known))}, or give your own as 'file.py:Name'")
 

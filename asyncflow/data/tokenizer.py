@@ -27,7 +27,8 @@ class CheckpointTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._settings = read_json(folder / "tokenizer_config.json")
-        self._template = self._chat_template(folder)
+        self._template_source = self._read_template(folder)
+        self._template: jinja2.Template | None = None
         self.end_token_ids = end_token_ids(folder)
         if not self.end_token_ids:
             raise UserError(
@@ -40,29 +41,24 @@ class CheckpointTokenizer:
 
     def encode_chat(self, text: str) -> Array:
         """int64 [n]: `text` as a user's message, then the start of the answer. Raises `UserError` without a chat template."""
-        if self._template is None:
+        if self._template_source is None:
             raise UserError("data.chat_template is set, but the model's tokenizer has none; set data.chat_template=false")
         specials = {name: _token_text(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         messages = [{"role": "user", "content": text}]
-        try:
+        try:  # compiled when first used: a template that jinja2 cannot read harms nobody who does without
+            self._template = self._template or _compile(self._template_source)
             return self.encode(self._template.render(messages=messages, add_generation_prompt=True, **specials))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise UserError(f"the model's chat template cannot be rendered: {error}") from error
 
     def decode(self, ids: Array) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
 
-    def _chat_template(self, folder: Path) -> jinja2.Template | None:
+    def _read_template(self, folder: Path) -> str | None:
         file = folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else self._settings.get("chat_template")
-        if not isinstance(source, str):
-            return None
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise_template_error
-        return environment.from_string(source)
+        source = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
+        return source if isinstance(source, str) else None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        tree = json.loads(file.read_text())
+        tree = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file} is not JSON: {error}") from error
     return tree if isinstance(tree, dict) else {}
@@ -80,9 +76,17 @@ def end_token_ids(folder: Path) -> list[int]:
     """The ids that end a response, from `generation_config.json`, else `config.json`."""
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id")
-        if found is not None:
+        if found is not None and found != []:
             return list(found) if isinstance(found, list) else [int(found)]
     return []
+
+
+def _compile(template: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _raise_template_error
+    return environment.from_string(template)
 
 
 def _token_text(token: str | Mapping[str, Any] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,11 +53,11 @@ class TransferQueueClient:
         lease = await self._controllers[task].lease(groups, installed, step)
         if lease is None:
             return None
-        self._held[lease.token] = set(lease.indices)
         parts = []
         for unit, positions in self._route(np.array([m.group for m in lease.groups], np.int64)):
             indices = np.array([row for i in positions for row in lease.rows[i]], np.int64)
             parts.append(await self._units[unit].read(indices, list(self._tasks[task].reads)))
+        self._held[lease.token] = set(lease.indices)  # not sooner: a lease that its asker never sees is not to be kept alive
         return Leased(lease, _concatenate([part.batch() for part in parts]))
 
     async def stream(self, task: str, step: int) -> AsyncIterator[Leased]:
@@ -72,7 +73,7 @@ class TransferQueueClient:
     async def complete(self, lease: Lease, outputs: Batch) -> np.ndarray:
         """Write a task's outputs for rows of a lease and acknowledge them, in one request.
 
-        Returns bool [n]: False for a row that another lease completed first (its outputs stand).
+        Returns bool [n]: False for a row whose outputs are not kept, because the lease is over or another one was first.
         """
         (unit, _), *others = self._route(outputs.indices >> self._group_bits)
         if others:
@@ -82,7 +83,10 @@ class TransferQueueClient:
         return stored
 
     async def complete_marks(self, leases: Sequence[Lease]) -> None:
-        """Acknowledge leases of a task without outputs: its rows get the mark `done/<task>`. Raises `StaleToken`'s message."""
+        """Acknowledge leases of a task without outputs: its rows get the mark `done/<task>`.
+
+        Raises `StaleToken`, and acknowledges nothing, when one of them is over.
+        """
         for lease in leases:
             await self._controllers[lease.token.task].check(lease.token, lease.indices)
         for lease in leases:
@@ -91,9 +95,10 @@ class TransferQueueClient:
                 await self.complete(lease, Batch(np.array(rows, np.int64), np.array([meta.group], np.int64), marks))
 
     async def fail(self, lease: Lease, rows: Sequence[int], error: str) -> None:
-        """Give rows back after a failure."""
+        """Give rows back after a failure. Does nothing when the lease is over: its rows have been given back already."""
         self._let_go(lease, rows)
-        await self._controllers[lease.token.task].fail(lease.token, list(rows), error)
+        with contextlib.suppress(StaleToken):
+            await self._controllers[lease.token.task].fail(lease.token, list(rows), error)
 
     async def renew_held(self) -> None:
         """For ever: put the deadlines of all leases held through this client off, well before they are reached."""

@@ -105,7 +105,7 @@ class Controller:
     @remote
     async def end_step(self, step: int) -> None:
         """No more of this step's rows will come: requests for it are answered with None."""
-        self.table.ended_step = max(self.table.ended_step, step)
+        self.table.ended_steps.add(step)
         self._serve()
 
     @remote
@@ -122,8 +122,9 @@ class Controller:
     def _serve(self) -> None:
         self.table.expire(_now())
         for request in list(self._parked):
-            ended = request.step is not None and request.step <= self.table.ended_step
-            if self.table.is_closed or ended:
+            if request.answer.done():  # cancelled in this very moment
+                continue
+            if self.table.is_closed or request.step in self.table.ended_steps:
                 self._answer(request, None)
                 continue
             lease = self.table.lease(
@@ -137,8 +138,6 @@ class Controller:
         self._parked.remove(request)
         if not request.answer.done():
             request.answer.set_result(lease)
-        elif lease is not None:  # the asker has gone in this very moment
-            self.table.abandon(request.worker)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

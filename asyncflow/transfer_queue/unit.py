@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.table import Token
+from asyncflow.transfer_queue.table import StaleToken, Token
 from asyncflow.transport import remote
 from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged
 
@@ -76,7 +76,15 @@ class StorageUnit:
 
     @remote
     async def complete(self, token: Token, batch: WireBatch) -> np.ndarray:
-        """Store a task's outputs and acknowledge its lease. Returns bool [n]: False where another lease was first."""
+        """Store a task's outputs and acknowledge its lease.
+
+        Returns bool [n]: False where another lease was first. A lease that is over, or no longer holds all of the rows, stores
+        nothing: its rows are somebody else's, or have been dropped and would never be freed.
+        """
+        try:
+            await self._controllers[token.task].check(token, batch.indices.tolist())
+        except StaleToken:
+            return np.zeros(len(batch.indices), bool)
         stored = self.storage.write(batch.batch())
         await self._notify([], batch.indices.tolist(), [c.name for c in batch.columns], token)
         return stored
@@ -96,7 +104,9 @@ class StorageUnit:
             asyncio.ensure_future(controller.notify(list(metas), rows, columns, token)): name
             for name, controller in self._controllers.items()
         }
-        _, late = await asyncio.wait(notices, timeout=self._notify_timeout_seconds)
+        taken, late = await asyncio.wait(notices, timeout=self._notify_timeout_seconds)
+        for notice in taken:
+            notice.result()  # raises what the controller has raised
         for notice in late:
             log.error("controller %r has not taken a notice within %s s", notices[notice], self._notify_timeout_seconds)
 

@@ -113,7 +113,7 @@ class Ledger:
 
     def consume(self, step: int, group: Consumed) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
-        book = self._books["train", step]
+        book = self._open_book("train", step)
         if foreign := set(group.rows) - book.members:
             raise ValueError(f"row {min(foreign)} is not an open member of step {step}")
         book.members.difference_update(group.rows)
@@ -124,11 +124,11 @@ class Ledger:
 
     def consume_evaluation(self, version: int, rows: Iterable[int]) -> None:
         """An evaluation has read these rows; with the last of them nothing of it is kept."""
-        self._books["eval", version].members.difference_update(rows)
+        self._open_book("eval", version).members.difference_update(rows)
 
     def totals(self, step: int) -> StepTotals:
         """The figures of a closed step; a `ValueError` while members are missing."""
-        book = self._books["train", step]
+        book = self._open_book("train", step)
         if book.members:
             raise ValueError(f"step {step} still waits for {len(book.members)} rows, the first of them {min(book.members)}")
         return StepTotals(step, book.tokens, book.sequences, book.dead, book.non_finite_rows)
@@ -168,6 +168,11 @@ class Ledger:
     def _book(self, row: int) -> _Book | None:
         key = self._book_of_group.get(row >> self._group_bits)
         return self._books.get(key) if key is not None else None
+
+    def _open_book(self, purpose: str, step: int) -> _Book:
+        if (purpose, step) not in self._books:
+            raise ValueError(f"{purpose} step {step} is not open")
+        return self._books[purpose, step]
 
     def forget(self, purpose: str, step: int) -> None:
         """Keep nothing of it."""

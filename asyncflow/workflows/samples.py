@@ -118,7 +118,7 @@ def check_interval(leased: Leased) -> None:
 
 
 def micro_batches(batch: Batch, advantages: Array, rows_each: int) -> Iterator[MicroBatch]:
-    """A leased group in fixed pieces of `rows_each` rows, cut by sample number alone."""
+    """A leased group in pieces of `rows_each` rows: a function of which rows there are, in the order of their samples."""
     for first in range(0, len(batch), rows_each):
         positions = range(first, min(first + rows_each, len(batch)))
         yield MicroBatch(

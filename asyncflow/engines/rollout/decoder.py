@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from asyncflow.types import Array
 
-BLOCK = 64
+BLOCK = 32
 MIN_ROWS = 4
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -197,6 +197,9 @@ class Decoder:
         blocks, slots = -(-max_context // BLOCK), max(num_slots, MIN_ROWS)
         shape = (config.num_hidden_layers, 2, blocks, slots, config.num_key_value_heads, BLOCK, config.head_dim)
         self.cache = torch.zeros(shape, dtype=dtype, device=device)
+        # by layer and block: [slots * K, D, BLOCK] and [slots * K, BLOCK, D], the batches of attention's matmuls
+        self._keys = [[block.flatten(0, 1).transpose(1, 2) for block in layer[0]] for layer in self.cache]
+        self._values = [[block.flatten(0, 1) for block in layer[1]] for layer in self.cache]
         self._key_position_L = torch.arange(blocks * BLOCK, device=device)
 
     def _buffer(self, *shape: int) -> Tensor:
@@ -275,9 +278,8 @@ class Decoder:
                 attended_THD[piece] = causal_attention(q_THD[piece], k_TKD[piece], v_TKD[piece])
             return attended_THD.flatten(1)
 
-        x_TE = self._forward(tokens, positions, attend)
         last = [piece.stop - 1 for piece, _, _ in pieces]
-        return self._logits(x_TE[last + last[-1:] * (MIN_ROWS - len(last))])[: len(last)]
+        return self._forward(tokens, positions, attend, last + last[-1:] * (MIN_ROWS - len(last)))[: len(last)]
 
     def decode(self, tokens: Array, positions: Array) -> Tensor:
         """Logits (float32 [N, V]) after one more token of slots 0 .. N-1 (int64 [N]), at its position (int64 [N])."""
@@ -285,22 +287,22 @@ class Decoder:
         if num_rows < MIN_ROWS:
             tokens, positions = (np.append(a, np.zeros(MIN_ROWS - num_rows, np.int64)) for a in (tokens, positions))
         blocks = positions // BLOCK
-        # of each block, the slots up to the last one that reaches it
-        rows = [int(np.flatnonzero(blocks >= b)[-1]) + 1 for b in range(int(blocks.max()) + 1)]
         num_slots, num_kv_heads = self.cache.shape[3:5]
+        # of each block, the key heads of the slots up to the last one that reaches it
+        batches = [(int(np.flatnonzero(blocks >= b)[-1]) + 1) * num_kv_heads for b in range(int(blocks.max()) + 1)]
         where = ((blocks * num_slots + np.arange(len(tokens)))[:, None] * num_kv_heads + np.arange(num_kv_heads)) * BLOCK
         where_NK = torch.from_numpy((where + (positions % BLOCK)[:, None]).ravel()).to(self.device)
-        hidden_NL = self._key_position_L[: len(rows) * BLOCK] > torch.from_numpy(positions).to(self.device)[:, None]
+        hidden_NL = self._key_position_L[: len(batches) * BLOCK] > torch.from_numpy(positions).to(self.device)[:, None]
         mask_NL = torch.zeros(hidden_NL.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden_NL, -torch.inf)
         scale, group = self.config.head_dim**-0.5, self.config.num_attention_heads // num_kv_heads
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            keys, values = self.cache[layer].flatten(2, 3)
-            keys.view(-1, k_NKD.shape[2]).index_copy_(0, where_NK, k_NKD.flatten(0, 1))
-            values.view(-1, v_NKD.shape[2]).index_copy_(0, where_NK, v_NKD.flatten(0, 1))
-            return block_attention(q_NHD * scale, keys, values, group=group, rows=rows, mask_NL=mask_NL)
+            for cached, new_NKD in zip(self.cache[layer], (k_NKD, v_NKD), strict=True):
+                cached.view(-1, new_NKD.shape[2]).index_copy_(0, where_NK, new_NKD.flatten(0, 1))
+            q_BGD = (q_NHD * scale).view(-1, group, q_NHD.shape[2])
+            return block_attention(q_BGD, self._keys[layer], self._values[layer], batches, mask_NL).view(len(q_NHD), -1)
 
-        return self._logits(self._forward(tokens, positions, attend))[:num_rows]
+        return self._forward(tokens, positions, attend)[:num_rows]
 
     def _fill(self, cache: Tensor, prompt_TKD: Tensor, first: int, count: int) -> None:
         """Write a prompt's keys or values to slots of one layer's cache [blocks, slots, K, BLOCK, D]."""
@@ -308,8 +310,8 @@ class Decoder:
         padded = F.pad(prompt_TKD, (0, 0, 0, 0, 0, blocks * BLOCK - len(prompt_TKD)))
         cache[:blocks, first : first + count] = padded.view(blocks, 1, BLOCK, *prompt_TKD.shape[1:]).transpose(2, 3)
 
-    def _forward(self, tokens: Array, positions: Array, attend: Attend) -> Tensor:
-        """Hidden states [T, E] before the final norm."""
+    def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted: list[int] | None = None) -> Tensor:
+        """Logits (float32 [T, V]); of the tokens `wanted` alone, if given: the others stop when the last layer has their keys."""
         c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
         positions_T = torch.from_numpy(positions).to(self.device)
@@ -323,6 +325,8 @@ class Decoder:
                 qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm
             qk = (qk * cos_T1D).addcmul_(qk.roll(c.head_dim // 2, -1), sin_T1D)
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
+            if wanted is not None and layer is self.layers[-1]:
+                x_TE, attended = x_TE[wanted], attended[wanted]
             x_TE.addmm_(attended, layer.output.t())
             if layer.output_bias is not None:
                 x_TE += layer.output_bias
@@ -331,11 +335,8 @@ class Decoder:
             x_TE.addmm_(F.silu(gate).mul_(up), layer.down.t())
             if layer.down_bias is not None:
                 x_TE += layer.down_bias
-        return x_TE
-
-    def _logits(self, x_NE: Tensor) -> Tensor:
-        h_NE = F.rms_norm(x_NE, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
-        return F.linear(h_NE, self.lm_head).float()
+        h_TE = F.rms_norm(x_TE, (c.hidden_size,), self.norm, c.rms_norm_eps)
+        return F.linear(h_TE, self.lm_head).float()
 
 
 def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
@@ -347,27 +348,24 @@ def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
 
 
 def block_attention(
-    q_NHD: Tensor, keys: Tensor, values: Tensor, *, group: int, rows: Sequence[int], mask_NL: Tensor
+    q_BGD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], batches: Sequence[int], mask_NL: Tensor
 ) -> Tensor:
-    """Attention [N, H * D] of one query (already scaled) for each row to its own keys.
+    """Attention [B, G, D] of one query for each row, to the row's own keys; the G query heads of a key head are one small matmul.
 
-    keys, values [blocks, slots * K, BLOCK, D]; block b is read for the first `rows[b]` slots; mask_NL 0, or -inf for keys to leave out.
-    The `group` query heads of a key head are the rows of one small matmul.
+    q_BGD is scaled, B = N * K. Block b has `keys[b]` [.., D, BLOCK] and `values[b]` [.., BLOCK, D] and is read for the first
+    `batches[b]` of B. mask_NL is 0, or -inf for a key to leave out.
     """
-    num_rows, num_heads, head_dim = q_NHD.shape
-    q_BGD = q_NHD.view(-1, group, head_dim)
-    scores_BGL = q_BGD.new_zeros(len(q_BGD), group, mask_NL.shape[1])  # what is not read must be finite: the mask is added
-    heads = num_heads // group
-    for block, count in enumerate(rows):
-        batch = count * heads
-        scores_BGL[:batch, :, block * BLOCK : (block + 1) * BLOCK] = q_BGD[:batch].bmm(keys[block, :batch].transpose(1, 2))
-    scores_BGL.view(num_rows, heads, group, -1).add_(mask_NL[:, None, None])
+    # Zeros: what no block writes must be finite, because the mask is added (filling by a mask is seven times slower).
+    scores_BGL = q_BGD.new_zeros(*q_BGD.shape[:2], mask_NL.shape[1])
+    spans = [(block, batch, block * BLOCK, (block + 1) * BLOCK) for block, batch in enumerate(batches)]
+    for block, batch, start, end in spans:
+        scores_BGL[:batch, :, start:end] = q_BGD[:batch].bmm(keys[block][:batch])
+    scores_BGL.view(len(mask_NL), -1, mask_NL.shape[1]).add_(mask_NL[:, None])
     weights_BGL = scores_BGL.softmax(-1)
-    attended_BGD = weights_BGL[:, :, :BLOCK].bmm(values[0, : len(q_BGD)])
-    for block, count in enumerate(rows[1:], 1):
-        batch = count * heads
-        attended_BGD[:batch].baddbmm_(weights_BGL[:batch, :, block * BLOCK : (block + 1) * BLOCK], values[block, :batch])
-    return attended_BGD.view(num_rows, -1)
+    attended_BGD = weights_BGL[:, :, :BLOCK].bmm(values[0][: len(q_BGD)])
+    for block, batch, start, end in spans[1:]:
+        attended_BGD[:batch].baddbmm_(weights_BGL[:batch, :, start:end], values[block][:batch])
+    return attended_BGD
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ class MemoryStorage:
                 continue
             self._put(row, by_row, i)
             self._rows_of_group.setdefault(index >> self._group_bits, set()).add(index)
-        for i, number in enumerate(batch.groups.tolist()):
+        for i, number in enumerate(batch.groups.tolist() if by_group else []):
             group = self._groups.setdefault(number, {})
             self._put(group, {name: values for name, values in by_group.items() if name not in group}, i)
         return stored
@@ -82,8 +82,6 @@ class MemoryStorage:
             column = self._declared(name)
             keys = batch.indices if column.per == "row" else batch.groups
             where = f"{column.per} {keys[0] if len(keys) else '?'}, column {name!r}"
-            if len(values) != len(keys):
-                raise ValueError(f"{where}: {len(values)} entries for {len(keys)} {column.per}s")
             if isinstance(values, Ragged) != column.ragged:
                 raise ValueError(f"{where}: declared {'ragged' if column.ragged else 'dense'}, written otherwise")
             array = values.values if isinstance(values, Ragged) else values
@@ -91,8 +89,12 @@ class MemoryStorage:
                 raise ValueError(f"{where}: declared {column.dtype} [n], written {array.dtype.name} with {array.ndim} dimensions")
             if isinstance(values, Ragged):
                 offsets = values.offsets
+                if offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets):
+                    raise ValueError(f"{where}: offsets are to be int64 [n + 1]")
                 if offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
                     raise ValueError(f"{where}: offsets do not start at 0, rise and end at {len(array)}")
+            if len(values) != len(keys):
+                raise ValueError(f"{where}: {len(values)} entries for {len(keys)} {column.per}s")
             (by_row if column.per == "row" else by_group)[name] = values
         return by_row, by_group
 

@@ -1,0 +1,50 @@
+"""What the benchmarks share: figures with their targets, the machine that they were seen on, and the exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from argparse import ArgumentParser
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number. `target`: what it is to reach, as `<= 1.15` or `>= 1.3`; none if it is only told."""
+
+    name: str
+    value: float
+    unit: str
+    target: str | None = None
+
+    @property
+    def met(self) -> bool:
+        if self.target is None:
+            return True
+        sign, bound = self.target.split()
+        return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
+
+
+def parser(description: str | None) -> ArgumentParser:
+    """Takes `--json FILE`."""
+    arguments = ArgumentParser(description=(description or "").splitlines()[0])
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    return arguments
+
+
+def finish(figures: list[Figure], file: Path | None) -> int:
+    """Print the figures below the machine and the command, write them, and return the exit code: 1 if a target is missed."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "numpy"))
+    print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores; python {platform.python_version()}, {versions}")
+    print(f"command: python {' '.join(sys.argv)}\n")
+    width = max(len(figure.name) for figure in figures)
+    for figure in figures:
+        verdict = f"   to reach: {figure.target:8} {'met' if figure.met else 'MISSED'}" if figure.target else ""
+        print(f"{figure.name:{width}}  {figure.value:12.4g} {figure.unit}{verdict}")
+    if file is not None:
+        file.write_text(json.dumps([{**asdict(figure), "met": figure.met} for figure in figures], indent=1))
+    return 0 if all(figure.met for figure in figures) else 1

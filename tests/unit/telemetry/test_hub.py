@@ -1,0 +1,50 @@
+"""Reports reach the driver, and a step's metrics wait for them, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.telemetry import hub as hub_module
+from asyncflow.telemetry.hub import Hub, Reporter
+from asyncflow.telemetry.trace import SpanLog, read_spans
+
+
+async def test_spans_samples_and_state_arrive(tmp_path: Path) -> None:
+    samples: list[Mapping[str, Any]] = []
+    progress: list[bool] = []
+    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), samples.append, lambda: progress.append(True))
+    loop = asyncio.get_running_loop()
+    reporter = Reporter(hub, "rollout/0", loop.time, "cpu", 0.01)
+    reporter.recorder.enter("generate", version=4)
+    reporter.recorder.add(tokens=3)
+    reporter.keep_sample({"step": 1})
+    await asyncio.sleep(0.01)
+    await reporter.flush()
+    assert samples == [{"step": 1}] and progress == [True]
+    state = hub.states["rollout/0"]
+    assert (state.task, state.cause) == ("generate", "") and state.rss_bytes > 1e6
+    hub.log.close()
+    assert [(s.task, s.tokens) for s in read_spans(tmp_path / "spans.jsonl") if s.task == "generate"] == [("generate", 3)]
+
+
+async def test_settle_waits_for_the_slowest_worker_and_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), lambda sample: None, lambda: None)
+    loop = asyncio.get_running_loop()
+    fast, slow = (Reporter(hub, f"rollout/{i}", loop.time, "cpu", 0.01) for i in range(2))
+    await fast.flush()
+    await slow.flush()
+    moment = loop.time()
+    await asyncio.sleep(0.001)
+    settling = asyncio.create_task(hub.settle(moment))
+    await fast.flush()
+    await asyncio.sleep(0.02)
+    assert not settling.done()
+    await slow.flush()
+    await asyncio.wait_for(settling, 1.0)
+    monkeypatch.setattr(hub_module, "SETTLE_SECONDS", 0.05)
+    await asyncio.wait_for(hub.settle(loop.time() + 1000), 1.0)

@@ -1,0 +1,60 @@
+"""Computation in a thread of its own, for an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from asyncflow.threads import ComputeThread
+
+
+async def test_calls_run_in_order_in_one_other_thread() -> None:
+    thread, seen = ComputeThread("test"), list[tuple[int, int]]()
+    await asyncio.gather(*(thread.run(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(5)))
+    assert [i for i, _ in seen] == list(range(5))
+    assert {ident for _, ident in seen} == {seen[0][1]} and seen[0][1] != threading.get_ident()
+    thread.close()
+
+
+async def test_setup_runs_inside_the_thread() -> None:
+    idents: list[int] = []
+    thread = ComputeThread("test", setup=lambda: idents.append(threading.get_ident()))
+    assert idents == [await thread.run(threading.get_ident)]
+    thread.close()
+
+
+async def test_an_exception_reaches_the_caller_and_the_thread_goes_on() -> None:
+    thread = ComputeThread("test")
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(lambda: 1 // 0)
+    assert await thread.run(lambda: 7) == 7
+    thread.close()
+
+
+async def test_a_cancelled_call_does_not_hold_the_loop() -> None:
+    thread, release = ComputeThread("test"), threading.Event()
+    call = asyncio.create_task(thread.run(release.wait, 5.0))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(call, 0.5)
+    release.set()
+    assert await thread.run(lambda: 1) == 1
+    thread.close()
+
+
+def test_a_closed_loop_ends_the_thread_quietly() -> None:
+    release = threading.Event()
+
+    async def leave() -> ComputeThread:
+        thread = ComputeThread("test")
+        thread.waiting = asyncio.ensure_future(thread.run(release.wait, 5.0))  # type: ignore[attr-defined]
+        await asyncio.sleep(0.01)
+        return thread
+
+    thread = asyncio.run(leave())
+    release.set()
+    thread._thread.join(2.0)
+    assert not thread._thread.is_alive()
