@@ -35,6 +35,7 @@ from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import remote
 from asyncflow.types import RunError, UserError
+from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows.evaluation import Row
 
 MARKER_FILE = ".asyncflow-run"
@@ -103,10 +104,11 @@ class Job:
         self._weights_dir = self._make_weights_dir()
         job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir))
         (config.run_dir / JOB_FILE).write_bytes(msgspec.json.encode(job))
-        self.driver = driver = Driver(config, prepared, on_step=self._on_step, on_evaluation=self._on_evaluation)
-        self._server = driver.server(self)
-        await self._server.start(control_socket(config.run_dir))
         self._cluster: Cluster = load("cluster", CLUSTERS[config.cluster])(config.run_dir)
+        listener = self.listener
+        driver = Driver(config, prepared, on_step=self._on_step, on_evaluation=self._on_evaluation, says=listener.says)
+        self._server, self.driver = driver.server(self), driver
+        await self._server.start(control_socket(config.run_dir))
         await self._cluster.start(self._workers())
         self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), self._watch()]]
 
@@ -149,25 +151,28 @@ class Job:
 
     async def stop(self) -> None:
         """Stop the loops and the workers, and write what is left: the model, the trace, the report."""
-        if self.driver is None:
-            return
-        driver = self.driver
-        await driver.stop()
         try:
-            killed = await self._cluster.stop(self.config.run.stop_grace_seconds)
-            for name in killed:
-                self.listener.says(f"worker {name} did not end within {self.config.run.stop_grace_seconds} s and was killed")
-            for loop in self._loops:
-                loop.cancel()
-            await asyncio.gather(*self._loops, return_exceptions=True)
-            await self._server.close()
-            self._rescue_model()
-            await driver.close()
+            if self.driver is not None:
+                await self._stop(self.driver)
         finally:
             self.driver = None
-            control_socket(self.config.run_dir).unlink(missing_ok=True)
             if self._weights_dir is not None:
                 shutil.rmtree(self._weights_dir, ignore_errors=True)
+                self._weights_dir = None
+
+    async def _stop(self, driver: Driver) -> None:
+        grace = self.config.run.stop_grace_seconds
+        await driver.stop()
+        for name in await self._cluster.stop(grace):
+            self.listener.says(f"worker {name} did not end within {grace:g} s and was killed")
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self._server.close()
+        control_socket(self.config.run_dir).unlink(missing_ok=True)
+        if not self._evaluate_only:
+            self._rescue_model(driver.board.published)
+        await driver.close()
         write_trace(self.config.run_dir)
         write_report(self.config.run_dir)
 
@@ -245,17 +250,17 @@ class Job:
             if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _rescue_model(self) -> None:
+    def _rescue_model(self, published: Manifest | None) -> None:
         """If the trainer could not save in time: the last version that it published is a safetensors file with the same names."""
-        model, manifest = self.config.run_dir / "model", self.driver.board.published if self.driver else None
-        if self._evaluate_only or (model / "config.json").is_file():
+        model = self.config.run_dir / "model"
+        if model.exists():
             return
-        source = Path(manifest.address) if manifest is not None else None
-        if source is None or not source.is_file():
+        shutil.rmtree(self.config.run_dir / "model.partial", ignore_errors=True)
+        if published is None:
             self.listener.says("no step was committed, so there is no model to save")
             return
-        model.mkdir(exist_ok=True)
-        shutil.copyfile(source, model / "model.safetensors")
+        model.mkdir()
+        shutil.copyfile(published.address, model / "model.safetensors")
         shutil.copyfile(self._prepared.model / "config.json", model / "config.json")
         copy_tokenizer(self._prepared.model, model)
         self.listener.says(f"the trainer could not save in time: {model} holds the last published weights")

@@ -8,7 +8,8 @@ is still there to be found: sampled at temperature 1 it is right on 30-40% of th
 GRPO with 32 groups of 8 bring it back above 90%.
 
 It trains on problems of the `warmstart` split alone and is measured on `heldout`. A run takes some minutes on two CPU
-cores. The same seed, number of threads and versions give the same weights on the same machine, not on every other.
+cores. The same seed, number of threads and versions give the same weights on the same machine, not on every other;
+the shipped ones were made with OMP_NUM_THREADS=1.
 """
 
 import argparse
@@ -55,7 +56,8 @@ Respond = Callable[[Problem], str]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny-arithmetic model in Hugging Face format.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "tiny-arithmetic", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
+    # Of the seeds 0 to 4, which start at 30% to 38%, the one nearest the middle.
+    parser.add_argument("--seed", type=int, default=4)
     parser.add_argument("--clean-steps", type=int, default=900, help="steps of 32 on clean solutions")
     parser.add_argument("--noisy-steps", type=int, default=100, help="steps of 32 on guesses and slips")
     parser.add_argument("--eval-problems", type=int, default=1000, help="held-out problems per accuracy")

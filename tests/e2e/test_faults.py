@@ -66,15 +66,16 @@ class Recorded(Listener):
         self.said.append(text)
 
 
-def run_inline(tree: Mapping[str, Any]) -> Job:
-    """A whole run in this process."""
+def run_inline(tree: Mapping[str, Any]) -> tuple[Job, list[str]]:
+    """A whole run in this process, and what it said."""
+    recorded = Recorded()
 
     async def main() -> Job:
-        job = Job(parse({**tree, "cluster": "inline"}), Recorded())
+        job = Job(parse({**tree, "cluster": "inline"}), recorded)
         assert await job.run()
         return job
 
-    return asyncio.run(main())
+    return asyncio.run(main()), recorded.said
 
 
 @pytest.mark.parametrize(
@@ -82,28 +83,26 @@ def run_inline(tree: Mapping[str, Any]) -> Job:
     [("raises", "ZeroDivisionError"), ("hangs", "0.4 s"), ("exits", "exit"), ("eats", "memory")],
 )
 def test_a_reward_that_fails_costs_its_rows_and_is_named(
-    small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, words: str
+    small: Small, tmp_path: Path, how: str, words: str
 ) -> None:
     (tmp_path / "bad.py").write_text(BAD_REWARD)
     scorer = {"path": f"{tmp_path / 'bad.py'}:score", "how": how}
     tree = small(run={"steps": 1}, train={"prompts_per_step": 8}, rollout={"group_size": 2})
     tree["reward"] = {"scorer": scorer, "num_workers": 2, "deadline_seconds": 0.4, "max_attempts": 2}
-    job = run_inline(tree)
+    job, said = run_inline(tree)
     row = job.rows[0]
     assert 0 < row["rows/dead"] < 16 and row["rows/trained"] == 16 - row["rows/dead"]
     assert row["rows/redelivered"] == row["rows/dead"]  # each failed once more before it was given up
-    given_up = [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
+    given_up = [text for text in said if "given up" in text]
     assert len(given_up) == row["rows/dead"] and all(words in text for text in given_up), given_up
 
 
-def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(
-    small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(small: Small, tmp_path: Path) -> None:
     (tmp_path / "loss.py").write_text(BAD_LOSS)
-    job = run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [2]}, run={"steps": 3}))
+    job, said = run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [2]}, run={"steps": 3}))
     assert [job.rows[s]["policy/skipped_updates"] for s in range(3)] == [1, 0, 0]
     assert job.rows[0]["policy/non_finite_micro_batches"] == 1
-    named = [record.getMessage() for record in caplog.records if "step 0 is skipped" in record.getMessage()]
+    named = [text for text in said if "step 0 is skipped" in text]
     assert len(named) == 1 and "rows" in named[0] and any(character.isdigit() for character in named[0].split("rows")[1])
 
 

@@ -147,7 +147,7 @@ async def test_an_answer_that_cannot_be_sent_is_an_error_at_the_caller(bench: Be
 async def test_numpy_numbers_arrive_as_numbers_and_a_default_argument_must_be_given(bench: Bench) -> None:
     client = await bench.client()
     assert await client.add(np.int64(2), 3) == 5  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="array of length 2"):
+    with pytest.raises(ValueError, match="of length 2, got 1"):
         await client.add(2)
 
 
@@ -293,11 +293,8 @@ BAD_FRAMES = {
 }
 
 
-@pytest.mark.parametrize("kind", BAD_FRAMES)
-@pytest.mark.parametrize("greeted", [True, False])
+@pytest.mark.parametrize(("kind", "greeted"), [(kind, g) for kind in BAD_FRAMES for g in (True, False) if g or BAD_FRAMES[kind] != HELLO])
 async def test_a_bad_frame_costs_its_sender_the_connection_and_nobody_else(bench: Bench, kind: str, greeted: bool) -> None:
-    if kind == "a second hello" and not greeted:
-        pytest.skip("is a first hello then")
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
     other = await bench.client("other")

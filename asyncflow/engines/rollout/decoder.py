@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from asyncflow.types import Array
 
-BLOCK = 32
+BLOCK = 64
 MIN_ROWS = 4
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}

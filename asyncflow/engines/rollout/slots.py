@@ -6,9 +6,9 @@ consumes: requests (one prompt, several samples), installs and cancellations, in
 waits for: a call, while no slot is active and no sample waits
 is unblocked by: `generate`, `install`, leaving a `generate` early, `close`
 
-Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys and
-values that it already has. Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked prefill
-(a long prompt holds the others up for one pass), preemption (a slot is big enough for prompt and response from the start).
+Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
+and values that it already has. Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked
+prefill (a long prompt holds the others up for one pass), preemption (a slot is big enough for prompt and response from the start).
 """
 
 from __future__ import annotations
