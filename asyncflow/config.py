@@ -61,7 +61,12 @@ class _Loader(yaml.SafeLoader):
     """Reads `1e-6` as the number that it is in YAML 1.2, and not as text."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that `_Loader` would read as a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
 
@@ -222,10 +227,10 @@ class Config(Section):
             )
         workers, prompts = self.rollout.num_workers, self.train.prompts_per_step
         if prompts % workers:
+            fitting = sorted({prompts // workers * workers or workers, (prompts // workers + 1) * workers})
             raise ValueError(
                 f"train.prompts_per_step does not divide by rollout.num_workers: {prompts} = {prompts // workers} x {workers} + "
-                f"{prompts % workers}, so no fair share exists; take {prompts // workers * workers or workers} or "
-                f"{(prompts // workers + 1) * workers} prompts"
+                f"{prompts % workers}, so no fair share exists; take {' or '.join(map(str, fitting))} prompts"
             )
         return self
 
@@ -265,7 +270,7 @@ def parse(tree: Mapping[str, Any]) -> Config:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML that `load` takes."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -7,32 +7,34 @@ import os
 import platform
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly", "tensorboardX")
-EXTRAS = {
-    "ray": ("ray", "clusters of several machines"),
-    "vllm": ("vllm", "rollouts on vLLM"),
-    "redis": ("redis", "samples kept in Redis"),
-    "mooncake": ("mooncake-transfer-engine", "samples kept in Mooncake Store"),
-    "service": ("fastapi", "driving a run over HTTP"),
-    "wandb": ("wandb", "metrics on Weights & Biases"),
-    "deepspeed": ("deepspeed", "training with DeepSpeed"),
-    "megatron": ("megatron-core", "training with Megatron-Core"),
+CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
+USED = {"wandb": ("wandb", "metrics on Weights & Biases (telemetry.trackers)")}
+RESERVED = {
+    "ray": "clusters of several machines",
+    "vllm": "rollouts on vLLM",
+    "redis": "samples kept in Redis",
+    "mooncake": "samples kept in Mooncake Store",
+    "service": "driving a run over HTTP",
+    "deepspeed": "training with DeepSpeed",
+    "megatron": "training with Megatron-Core",
 }
 
 
 def check() -> None:
     """Show the machine, versions, devices and ports, and what is missing for which feature."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for title, rows in (("Machine", _machine()), ("Devices", _devices()), ("Versions", _versions()), ("Extras", _extras())):
         table = Table(title=title, show_header=False, box=None, title_justify="left", title_style="bold")
         for name, value in rows:
-            table.add_row(f"  {name}", value)
+            table.add_row(escape(f"  {name}"), escape(value))
         console.print(table)
 
 
@@ -69,10 +71,11 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _extras() -> list[tuple[str, str]]:
-    return [
-        (name, f"{_version(package)}" if _version(package) else f"missing, for {purpose}: pip install 'asyncflow-rl[{name}]'")
-        for name, (package, purpose) in EXTRAS.items()
+    rows = [
+        (name, _version(package) or f"missing, for {purpose}: pip install 'asyncflow-rl[{name}]'")
+        for name, (package, purpose) in USED.items()
     ]
+    return [*rows, *((name, f"for {purpose}: nothing in this version uses it") for name, purpose in RESERVED.items())]
 
 
 def _version(package: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +268,7 @@ async def test_outputs_under_a_lease_that_is_over_are_not_kept(queue: Queue) -> 
     old = await within(slow.lease("rollout"))
     queue.controllers["rollout"].table.expire(1e9)
     new = await within(quick.lease("rollout"))
-    late = Batch(np.array([1]), np.array([0]), {"ids": Ragged.from_arrays([np.array([99])], "int64"), "reward": np.ones(1, np.float32)})
+    late = replace(outputs(99), indices=np.array([1]), groups=np.array([0]))
     assert (await slow.complete(old.lease, late)).tolist() == [False]
     for row in (0, 1):
         assert (await quick.complete(new.lease, outputs(row))).tolist() == [True]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ from safetensors.numpy import load_file
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
 from asyncflow.telemetry.trace import read_spans
-from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
 
 NAMES = [
     "reward/mean", "reward/std", "reward/zero_std_groups", "response_length/mean", "response_length/clipped_ratio", "policy/kl",
@@ -156,3 +158,26 @@ def test_dry_run_starts_nothing(small: Callable[..., dict[str, Any]], tmp_path: 
     command = run_command("train", write_config(tmp_path, small()), "--dry-run")
     assert command.returncode == 0 and "4 prompts x 4 responses = 16 rows" in command.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_terminal_gets_a_progress_bar(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """In a pseudo-terminal: steps, reward, TPSPD, staleness and the time left, in one line that is drawn over and over."""
+    config = write_config(tmp_path, small(cluster="inline"))
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "140", "TERM": "xterm"}
+    with subprocess.Popen(command_line("train", config), stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as command:
+        os.close(theirs)
+        shown = b""
+        while chunk := _read(ours):
+            shown += chunk
+    os.close(ours)
+    assert command.returncode == 0, shown.decode(errors="replace")
+    bars = [line for line in shown.decode().replace("\r", "\n").split("\n") if "2/2" in line]
+    assert bars and all(word in bars[-1] for word in ("test", "reward", "TPSPD", "staleness", "left"))
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:  # the other end is closed: on Linux that is an error, not an end
+        return b""

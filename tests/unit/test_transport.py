@@ -133,10 +133,10 @@ async def test_a_large_array_travels_whole(bench: Bench) -> None:
     assert np.array_equal(back.values, values) and back.more[0].tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("values", [np.zeros((2, 3)), np.float64(1)[None][0].reshape(()), np.zeros(2, "float16"), np.zeros(2, ">i8")])
+@pytest.mark.parametrize("values", [np.zeros((2, 3)), np.zeros(()), np.zeros(2, "float16"), np.zeros(2, ">i8")])
 async def test_an_array_that_would_arrive_as_another_is_refused_where_it_is_sent(bench: Bench, values: np.ndarray) -> None:
     with pytest.raises(TypeError, match="cannot be sent"):
-        await (await bench.client()).echo(Parcel("x", np.asarray(values)))
+        await (await bench.client()).echo(Parcel("x", values))
 
 
 async def test_an_answer_that_cannot_be_sent_is_an_error_at_the_caller(bench: Bench) -> None:
@@ -264,7 +264,7 @@ async def test_after_closing_requests_fail_and_none_hangs(bench: Bench) -> None:
 
 
 async def test_nobody_there_is_said_with_the_address(tmp_path: Path) -> None:
-    with pytest.raises(ConnectionLost, match="absent.sock"):
+    with pytest.raises(ConnectionLost, match=r"absent\.sock"):
         await Peer.connect(tmp_path / "absent.sock", "client")
 
 
@@ -275,13 +275,14 @@ def frame(header: bytes, *buffers: bytes, magic: bytes = MAGIC, body: int | None
 
 
 HELLO = frame(msgspec.msgpack.encode({"type": "hello", "name": "rude"}))
+REQUEST = msgspec.msgpack.encode({"type": "request", "id": 1, "service": "echo", "method": "who", "arguments": []})
 BAD_FRAMES = {
     "magic": frame(b"", magic=b"HTTP"),
     "header above the limit": PREFIX.pack(MAGIC, transport.MAX_HEADER_BYTES + 1, 0, 0),
     "buffers above the limit": PREFIX.pack(MAGIC, 1, transport.MAX_BUFFERS + 1, 0),
     "body above the limit": PREFIX.pack(MAGIC, 1, 1, transport.MAX_BODY_BYTES + 1),
-    "lengths that do not add up": frame(b"", b"abc", body=4),
-    "lengths above the body": PREFIX.pack(MAGIC, 0, 2, 6) + struct.pack("<2Q", 2**63, 2**63 + 6),
+    "lengths that do not add up": frame(REQUEST, b"abc", body=4),
+    "lengths above the body": PREFIX.pack(MAGIC, len(REQUEST), 2, 6) + struct.pack("<2Q", 2**63, 2**63 + 6) + REQUEST,
     "no msgpack": frame(b"\xc1"),
     "trailing bytes": frame(msgspec.msgpack.encode({"type": "hello", "name": "x"}) + b"x"),
     "unknown message": frame(msgspec.msgpack.encode({"type": "eval", "code": "1"})),
@@ -293,8 +294,9 @@ BAD_FRAMES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "greeted"), [(kind, g) for kind in BAD_FRAMES for g in (True, False) if g or BAD_FRAMES[kind] != HELLO])
-async def test_a_bad_frame_costs_its_sender_the_connection_and_nobody_else(bench: Bench, kind: str, greeted: bool) -> None:
+@pytest.mark.parametrize("kind", [*BAD_FRAMES, *(f"ungreeted, {kind}" for kind in BAD_FRAMES if kind != "a second hello")])
+async def test_a_bad_frame_costs_its_sender_the_connection_and_nobody_else(bench: Bench, kind: str) -> None:
+    greeted, kind = not kind.startswith("ungreeted"), kind.removeprefix("ungreeted, ")
     errors: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
     other = await bench.client("other")
@@ -326,11 +328,11 @@ async def test_limits_are_checked_before_anything_is_allocated_or_awaited() -> N
 
 async def test_a_reference_to_an_array_that_is_not_in_the_frame_is_refused(bench: Bench) -> None:
     reader, writer = await asyncio.open_unix_connection(bench.path)
-    references = [["int64", 1], ["int64", -1], ["object", 0], ["int64", 0]]
+    references = [["int64", 2], ["int64", -2], ["object", 0], ["int64", 1]]  # the last is of 3 bytes
     for i, reference in enumerate(references):
         arguments = msgspec.Raw(msgspec.msgpack.encode([{"name": "x", "values": reference}]))
         request = {"type": "request", "id": i, "service": "echo", "method": "echo", "arguments": arguments}
-        writer.write((HELLO if i == 0 else b"") + frame(msgspec.msgpack.encode(request), b"abc"))
+        writer.write((HELLO if i == 0 else b"") + frame(msgspec.msgpack.encode(request), bytes(8), b"abc"))
     for i in range(len(references)):
         reply, _ = await asyncio.wait_for(transport._read_frame(reader), 1)
         assert isinstance(reply, transport._Reply) and (reply.id, reply.error) == (i, "ValueError")

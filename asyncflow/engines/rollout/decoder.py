@@ -2,15 +2,14 @@
 
     config.json -> DecoderConfig (refuses what it does not know) -> Decoder: weight buffers, key/value cache, prefill, decode
 
-A *slot* holds the keys and values of one response. The active slots are always 0 .. N-1, so a decode step reads plain slices and
-gathers nothing. The cache is cut into blocks of `BLOCK` keys and is block-major: one block of the first m slots is one contiguous
-batch of small matrices, and a block that no later slot has reached stops at the last one that has.
+The active slots of the cache are always 0 .. N-1, so a decode step has a row for each and gathers nothing.
 
 On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least
-`MIN_ROWS` rows (inert ones are added), and attention adds whole blocks of keys in order: a block of masked keys adds zeros.
+`MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, and slot_cache.py sums each slot by itself.
 
 T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
-L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
+L = keys,
+E = hidden size, F = feed-forward size, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from asyncflow.engines.rollout.slot_cache import SlotCache
 from asyncflow.types import Array
 
-BLOCK = 64
 MIN_ROWS = 4
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -193,14 +192,15 @@ class Decoder:
         self._cos_LD = torch.cat((cos, cos), -1).to(device, dtype)
         self._sin_LD = torch.cat((-sin, sin), -1).to(device, dtype)  # signed, so that a rotation swaps halves without negating
 
-        # [layers, key or value, blocks, slots, K, BLOCK, D]; zeros, because hidden keys are multiplied too, by zero
-        blocks, slots = -(-max_context // BLOCK), max(num_slots, MIN_ROWS)
-        shape = (config.num_hidden_layers, 2, blocks, slots, config.num_key_value_heads, BLOCK, config.head_dim)
-        self.cache = torch.zeros(shape, dtype=dtype, device=device)
-        # by layer and block: [slots * K, D, BLOCK] and [slots * K, BLOCK, D], the batches of attention's matmuls
-        self._keys = [[block.flatten(0, 1).transpose(1, 2) for block in layer[0]] for layer in self.cache]
-        self._values = [[block.flatten(0, 1) for block in layer[1]] for layer in self.cache]
-        self._key_position_L = torch.arange(blocks * BLOCK, device=device)
+        self.cache = SlotCache(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            num_slots=max(num_slots, MIN_ROWS),
+            max_context=max_context,
+            like=self.norm,
+        )
 
     def _buffer(self, *shape: int) -> Tensor:
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -257,11 +257,6 @@ class Decoder:
             for name, (piece, _) in self.slices.items():
                 piece.copy_(tensors[name])
 
-    def copy_slot(self, source: int, first: int, count: int, length: int) -> None:
-        """Copy the first `length` keys and values of slot `source` to slots `first` .. `first + count - 1`."""
-        blocks = self.cache[:, :, : -(-length // BLOCK)]
-        blocks[:, :, :, first : first + count] = blocks[:, :, :, source : source + 1]
-
     def prefill(self, prompts: Sequence[Array], slots: Sequence[tuple[int, int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys go to `count` slots from `first`: `(first, count)`."""
         offsets = np.cumsum([0, *(len(p) for p in prompts)])
@@ -273,8 +268,7 @@ class Decoder:
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
             attended_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
             for piece, first, count in pieces:
-                self._fill(self.cache[layer, 0], k_TKD[piece], first, count)
-                self._fill(self.cache[layer, 1], v_TKD[piece], first, count)
+                self.cache.fill(layer, k_TKD[piece], v_TKD[piece], first, count)
                 attended_THD[piece] = causal_attention(q_THD[piece], k_TKD[piece], v_TKD[piece])
             return attended_THD.flatten(1)
 
@@ -286,29 +280,12 @@ class Decoder:
         num_rows = len(tokens)
         if num_rows < MIN_ROWS:
             tokens, positions = (np.append(a, np.zeros(MIN_ROWS - num_rows, np.int64)) for a in (tokens, positions))
-        blocks = positions // BLOCK
-        num_slots, num_kv_heads = self.cache.shape[3:5]
-        # of each block, the key heads of the slots up to the last one that reaches it
-        batches = [(int(np.flatnonzero(blocks >= b)[-1]) + 1) * num_kv_heads for b in range(int(blocks.max()) + 1)]
-        where = ((blocks * num_slots + np.arange(len(tokens)))[:, None] * num_kv_heads + np.arange(num_kv_heads)) * BLOCK
-        where_NK = torch.from_numpy((where + (positions % BLOCK)[:, None]).ravel()).to(self.device)
-        hidden_NL = self._key_position_L[: len(batches) * BLOCK] > torch.from_numpy(positions).to(self.device)[:, None]
-        mask_NL = torch.zeros(hidden_NL.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden_NL, -torch.inf)
-        scale, group = self.config.head_dim**-0.5, self.config.num_attention_heads // num_kv_heads
+        step, scale = self.cache.step(positions), self.config.head_dim**-0.5
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            for cached, new_NKD in zip(self.cache[layer], (k_NKD, v_NKD), strict=True):
-                cached.view(-1, new_NKD.shape[2]).index_copy_(0, where_NK, new_NKD.flatten(0, 1))
-            q_BGD = (q_NHD * scale).view(-1, group, q_NHD.shape[2])
-            return block_attention(q_BGD, self._keys[layer], self._values[layer], batches, mask_NL).view(len(q_NHD), -1)
+            return self.cache.attend(layer, step, q_NHD * scale, k_NKD, v_NKD)
 
         return self._forward(tokens, positions, attend)[:num_rows]
-
-    def _fill(self, cache: Tensor, prompt_TKD: Tensor, first: int, count: int) -> None:
-        """Write a prompt's keys or values to slots of one layer's cache [blocks, slots, K, BLOCK, D]."""
-        blocks = -(-len(prompt_TKD) // BLOCK)
-        padded = F.pad(prompt_TKD, (0, 0, 0, 0, 0, blocks * BLOCK - len(prompt_TKD)))
-        cache[:blocks, first : first + count] = padded.view(blocks, 1, BLOCK, *prompt_TKD.shape[1:]).transpose(2, 3)
 
     def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted: list[int] | None = None) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted` alone, if given: the others stop when the last layer has their keys."""
@@ -345,27 +322,6 @@ def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
     q = q_LHD.transpose(0, 1).contiguous()
     k, v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_LKD, v_LKD))
     return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1)
-
-
-def block_attention(
-    q_BGD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], batches: Sequence[int], mask_NL: Tensor
-) -> Tensor:
-    """Attention [B, G, D] of one query for each row, to the row's own keys; the G query heads of a key head are one small matmul.
-
-    q_BGD is scaled, B = N * K. Block b has `keys[b]` [.., D, BLOCK] and `values[b]` [.., BLOCK, D] and is read for the first
-    `batches[b]` of B. mask_NL is 0, or -inf for a key to leave out.
-    """
-    # Zeros: what no block writes must be finite, because the mask is added (filling by a mask is seven times slower).
-    scores_BGL = q_BGD.new_zeros(*q_BGD.shape[:2], mask_NL.shape[1])
-    spans = [(block, batch, block * BLOCK, (block + 1) * BLOCK) for block, batch in enumerate(batches)]
-    for block, batch, start, end in spans:
-        scores_BGL[:batch, :, start:end] = q_BGD[:batch].bmm(keys[block][:batch])
-    scores_BGL.view(len(mask_NL), -1, mask_NL.shape[1]).add_(mask_NL[:, None])
-    weights_BGL = scores_BGL.softmax(-1)
-    attended_BGD = weights_BGL[:, :, :BLOCK].bmm(values[0][: len(q_BGD)])
-    for block, batch, start, end in spans[1:]:
-        attended_BGD[:batch].baddbmm_(weights_BGL[:batch, :, start:end], values[block][:batch])
-    return attended_BGD
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:

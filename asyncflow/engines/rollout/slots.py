@@ -125,7 +125,7 @@ class Slots:
             count = min(len(request.pending), self._num_slots - first)
             sibling = next((slot for slot, other in enumerate(self._requests) if other is request), None)
             if sibling is not None and request.first_version == self.version:
-                self._decoder.copy_slot(sibling, first, count, len(request.prompt_ids))
+                self._decoder.cache.copy(sibling, first, count, len(request.prompt_ids))
             elif fresh and budget < len(request.prompt_ids):
                 break
             else:
@@ -185,7 +185,7 @@ class Slots:
         """Move the last active slot into the place of `slot`."""
         last = self._num_active = self._num_active - 1
         if slot != last:
-            self._decoder.copy_slot(last, slot, 1, int(self._prompt_lengths[last] + self._counts[last]))
+            self._decoder.cache.copy(last, slot, 1, int(self._prompt_lengths[last] + self._counts[last]))
             for array in (self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits):
                 array[slot] = array[last]
             self._tokens[slot], self._logprobs[slot] = self._tokens[last], self._logprobs[last]
@@ -198,15 +198,15 @@ def draw_tokens(logits_NV: Tensor, temperatures_N: Array, uniforms_N: Array) -> 
     """Tokens (int64 [N]) and their log-probs (float32 [N]), temperature applied; at temperature 0 the likeliest, as if at 1."""
     is_greedy = temperatures_N == 0
     temperatures = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_N)).to(logits_NV.device)
-    logprobs_NV = (logits_NV / temperatures[:, None]).log_softmax(-1)
+    probs_NV = (logits_NV / temperatures[:, None]).softmax(-1)
     if is_greedy.all():
         tokens_N = logits_NV.argmax(-1)
     else:
-        tokens_N = inverse_cdf(logprobs_NV.exp(), torch.from_numpy(uniforms_N).to(logits_NV.device))
+        tokens_N = inverse_cdf(probs_NV, torch.from_numpy(uniforms_N).to(logits_NV.device))
         tokens_N.clamp_(max=logits_NV.shape[1] - 1)  # only where the logits are not finite: the log-prob tells the caller
         if is_greedy.any():
             tokens_N = torch.where(torch.from_numpy(is_greedy).to(logits_NV.device), logits_NV.argmax(-1), tokens_N)
-    logprobs_N = logprobs_NV.gather(1, tokens_N[:, None]).squeeze(1)
+    logprobs_N = probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log_()
     return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
 
 

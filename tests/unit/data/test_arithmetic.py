@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -98,17 +99,9 @@ def test_splits_share_no_question_under_any_seed() -> None:
 def test_split_of_a_question_is_fixed_for_good() -> None:
     # A shipped model was trained on the warm-start split: moving a question out of it would leak it into the others.
     story = "Tom has 7 coins. Tom finds {}. How many coins does Tom have?"
-    assert [split_of(story.format(step)) for step in range(1, 10)] == [
-        "train",
-        "warmstart",
-        "heldout",
-        "train",
-        "warmstart",
-        "train",
-        "warmstart",
-        "train",
-        "warmstart",
-    ]
+    assert [split_of(story.format(step)) for step in (1, 2, 3)] == ["train", "warmstart", "heldout"]
+    shares = Counter(split_of(f"question {number}") for number in range(10_000))
+    assert shares == {"train": 6007, "heldout": 975, "warmstart": 3018}
 
 
 def test_a_seed_gives_the_same_stream_and_another_seed_another() -> None:

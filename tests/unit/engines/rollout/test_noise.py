@@ -19,7 +19,8 @@ def test_a_number_depends_on_its_key_alone() -> None:
 
 def test_every_part_of_the_key_counts() -> None:
     positions = np.arange(50)
-    streams = [noise(*key, positions) for key in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (-1, 1, 1), (2**63, 1, 1), (1, 2**40, 1))]
+    keys = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (-1, 1, 1), (2**63, 1, 1), (1, 2**40, 1))
+    streams = [noise(*key, positions) for key in keys]
     streams.append(noise(1, 1, 1, positions + 50))
     assert len(np.unique(np.concatenate(streams))) == 50 * len(streams)
 
@@ -32,7 +33,7 @@ def test_uniform_within_and_across_streams() -> None:
     within = noise(0, 0, 0, np.arange(40_000))
     across = uniforms(np.concatenate([stream_keys(0, p, np.arange(8)) for p in range(5_000)]), np.zeros(40_000, np.int64))
     for numbers in (within, across):
-        assert 0 < numbers.min() and numbers.max() < 1
+        assert numbers.min() > 0 and numbers.max() < 1
         counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
         chi2 = ((counts - 400) ** 2 / 400).sum()
         assert 60 < chi2 < 150  # 99 degrees of freedom: mean 99, deviation 14
@@ -54,9 +55,4 @@ def test_extreme_quantiles_draw_possible_tokens() -> None:
         assert inverse_cdf(probs, torch.tensor([quantile], dtype=torch.float64)).item() == token
 
 
-def test_the_largest_number_is_below_one() -> None:
-    numbers = uniforms(np.arange(1_000_000, dtype=np.uint64), np.zeros(1_000_000, np.int64))
-    assert numbers.max() < 1 and (2**52 - 1 + 0.5) * 2.0**-52 < 1
-
-
-GOLDEN = [0.0, 0.0]
+GOLDEN = [0.7470577890135189, 0.07166370763826013]

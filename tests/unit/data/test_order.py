@@ -1,0 +1,44 @@
+"""The order of the prompts: known from seed and position alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncflow.data.order import SeededOrder
+
+ITEMS = [f"item {i}" for i in range(7)]
+
+
+def test_every_epoch_is_a_permutation_of_its_own() -> None:
+    taken = SeededOrder(ITEMS, seed=0).take(21)
+    epochs = [taken[i : i + 7] for i in (0, 7, 14)]
+    assert all(sorted(epoch) == ITEMS for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@pytest.mark.parametrize("position", [0, 1, 6, 7, 8, 20])
+def test_a_run_resumes_from_its_position(position: int) -> None:
+    whole = SeededOrder(ITEMS, seed=5).take(30)
+    resumed = SeededOrder(ITEMS, seed=5, position=position)
+    assert resumed.take(30 - position) == whole[position:]
+    assert resumed.position == 30
+
+
+def test_it_does_not_matter_how_many_are_taken_at_once() -> None:
+    order = SeededOrder(ITEMS, seed=1)
+    assert [item for count in (3, 0, 1, 9, 7) for item in order.take(count)] == SeededOrder(ITEMS, seed=1).take(20)
+
+
+def test_the_seed_decides_the_order() -> None:
+    assert SeededOrder(ITEMS, seed=1).take(7) == SeededOrder(ITEMS, seed=1).take(7)
+    assert SeededOrder(ITEMS, seed=1).take(7) != SeededOrder(ITEMS, seed=2).take(7)
+
+
+def test_what_is_pushed_comes_first_and_moves_nothing() -> None:
+    order, plain = SeededOrder(ITEMS, seed=1), SeededOrder(ITEMS, seed=1).take(6)
+    assert order.take(2) == plain[:2]
+    order.push(["x", "y"])
+    order.push(["z"])
+    assert order.take(2) == ["x", "y"] and order.position == 2
+    assert order.take(3) == ["z", *plain[2:4]]
+    assert order.take(2) == plain[4:] and order.position == 6

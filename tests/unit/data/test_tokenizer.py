@@ -1,0 +1,124 @@
+"""A checkpoint's tokenizer, from a tiny one made here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+
+from asyncflow.data.tokenizer import CheckpointTokenizer, end_token_ids, read_json
+from asyncflow.types import UserError
+
+WORDS = ["<unk>", "<bos>", "<end>", "one", "two", "user:", "answer:"]
+TEMPLATE = "{{ bos_token }}{% for m in messages %} {{ m.role }}: {{ m.content }} {{ eos_token }}{% endfor %}" \
+    "{% if add_generation_prompt %} answer:{% endif %}"  # fmt: skip
+
+
+def save(folder: Path, **files: Any) -> Path:
+    """A checkpoint's folder; `generation_config={...}` writes that file."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<bos>", "<end>"])
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    tokenizer.enable_padding(length=8)
+    tokenizer.enable_truncation(max_length=4)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in ({"generation_config": {"eos_token_id": 2}} | files).items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_text_becomes_its_tokens_and_nothing_else(tmp_path: Path) -> None:
+    """What the file says of special tokens, padding and truncation is for others."""
+    tokenizer = CheckpointTokenizer(save(tmp_path))
+    ids = tokenizer.encode("one two one two one two")
+    assert ids.dtype == np.int64 and ids.tolist() == [3, 4, 3, 4, 3, 4]
+    assert tokenizer.encode("").tolist() == [] and tokenizer.encode("").dtype == np.int64
+
+
+def test_special_tokens_are_left_out_of_the_text(tmp_path: Path) -> None:
+    assert CheckpointTokenizer(save(tmp_path)).decode(np.array([1, 3, 4, 2])) == "one two"
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config": {"eos_token_id": 2}, "config": {"eos_token_id": 9}}, [2]),
+        ({"generation_config": {"eos_token_id": [2, 4]}}, [2, 4]),
+        ({"generation_config": {"eos_token_id": 0}}, [0]),
+        ({"generation_config": {}, "config": {"eos_token_id": 3}}, [3]),
+        ({"generation_config": {"eos_token_id": []}, "config": {"eos_token_id": 3}}, [3]),
+        ({"generation_config": {"eos_token_id": None}, "config": {}}, []),
+    ],
+)
+def test_the_end_tokens_are_those_of_the_generation_config_and_then_of_the_config(
+    tmp_path: Path, files: dict[str, Any], ids: list[int]
+) -> None:
+    assert end_token_ids(save(tmp_path, **files)) == ids
+
+
+def test_a_model_whose_responses_would_never_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"names no end token: set eos_token_id in its generation_config\.json"):
+        CheckpointTokenizer(save(tmp_path, generation_config={}))
+    assert CheckpointTokenizer(save(tmp_path, generation_config={"eos_token_id": [4, 2]})).end_token_ids == [4, 2]
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        CheckpointTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["settings", "file"])
+def test_a_chat_template_wraps_the_prompt_and_begins_the_answer(tmp_path: Path, where: str) -> None:
+    settings: dict[str, Any] = {"bos_token": "<bos>", "eos_token": {"content": "<end>"}}
+    if where == "settings":
+        settings["chat_template"] = TEMPLATE
+    else:
+        settings["chat_template"] = "an older one"
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = CheckpointTokenizer(save(tmp_path, tokenizer_config=settings))
+    assert tokenizer.encode_chat("one two").tolist() == [1, 5, 3, 4, 2, 6]
+    assert tokenizer.encode_chat("two").tolist() == [1, 5, 4, 2, 6]
+
+
+def test_without_a_chat_template_there_is_no_chat(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has none; set data\.chat_template=false"):
+        CheckpointTokenizer(save(tmp_path)).encode_chat("one")
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('no system message') }}", "no system message"),
+        ("{% generation %}{% endgeneration %}", "unknown tag 'generation'"),
+        ("{{ messages[0].absent.name }}", "has no attribute"),
+        ("{{ bos_token + 1 }}", "can only concatenate str"),
+        ("{{ messages.append(1) }}", "is not safe|unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_is_said_when_it_is_used_and_not_before(tmp_path: Path, template: str, why: str) -> None:
+    tokenizer = CheckpointTokenizer(save(tmp_path, tokenizer_config={"chat_template": template}))
+    assert tokenizer.encode("one").tolist() == [3]
+    with pytest.raises(UserError, match=f"chat template cannot be rendered: .*({why})"):
+        tokenizer.encode_chat("one")
+
+
+def test_json_files_are_objects_or_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    assert read_json(file) == {}
+    file.write_text("[1]")
+    assert read_json(file) == {}
+    file.write_text('{"a": 1}')
+    assert read_json(file) == {"a": 1}
+    for broken in (b"{", b'{"a": "\xff"}'):
+        file.write_bytes(broken)
+        with pytest.raises(UserError, match="is not JSON"):
+            read_json(file)

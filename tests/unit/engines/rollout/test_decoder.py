@@ -1,0 +1,209 @@
+"""The decoder beside transformers' models; the config fields it refuses; installs; bits that do not depend on the neighbours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, DecoderConfig, load_tensors, rope_frequencies
+
+SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {**HEADS, "tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2", {"num_attention_heads": 6, "num_key_value_heads": 1, "rope_theta": 1e6}),
+    "qwen3": ("Qwen3", {**HEADS, "head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "llama": ("Llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "mlp_bias": True, "attention_bias": True}),
+    "llama3": ("Llama", {**HEADS, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}}),
+    "llama-linear": ("Llama", {**HEADS, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+}
+
+
+def new_model(name: str, seed: int = 0) -> PreTrainedModel:
+    family, fields = MODELS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **fields, bos_token_id=None, eos_token_id=None)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms are made different from 0 and 1, so that they count
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def new_decoder(fields: dict[str, Any], dtype: torch.dtype = torch.float32, num_slots: int = 6) -> Decoder:
+    config = DecoderConfig.from_fields(fields)
+    return Decoder(config, num_slots=num_slots, max_context=224, dtype=dtype, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    path = tmp_path_factory.mktemp(request.param)
+    model = new_model(request.param)
+    model.save_pretrained(path)
+    return model, path
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = new_decoder(json.loads((path / "config.json").read_text()), dtype)
+    decoder.install(load_tensors(path))
+    return decoder
+
+
+@torch.inference_mode()
+def teacher_forced(decoder: Decoder, prompts: list[np.ndarray], responses: list[np.ndarray]) -> list[Tensor]:
+    """Log-probs [length + 1, V] along each response, one slot each, all decoded together (equal lengths)."""
+    logits = [decoder.prefill(prompts, [(slot, 1) for slot in range(len(prompts))])]
+    for step in range(len(responses[0])):
+        positions = np.array([len(p) + step for p in prompts])
+        logits.append(decoder.decode(np.array([r[step] for r in responses]), positions))
+    return list(torch.stack(logits, 1).log_softmax(-1))
+
+
+def prompts_and_responses(lengths: tuple[int, ...], response_length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 96, n) for n in lengths], [rng.integers(0, 96, response_length) for _ in lengths]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_log_probs_equal_those_of_transformers(saved: tuple[PreTrainedModel, Path], dtype: torch.dtype, tolerance: float) -> None:
+    model, path = saved
+    prompts, responses = prompts_and_responses((1, 40, 63, 64, 120), 70)  # across the borders of key blocks
+    for prompt, response, ours in zip(prompts, responses, teacher_forced(load(path, dtype), prompts, responses), strict=True):
+        with torch.no_grad():
+            theirs = model(torch.tensor(np.concatenate([prompt, response]))[None]).logits[0, len(prompt) - 1 :].log_softmax(-1)
+        chosen = torch.tensor(response)[:, None]
+        assert (ours[:-1].gather(1, chosen) - theirs[:-1].gather(1, chosen)).abs().max() < tolerance
+
+
+@torch.inference_mode()
+def test_greedy_tokens_equal_generate(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    prompt = np.arange(10)
+    expected = model.generate(torch.tensor(prompt)[None], max_new_tokens=100, do_sample=False)[0, 10:].tolist()
+    decoder = load(path)
+    tokens = [int(decoder.prefill([prompt], [(0, 1)]).argmax())]
+    for position in range(10, 109):
+        tokens.append(int(decoder.decode(np.array(tokens[-1:]), np.array([position])).argmax()))
+    assert tokens == expected
+
+
+def test_both_spellings_of_rope_and_dtype() -> None:
+    new = {"model_type": "llama", **SIZES, **HEADS, "dtype": "float32"}
+    old = {"model_type": "llama", **SIZES, **HEADS, "torch_dtype": "float32", "rope_theta": 5e5}
+    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"} | {"original_max_position_embeddings": 64}
+    spelled_new = DecoderConfig.from_fields({**new, "rope_parameters": {**scaling, "rope_theta": 5e5}})
+    assert DecoderConfig.from_fields({**old, "rope_scaling": scaling}) == spelled_new
+    linear = DecoderConfig.from_fields({**old, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert torch.equal(rope_frequencies(12, linear.rope) * 2, rope_frequencies(12, {"rope_theta": 5e5, "rope_type": "default"}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "gemma"),
+        ("attn_logit_softcapping", 30.0),
+        ("quantization_config", {"bits": 4}),
+        ("hidden_act", "gelu"),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("architectures", ["Qwen3ForSequenceClassification"]),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "attention_factor": 2.0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("mlp_bias", True),
+        ("num_key_value_heads", None),
+        ("vocab_size", "many"),
+    ],
+)
+def test_what_could_change_the_computation_is_refused_by_name(field: str, value: object) -> None:
+    fields = {"model_type": "qwen3", **SIZES, **HEADS, "sliding_window": 4096, "max_window_layers": 28, "quantization_config": None}
+    DecoderConfig.from_fields(fields)
+    if field == "num_key_value_heads":
+        del fields[field]
+    else:
+        fields[field] = value
+    with pytest.raises(ValueError, match=f"{field}|{'rope'}" if "rope" in field else field):
+        DecoderConfig.from_fields(fields)
+
+
+def test_install_equals_a_fresh_load_and_converts_dtypes(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    other = {name: tensor + 0.05 for name, tensor in model.named_parameters()}
+    prompts, responses = prompts_and_responses((5, 9), 3)
+    for dtype in (torch.float32, torch.bfloat16):
+        changed, fresh = load(path, dtype), new_decoder(json.loads((path / "config.json").read_text()), dtype)
+        before = teacher_forced(changed, prompts, responses)
+        pointers = [piece.data_ptr() for piece, _ in changed.slices.values()]
+        changed.install(other)
+        fresh.install({name: tensor.to(dtype) for name, tensor in other.items()})
+        after = teacher_forced(changed, prompts, responses)
+        assert all(torch.equal(a, b) for a, b in zip(after, teacher_forced(fresh, prompts, responses), strict=True))
+        assert not torch.equal(after[0], before[0])
+        assert pointers == [piece.data_ptr() for piece, _ in changed.slices.values()]
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", "dtype", "head"])
+def test_a_bad_install_changes_nothing(fault: str, tmp_path: Path) -> None:
+    new_model("qwen3").save_pretrained(tmp_path)
+    decoder, tensors = load(tmp_path), load_tensors(tmp_path)
+    before = {name: piece.clone() for name, (piece, _) in decoder.slices.items()}
+    bad = {name: tensor + 1 for name, tensor in tensors.items()}
+    name = "model.norm.weight"
+    if fault == "missing":
+        del bad[name]
+    elif fault == "unexpected":
+        name = "model.layers.9.mlp.up_proj.weight"
+        bad[name] = torch.zeros(2)
+    elif fault == "shape":
+        bad[name] = torch.zeros(1)  # would broadcast
+    elif fault == "dtype":
+        bad[name] = torch.zeros(48, dtype=torch.int64)
+    else:
+        name = "lm_head.weight"
+        bad[name] = torch.zeros(96, 48)
+    with pytest.raises(ValueError, match=name):
+        decoder.install(bad)
+    assert all(torch.equal(piece, before[name]) for name, (piece, _) in decoder.slices.items())
+
+
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
+    model = new_model("llama")
+    model.save_pretrained(tmp_path / "one")
+    tensors = load_tensors(tmp_path / "one")
+    (tmp_path / "many").mkdir()
+    names, weight_map = list(tensors), {}
+    for shard in (0, 1):
+        part = names[shard::2]
+        save_file({name: tensors[name] for name in part}, tmp_path / "many" / f"shard-{shard}.safetensors")
+        weight_map |= dict.fromkeys(part, f"shard-{shard}.safetensors")
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    sharded = load_tensors(tmp_path / "many")
+    assert sharded.keys() == tensors.keys() and all(torch.equal(sharded[name], tensors[name]) for name in tensors)
+
+
+def test_buffers_and_slots_are_aligned(saved: tuple[PreTrainedModel, Path]) -> None:
+    decoder = load(saved[1])
+    layer = decoder.layers[-1]
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in (decoder.embedding, layer.qkv, layer.gate_up, layer.down, decoder.cache.tensor))
+    assert decoder.cache.tensor.stride(2) * decoder.cache.tensor.element_size() % 64 == 0
+    assert decoder.cache.tensor.shape[2] >= MIN_ROWS
+
+
+def test_a_context_beyond_the_positions_is_refused() -> None:
+    config = DecoderConfig.from_fields({"model_type": "llama", **SIZES, **HEADS})
+    with pytest.raises(ValueError, match="512"):
+        Decoder(config, num_slots=1, max_context=513, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_the_class_is_the_one_that_transformers_chooses(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    assert set(load(path).slices) == {name for name, _ in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+    assert type(model).__name__ == json.loads((path / "config.json").read_text())["architectures"][0]

@@ -1,0 +1,262 @@
+"""The slot engine: what it returns, beside transformers; installs, cancellation and errors; independence of the batch."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.rollout.slots import SlotEngine, read_stop_ids
+
+PROMPT = np.arange(7, 27)
+KEY = SampleKey(seed=11, prompt_index=5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    path = tmp_path_factory.mktemp("qwen3")
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=True, eos_token_id=1)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return model, path
+
+
+@contextlib.asynccontextmanager
+async def opened(path: Path, num_slots: int = 6, stop_ids: Sequence[int] | None = ()) -> AsyncIterator[SlotEngine]:
+    engine = SlotEngine(path, num_slots=num_slots, max_context=224, dtype="float32", device="cpu", num_threads=1, stop_ids=stop_ids)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def responses(
+    engine: SlotEngine,
+    samples: Sequence[int],
+    length: int = 40,
+    temperature: float = 1.0,
+    prompt: np.ndarray = PROMPT,
+    key: SampleKey = KEY,
+) -> dict[int, Response]:
+    stream = engine.generate(prompt, samples=samples, sampling=Sampling(temperature, length), key=key)
+    return {response.sample: response async for response in stream}
+
+
+def log_probs_of(model: PreTrainedModel, response: Response, temperature: float = 1.0) -> np.ndarray:
+    tokens = torch.tensor(np.concatenate([PROMPT, response.token_ids]))
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0, len(PROMPT) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0].numpy()
+
+
+def tensors_of(model: PreTrainedModel, shift: float = 0.0) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() + shift for name, parameter in model.named_parameters()}
+
+
+async def test_sampled_and_greedy_responses_beside_transformers(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    greedy = model.generate(torch.tensor(PROMPT)[None], max_new_tokens=60, do_sample=False, eos_token_id=None)[0, len(PROMPT) :]
+    async with opened(path) as engine:
+        for temperature in (1.0, 0.7, 0.0):
+            made = await responses(engine, range(4), 60, temperature)
+            for response in made.values():
+                assert response.token_ids.dtype == np.int64 and response.logprobs.dtype == np.float32
+                assert response.finish_reason == "length" and response.version_spans.tolist() == [[0, 0]]
+                assert np.abs(response.logprobs - log_probs_of(model, response, temperature or 1.0)).max() < 1e-5
+            distinct = {tuple(response.token_ids) for response in made.values()}
+            assert len(distinct) == (4 if temperature else 1)
+        assert list(made[0].token_ids) == greedy.tolist()
+
+
+async def test_bfloat16_agrees_loosely(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    engine = SlotEngine(path, num_slots=4, max_context=224, dtype="bfloat16", stop_ids=())
+    response = (await responses(engine, [0]))[0]
+    await engine.close()
+    assert np.abs(response.logprobs - log_probs_of(model, response)).max() < 0.1
+
+
+async def test_first_tokens_follow_the_softmax(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    with torch.no_grad():
+        probs = model(torch.tensor(PROMPT)[None]).logits[0, -1].double().softmax(-1).numpy()
+    async with opened(path, num_slots=64) as engine:
+        made = await responses(engine, range(4000), 1)
+    counts, expected = np.bincount([r.token_ids[0] for r in made.values()], minlength=64), 4000 * probs
+    likely = expected > 5
+    chi2 = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
+    assert chi2 < likely.sum() + 4 * np.sqrt(2 * likely.sum())
+
+
+async def test_a_sample_does_not_depend_on_its_company(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path, num_slots=1) as engine:
+        alone = {sample: (await responses(engine, [sample], 150))[sample] for sample in (0, 1, 2)}
+    async with opened(path, num_slots=13) as engine:
+        others = [
+            responses(engine, range(2 + i % 3), 10 + 37 * i, 0.5 * (i % 3), np.arange(1 + 12 * i), SampleKey(0, i))
+            for i in range(5)
+        ]
+        together = (await asyncio.gather(*others[:2], responses(engine, [2, 9, 0, 8, 1], 150), *others[2:]))[2]
+    for sample, expected in alone.items():
+        assert np.array_equal(together[sample].token_ids, expected.token_ids)
+        assert np.array_equal(together[sample].logprobs.view(np.int32), expected.logprobs.view(np.int32))
+
+
+async def test_two_temperatures_and_greedy_in_one_batch(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path) as engine:
+        apart = [await responses(engine, [0, 1], temperature=t) for t in (1.0, 0.3, 0.0)]
+        together = await asyncio.gather(*(responses(engine, [0, 1], temperature=t) for t in (1.0, 0.3, 0.0)))
+    for one, other in zip(apart, together, strict=True):
+        assert all(np.array_equal(one[sample].token_ids, other[sample].token_ids) for sample in (0, 1))
+
+
+async def test_more_samples_than_slots(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path, num_slots=3) as few, opened(path, num_slots=16) as many:
+        assert few.free_slots == 3
+        task = asyncio.create_task(responses(few, range(16)))
+        await asyncio.sleep(0)
+        assert few.free_slots == 0
+        made, expected = await task, await responses(many, range(16))
+        assert few.free_slots == 3
+    assert all(np.array_equal(made[sample].token_ids, expected[sample].token_ids) for sample in range(16))
+
+
+async def test_end_tokens_stop(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path) as engine:
+        free = await responses(engine, range(6), 60)
+    stops = {int(free[0].token_ids[20]), int(free[1].token_ids[5])}
+    async with opened(path, stop_ids=sorted(stops)) as engine:
+        stopped = await responses(engine, range(6), 60)
+    for sample, response in free.items():
+        ends = np.flatnonzero(np.isin(response.token_ids, list(stops)))
+        length = int(ends[0]) + 1 if len(ends) else 60
+        assert stopped[sample].token_ids.tolist() == response.token_ids[:length].tolist()
+        assert stopped[sample].finish_reason == ("stop" if len(ends) else "length")
+    assert any(response.finish_reason == "stop" for response in stopped.values())
+
+
+def test_end_tokens_are_those_of_the_files(saved: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    assert read_stop_ids(saved[1]) == {1}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert read_stop_ids(tmp_path) == {3}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
+    assert read_stop_ids(tmp_path) == {4, 5}
+
+
+async def test_responses_arrive_as_they_end(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path) as engine:
+        long = asyncio.create_task(responses(engine, [0], 200))
+        await responses(engine, [1], 2)
+        assert not long.done()
+        assert len((await long)[0].token_ids) == 200
+
+
+async def test_an_install_in_mid_response(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    async with opened(path) as engine:
+        before = (await responses(engine, [0], 200))[0]
+        task = asyncio.create_task(responses(engine, [0, 1], 200))
+        await responses(engine, [2], 20)  # some steps later
+        await engine.install(7, tensors_of(model, 0.05))
+        assert engine.installed_version == 7 and not task.done()
+        middle, after = (await task)[0], (await responses(engine, [0], 200))[0]
+    (first, old), (change, new) = middle.version_spans.tolist()
+    assert (first, old, new) == (0, 0, 7) and 20 <= change < 200
+    assert np.array_equal(middle.token_ids[:change], before.token_ids[:change])
+    assert not np.array_equal(middle.logprobs[change:], before.logprobs[change:])
+    assert after.version_spans.tolist() == [[0, 7]]
+    assert not np.array_equal(after.logprobs, before.logprobs)
+
+
+async def test_a_refused_install_leaves_the_version(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    async with opened(path) as engine:
+        before = (await responses(engine, [0]))[0]
+        with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+            await engine.install(1, {name: t for name, t in tensors_of(model, 1.0).items() if name != "model.norm.weight"})
+        assert engine.installed_version == 0
+        assert np.array_equal((await responses(engine, [0]))[0].logprobs, before.logprobs)
+
+
+async def test_leaving_early_frees_the_slots(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path, num_slots=4) as engine:
+        expected = await responses(engine, range(3))
+        task = asyncio.create_task(responses(engine, range(50), 200))
+        await asyncio.sleep(0.02)
+        assert engine.free_slots == 0
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine.free_slots == 4
+        stream = engine.generate(PROMPT, samples=range(40), sampling=Sampling(max_new_tokens=200), key=KEY)
+        async with contextlib.aclosing(stream):
+            await anext(stream)
+        assert engine.free_slots == 4
+        made = await asyncio.wait_for(responses(engine, range(3)), 5)
+        assert engine._slots._num_active == 0 and not engine._slots.is_busy  # nothing runs on in the thread
+    assert all(np.array_equal(made[sample].token_ids, expected[sample].token_ids) for sample in range(3))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        (np.arange(25), Sampling(max_new_tokens=200)),
+        (np.arange(0), Sampling()),
+        (np.array([64]), Sampling()),
+        (PROMPT, Sampling(max_new_tokens=0)),
+        (PROMPT, Sampling(temperature=-1.0)),
+    ],
+)
+async def test_impossible_requests_are_refused(saved: tuple[PreTrainedModel, Path], prompt: np.ndarray, sampling: Sampling) -> None:
+    async with opened(saved[1]) as engine:
+        with pytest.raises(ValueError, match=r"context|prompt|sampling"):
+            engine.generate(prompt, samples=[0], sampling=sampling, key=KEY)
+        assert engine.free_slots == 6
+
+
+async def test_a_full_context_is_allowed(saved: tuple[PreTrainedModel, Path]) -> None:
+    async with opened(saved[1]) as engine:
+        assert len((await responses(engine, [0], 224 - len(PROMPT)))[0].token_ids) == 224 - len(PROMPT)
+
+
+async def test_close_ends_pending_generates(saved: tuple[PreTrainedModel, Path]) -> None:
+    async with opened(saved[1]) as engine:
+        tasks = [asyncio.create_task(responses(engine, range(10), 200)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        await engine.close()
+        for task in tasks:
+            with pytest.raises(RuntimeError, match="closed"):
+                await asyncio.wait_for(task, 5)
+        with pytest.raises(RuntimeError, match="closed"):
+            await responses(engine, [0])
+        engine._thread.join(5)
+        assert not engine._thread.is_alive()
+
+
+async def test_an_error_in_the_thread_reaches_every_waiter(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    async with opened(path, num_slots=2) as engine:
+        await engine.install(1, tensors_of(model, float("nan")))
+        tasks = [asyncio.create_task(responses(engine, [0, 1])) for _ in range(3)]
+        for task in tasks:
+            with pytest.raises(RuntimeError, match="not finite"):
+                await asyncio.wait_for(task, 5)
+        await engine.install(2, tensors_of(model))
+        assert len(await responses(engine, [0, 1])) == 2

@@ -1,0 +1,218 @@
+"""The configuration: whatever is wrong is found at load, and said in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from asyncflow.build.prepare import check_choices
+from asyncflow.config import Choice, Config, apply_override, dump, load, parse
+from asyncflow.types import UserError
+
+NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"rollout": {"grup_size": 4}}, "unknown key 'rollout.grup_size': did you mean 'group_size'?"),
+        ({"rolout": {}}, "unknown key 'rolout': did you mean 'rollout'?"),
+        ({"train": {"zzz": 1}}, "unknown key 'train.zzz': known here are engine, prompts_per_step, "),
+        ({"weight_sync": {"nmae": "shared_memory"}}, "unknown key 'weight_sync.nmae': did you mean 'name'?"),
+        ({"model": {}}, "'model.path' is missing"),
+        ({"run": {"steps": "many"}}, "run.steps: Input should be a valid integer.*, not 'many'"),
+        ({"run": {"steps": 0}}, "run.steps: Input should be greater than 0, not 0"),
+        ({"run": {"seed": -1}}, "run.seed: Input should be greater than or equal to 0, not -1"),
+        ({"rollout": {"group_size": 1}}, "rollout.group_size: Input should be greater than or equal to 2, not 1"),
+        ({"rollout": {"dtype": "float16"}}, "rollout.dtype: Input should be 'float32' or 'bfloat16', not 'float16'"),
+        ({"cluster": "slurm"}, "cluster: Input should be 'local' or 'inline', not 'slurm'"),
+        ({"run": None}, "run: Input should be a valid dictionary.*, not None"),
+        ({"reward": {"scorer": {"name": "a", "path": "b"}}}, "reward.scorer: needs exactly one of 'name' and 'path'"),
+        ({"reward": {"scorer": {"name": "a", "options": 3}}}, "reward.scorer: 'options' must be a mapping"),
+        ({"reward": {"scorer": 3}}, "reward.scorer: .*, not 3"),
+    ],
+)
+def test_a_mistake_is_one_sentence_naming_the_key(tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        parse({**NEEDED, **tree})
+    assert "\n" not in str(caught.value)
+
+
+def test_several_mistakes_are_all_said() -> None:
+    with pytest.raises(UserError) as caught:
+        parse({"data": {"path": "d", "x": 1}, "runn": {}})
+    assert str(caught.value).split("; ") == [
+        "'model' is missing",
+        "unknown key 'data.x': known here are path, prompt_template, chat_template, limit",
+        "unknown key 'runn': did you mean 'run'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        (
+            {"rollout": {"group_size": 8}, "train": {"responses_per_micro_batch": 3}},
+            "train.responses_per_micro_batch does not divide rollout.group_size: 8 = 2 x 3 + 2; take one of 1, 2, 4, 8",
+        ),
+        (
+            {"rollout": {"num_workers": 3}, "train": {"prompts_per_step": 32}},
+            "train.prompts_per_step does not divide by rollout.num_workers: 32 = 10 x 3 + 2, so no fair share exists; "
+            "take 30 or 33 prompts",
+        ),
+        (
+            {"rollout": {"num_workers": 4}, "train": {"prompts_per_step": 2}},
+            "train.prompts_per_step does not divide by rollout.num_workers: 2 = 0 x 4 + 2, so no fair share exists; take 4 prompts",
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused_with_the_arithmetic(tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse({**NEEDED, **tree})
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("written", "chosen"),
+    [
+        ("mine", Choice(name="mine")),
+        ({"name": "mine", "strict": True}, Choice(name="mine", options={"strict": True})),
+        ({"path": "f.py:Mine", "strict": True}, Choice(name="f.py:Mine", options={"strict": True})),
+        ({"name": "mine", "options": {"strict": True}}, Choice(name="mine", options={"strict": True})),
+        ({"name": "mine", "options": {"strict": True}, "k": 2}, Choice(name="mine", options={"strict": True, "k": 2})),
+        ({"require_end": False}, Choice(name="final_answer", options={"require_end": False})),
+    ],
+)
+def test_a_choice_is_a_name_or_a_mapping_with_its_options(written: Any, chosen: Choice) -> None:
+    assert parse({**NEEDED, "reward": {"scorer": written}}).reward.scorer == chosen
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"schedule": "periodik"}, "schedule 'periodik' is not known; choose one of periodic, synchronous, or give your own"),
+        ({"algorithm": {"name": "gpro"}}, "algorithm 'gpro' is not known; choose one of .*grpo"),
+        ({"reward": {"scorer": "x"}}, "reward 'x' is not known; choose one of final_answer"),
+        ({"queue": {"storage": "disk"}}, "queue storage 'disk' is not known; choose one of memory"),
+        ({"rollout": {"engine": "x"}}, "rollout engine 'x' is not known; choose one of .*slots"),
+        ({"train": {"engine": "x"}}, "train engine 'x' is not known; choose one of .*torch"),
+    ],
+)
+def test_an_unknown_choice_lists_the_known_ones(tree: dict[str, Any], sentence: str) -> None:
+    config = parse({**NEEDED, **tree})
+    with pytest.raises(UserError, match=sentence):
+        check_choices(config)
+    check_choices(parse(NEEDED))
+    check_choices(parse({**NEEDED, "reward": {"scorer": {"path": "my_file.py:Mine"}}}))
+
+
+def test_overrides_win_over_the_file_and_are_yaml(tmp_path: Path) -> None:
+    path = write(tmp_path, "model: {path: m}\ndata: {path: d}\ntrain: {learning_rate: 1e-5}\nrollout:\nalgorithm: grpo\n")
+    overrides = [
+        "run.steps=7",
+        "train.learning_rate=3e-4",
+        "rollout.group_size=4",
+        "telemetry.trackers=[]",
+        "reward.scorer.require_end=false",
+        "algorithm.clip_low=1e-2",
+        "eval.path=null",
+        "data.prompt_template='{a}={b}'",
+    ]
+    config = load(path, overrides)
+    assert (config.run.steps, config.train.learning_rate, config.rollout.group_size) == (7, 3e-4, 4)
+    assert config.telemetry.trackers == () and config.eval.path is None and config.data.prompt_template == "{a}={b}"
+    assert config.reward.scorer == Choice(name="final_answer", options={"require_end": False})
+    assert config.algorithm == Choice(name="grpo", options={"clip_low": 0.01})
+    assert load(path, overrides[2:3]).train.learning_rate == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("run.steps", "'run.steps' is not of the form key.path=value"),
+        ("=3", "not of the form"),
+        ("data.limit.x=3", "'limit' has no keys below it"),
+        ("run.steps=[1", "the value is not YAML"),
+        ("run.stepz=1", "unknown key 'run.stepz': did you mean 'steps'?"),
+    ],
+)
+def test_an_override_that_says_nothing_sensible_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
+    path = write(tmp_path, "model: {path: m}\ndata: {path: d, limit: 3}\n")
+    with pytest.raises(UserError, match=sentence):
+        load(path, [override])
+
+
+def test_an_override_reaches_below_a_choice_that_was_dumped() -> None:
+    tree: dict[str, Any] = {**NEEDED, "reward": {"scorer": {"name": "final_answer", "options": {"answer_column": "a"}}}}
+    apply_override(tree, "reward.scorer.require_end=false")
+    assert parse(tree).reward.scorer.options == {"answer_column": "a", "require_end": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "cannot be read: No such file"),
+        ("a: [1", "is not YAML"),
+        ("- 1", "holds no sections"),
+        ("", "holds no sections"),
+        ("model: !!python/object/apply:os.getcwd []", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
+    path = tmp_path / "absent.yaml" if text is None else write(tmp_path, text)
+    with pytest.raises(UserError, match=sentence) as caught:
+        load(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_dumped_loads_as_the_same(tmp_path: Path) -> None:
+    config = parse(
+        {
+            **NEEDED,
+            "run": {"seed": 3, "dir": "/x/y", "steps": 9},
+            "train": {"learning_rate": 1e-6, "betas": [0.8, 0.99], "responses_per_micro_batch": 4},
+            "reward": {"scorer": {"path": "f.py:Mine", "threshold": 1e-7, "names": ["a", "1e3"]}},
+            "schedule": "synchronous",
+            "telemetry": {"trackers": ["wandb"]},
+        }
+    )
+    again = load(write(tmp_path, dump(config)))
+    assert again == config
+    assert again.run_dir == Path("/x/y/run")
+
+
+def test_the_shipped_recipes_load() -> None:
+    recipes = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        check_choices(load(recipe))
+
+
+def test_the_configuration_cannot_be_changed() -> None:
+    config = parse(NEEDED)
+    with pytest.raises(ValidationError):
+        config.run.steps = 3
+
+
+def keys(section: type[BaseModel]) -> list[str]:
+    """Dotted names of all keys below a section."""
+    names: list[str] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        below = keys(kind) if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not Choice else []
+        names += [f"{name}.{key}" for key in below] if below else [name]
+    return names
+
+
+def test_there_are_few_keys() -> None:
+    assert 40 < len(keys(Config)) < 150
+    assert "reward.scorer" in keys(Config)

@@ -1,0 +1,76 @@
+"""Choices by name, by module, and by a user's own file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncflow.registry import build, load, resolve
+from asyncflow.types import UserError
+
+KNOWN = {"counter": "collections:Counter", "absent": "no_such_package.module:Name", "fraction": "fractions:Fraction"}
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from __future__ import annotations\n\nfrom dataclasses import dataclass\n\n"
+        "@dataclass\nclass Mine:\n    limit: int = 3\n\n"
+        "def picky(*, limit: int) -> int:\n    return limit\n"
+    )
+    return path
+
+
+def test_a_known_name_a_module_and_a_file_are_targets() -> None:
+    assert resolve("thing", "counter", KNOWN) == "collections:Counter"
+    assert resolve("thing", "a.b:C", KNOWN) == "a.b:C"
+    assert resolve("thing", "my/file.py:C", KNOWN) == "my/file.py:C"
+
+
+@pytest.mark.parametrize("choice", ["couter", "", "file.py", "file.py:", ":Name", ":"])
+def test_anything_else_is_refused_with_the_known_names(choice: str) -> None:
+    with pytest.raises(UserError, match=r"thing .* is not known; choose one of absent, counter, fraction, or give your own as"):
+        resolve("thing", choice, KNOWN)
+
+
+def test_nothing_is_imported_until_it_is_loaded() -> None:
+    sys.modules.pop("this", None)
+    assert resolve("thing", "poem", {"poem": "this:d"}) == "this:d"
+    assert "this" not in sys.modules
+
+
+def test_a_users_class_is_built_from_their_file_with_its_options(user_file: Path) -> None:
+    assert build("thing", f"{user_file}:Mine", {"limit": 5}, KNOWN).limit == 5
+    assert load("thing", f"{user_file}:picky")(limit=2) == 2
+
+
+def test_a_path_is_taken_from_where_the_program_was_started(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(user_file.parent)
+    assert build("thing", "mine.py:Mine", {}, KNOWN).limit == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("no_such_package.module:Name", "thing 'no_such_package.module:Name' cannot be imported: No module named"),
+        ("/no/such/file.py:Name", "cannot be imported: there is no file /no/such/file.py"),
+        ("collections:Conter", "collections has no 'Conter'"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(target: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load("thing", target)
+
+
+def test_a_file_with_a_mistake_in_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("class :\n")
+    with pytest.raises(UserError, match=r"cannot be imported: invalid syntax"):
+        load("thing", f"{tmp_path}/broken.py:Name")
+
+
+def test_an_option_that_the_choice_does_not_take_is_refused(user_file: Path) -> None:
+    with pytest.raises(UserError, match=r"does not take these options.*unexpected keyword argument 'limits'"):
+        build("thing", f"{user_file}:Mine", {"limits": 5}, KNOWN)

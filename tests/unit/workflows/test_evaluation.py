@@ -1,0 +1,81 @@
+"""Which versions are evaluated, on which groups, and the figures that come of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.types import Interval
+from asyncflow.workflows.evaluation import HeldOut, Row
+from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
+
+PROMPTS = [Prompt(np.arange(n + 1), {"question": str(n)}) for n in range(3)]
+
+
+def held_out(rows: list[Row] | None = None, **changes: Any) -> HeldOut:
+    kept: list[Row] = [] if rows is None else rows
+    settings: dict[str, Any] = {"last_version": 10, "every_steps": None, "samples": 2, "temperature": 0.7, "greedy": True}
+    return HeldOut(changes.pop("prompts", PROMPTS), on_row=kept.append, **{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "due"),
+    [
+        ({}, [0, 10]),
+        ({"every_steps": 4}, [0, 4, 8, 10]),
+        ({"every_steps": 5}, [0, 5, 10]),
+        ({"last_version": 0}, [0]),
+        ({"prompts": []}, []),
+    ],
+)
+def test_the_first_and_the_last_version_are_evaluated_and_every_so_many_between(changes: dict[str, Any], due: list[int]) -> None:
+    assert list(held_out(**changes).versions()) == due
+    assert [version for version in range(20) if held_out(**changes).is_due(version)] == due
+
+
+def test_every_prompt_is_a_sampled_and_a_greedy_group_under_one_version() -> None:
+    metas, prompts, temperatures = held_out().admission(4)
+    assert [(m.size, m.step, m.interval, m.purpose) for m in metas] == [
+        *[(2, 4, Interval(4, 4), "eval")] * 3,
+        *[(1, 4, Interval(4, 4), "eval")] * 3,
+    ]
+    assert prompts == PROMPTS * 2 and temperatures == [0.7] * 3 + [0.0] * 3
+    metas, prompts, temperatures = held_out(greedy=False).admission(4)
+    assert len(metas) == len(prompts) == len(temperatures) == 3 and {m.size for m in metas} == {2}
+
+
+def test_no_two_groups_of_a_run_share_a_number() -> None:
+    numbers = [m.group for version in range(11) for m in held_out().admission(version)[0]]
+    assert len(set(numbers)) == len(numbers) and min(numbers) >= EVALUATION_GROUPS
+    assert (max(numbers) << 10) < 2**63
+
+
+def test_the_figures_are_means_over_responses_and_what_could_not_be_scored_is_counted_out() -> None:
+    rows: list[Row] = []
+    evaluation = held_out(rows)
+    metas, _, _ = evaluation.admission(4)
+    one, two, lost, greedy_one, *_ = [m.group for m in metas]
+    rewards = {two: np.array([1.0, 0.0]), one: np.array([1.0]), greedy_one: np.array([0.0])}
+    truncated = {two: np.array([0, 1]), one: np.array([0]), greedy_one: np.array([1])}
+    assert lost not in rewards
+    evaluation.finished(4, rewards, truncated)
+    assert rows == [
+        {
+            "step": 4,
+            "num_prompts": 3,
+            "accuracy/sampled": pytest.approx(2 / 3),
+            "num_responses/sampled": 3,
+            "clipped_ratio/sampled": pytest.approx(1 / 3),
+            "accuracy/greedy": 0.0,
+            "num_responses/greedy": 1,
+            "clipped_ratio/greedy": 1.0,
+        }
+    ]
+
+
+def test_of_an_evaluation_without_any_score_no_figure_is_made_up() -> None:
+    rows: list[Row] = []
+    held_out(rows).finished(0, {}, {})
+    assert rows == [{"step": 0, "num_prompts": 3}]

@@ -1,0 +1,121 @@
+"""Samples on their way: into columns, out of leases, into micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.engines.base import MicroBatchResult, Response
+from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.table import Lease, Token
+from asyncflow.types import Batch, GroupMeta, Interval
+from asyncflow.workflows import samples
+from asyncflow.workflows.samples import COLUMNS, Prompt
+
+BITS = 2
+
+
+def response(sample: int, length: int, *, versions: tuple[int, ...] = (0,), reason: Any = "stop") -> Response:
+    spans = np.array([(i, version) for i, version in enumerate(versions)], np.int64)
+    return Response(sample, np.arange(length) + 10 * sample, -np.ones(length, np.float32) * sample, spans, reason)
+
+
+def meta(group: int, *, step: int = 0, size: int = 3, low: int = 0) -> GroupMeta:
+    return GroupMeta(group, size, step, Interval(low, step))
+
+
+def leased(metas: list[GroupMeta], rows: list[list[int]], batch: Batch) -> Leased:
+    return Leased(Lease(Token("t", "i", 1), metas, rows), batch)
+
+
+def stored(m: GroupMeta, *responses: Response, prompt_length: int = 2) -> Leased:
+    """A trainer's lease of one group, through a storage."""
+    storage = MemoryStorage(BITS)
+    storage.declare(COLUMNS)
+    first = m.group << BITS
+    rows = [first + r.sample for r in responses]
+    storage.write(samples.admission([m], [Prompt(np.arange(prompt_length), {})], [1.0]))
+    for row, r in zip(rows, responses, strict=True):
+        storage.write(samples.outputs(row, m.group, r, reward=r.sample / 2))
+    train = next(task for task in samples.tasks(9.0, 2) if task.name == "train")
+    return leased([m], [rows], storage.read(np.array(rows), train.reads))
+
+
+def test_the_tasks_read_and_write_declared_columns_and_take_the_limits() -> None:
+    rollout, train, evaluation = samples.tasks(9.0, 5)
+    declared = {column.name for column in COLUMNS}
+    for task in (rollout, train, evaluation):
+        assert set(task.reads) | set(task.writes) <= declared and (task.lease_seconds, task.max_failures) == (9.0, 5)
+    assert (rollout.whole_groups, train.whole_groups, evaluation.whole_groups) == (False, True, True)
+    assert (rollout.purpose, train.purpose, evaluation.purpose) == ("", "train", "eval")
+    assert set(train.reads) - {"prompt_ids"} == set(rollout.writes)
+
+
+def test_admitted_prompts_come_back_as_requests() -> None:
+    metas = [meta(5), meta(9)]
+    prompts = [Prompt(np.array([1, 2, 3]), {"question": "wie groß?", "answer": 3.5}), Prompt(np.array([4]), {"question": "b"})]
+    batch = samples.admission(metas, prompts, [0.5, 0.0])
+    assert batch.groups.tolist() == [5, 9]
+    other_order = Batch(np.array([36, 20, 22]), np.array([9, 5]), {name: v[[1, 0]] if isinstance(v, np.ndarray) else v.take([1, 0])
+                        for name, v in batch.columns.items()})  # fmt: skip
+    found = list(samples.requests(leased(metas, [[20, 22], [36]], other_order)))
+    assert [(r.meta.group, r.rows, r.prompt_ids.tolist(), r.temperature) for r in found] == [
+        (5, [20, 22], [1, 2, 3], 0.5),
+        (9, [36], [4], 0.0),
+    ]
+    assert [dict(r.example) for r in found] == [dict(p.example) for p in prompts]
+
+
+def test_a_response_becomes_the_columns_that_are_declared_for_it() -> None:
+    batch = samples.outputs(22, 5, response(2, 4, versions=(3, 4), reason="length"), 0.25)
+    assert set(batch.columns) == set(samples.RESPONSE_COLUMNS)
+    assert (batch.indices.tolist(), batch.groups.tolist()) == ([22], [5])
+    assert batch.ragged("response_ids")[0].tolist() == [20, 21, 22, 23]
+    assert batch.ragged("rollout_logprobs")[0].tolist() == [-2.0] * 4
+    assert batch.ragged("loss_mask")[0].tolist() == [1, 1, 1, 1]
+    assert batch.ragged("version_spans")[0].tolist() == [0, 3, 1, 4]
+    assert batch.dense("truncated").tolist() == [1] and batch.dense("reward").tolist() == [0.25]
+    assert samples.outputs(0, 0, response(0, 1), 0.0).dense("truncated").tolist() == [0]
+    storage = MemoryStorage(BITS)
+    storage.declare(COLUMNS)
+    assert storage.write(batch).tolist() == [True]
+
+
+def test_a_token_of_a_version_outside_the_interval_is_refused_naming_the_row() -> None:
+    m = meta(1, step=3, low=2)
+    samples.check_interval(stored(m, response(0, 4, versions=(2, 3)), response(1, 2, versions=(3,))))
+    for versions in ((2, 4), (1, 2), (4,)):
+        with pytest.raises(ValueError, match=r"row 6 of step 3 .* outside Interval\(low=2, high=3\)"):
+            samples.check_interval(stored(m, response(0, 4, versions=(3,)), response(2, 4, versions=versions)))
+
+
+@pytest.mark.parametrize(("rows_each", "pieces"), [(1, [[4], [5], [6]]), (2, [[4, 5], [6]]), (3, [[4, 5, 6]]), (9, [[4, 5, 6]])])
+def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces: list[list[int]]) -> None:
+    group = stored(meta(1), response(0, 3), response(1, 1), response(2, 2), prompt_length=5)
+    found = list(samples.micro_batches(group.batch, np.array([4, 5, 6], np.float32), rows_each))
+    assert [piece.indices.tolist() for piece in found] == pieces
+    for piece in found:
+        own = piece.indices - 4
+        assert piece.advantages.tolist() == piece.indices.tolist()
+        assert [ids[0] for ids in piece.response_ids] == [10 * sample for sample in own]
+        assert piece.response_ids.lengths.tolist() == [[3, 1, 2][sample] for sample in own]
+        assert piece.loss_mask.lengths.tolist() == piece.rollout_logprobs.lengths.tolist() == piece.response_ids.lengths.tolist()
+        assert piece.prompt_ids.tolist() == [0, 1, 2, 3, 4]
+    assert sum(piece.logical_tokens for piece in found) == 3 * 5 + 6
+
+
+def test_what_the_ledger_is_told_adds_up() -> None:
+    m = meta(1, step=3)
+    group = stored(m, response(0, 3, versions=(1, 3)), response(1, 1, versions=(3,), reason="length"), prompt_length=5)
+    pieces = list(samples.micro_batches(group.batch, np.zeros(2, np.float32), 1))
+    results = [MicroBatchResult(0.5, 3, 8, {"ratio": 1.0, "a": 2.0}), MicroBatchResult(0.25, 1, 6, {"ratio": 3.0}, is_finite=False)]
+    told = samples.consumed(m, group.batch, pieces, results)
+    assert told.rows == [4, 5] and told.prompt_length == 5
+    assert told.rewards.tolist() == [0.0, 0.5] and told.response_lengths.tolist() == [3, 1] and told.truncated.tolist() == [0, 1]
+    assert told.staleness.tolist() == [2, 0]  # from the oldest span
+    assert (told.loss_sum, told.loss_tokens, told.logical_tokens, told.physical_tokens) == (0.75, 4, 14, 14)
+    assert told.metrics == {"ratio": 4.0, "a": 2.0} and told.is_finite is False
+    assert samples.consumed(m, group.batch, pieces, results[:1]).is_finite is True
