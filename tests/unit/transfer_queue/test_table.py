@@ -192,6 +192,15 @@ def test_redelivered_groups_go_first() -> None:
     assert [m.group for m in lease(table, groups=9).groups] == [0, 1, 2]
 
 
+def test_rows_that_are_done_do_not_hold_the_rest_of_their_group_up() -> None:
+    table = table_of(WHOLE, meta(0))
+    taken = lease(table)
+    table.fail(taken.token, [1], "again")
+    assert table.lease("w", 0, groups=1) is None
+    table.notify([0], ["done/train"])
+    assert lease(table).rows == [[1]]
+
+
 def test_stale_tokens_are_refused() -> None:
     table = table_of(WHOLE, meta(0), meta(1))
     taken = lease(table)
@@ -429,5 +438,5 @@ class PartialTableAgainstModel(TableAgainstModel):
 TestWholeGroups = TableAgainstModel.TestCase
 TestPartialGroups = PartialTableAgainstModel.TestCase
 TestWholeGroups.settings = TestPartialGroups.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=120, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )

@@ -174,6 +174,14 @@ def test_a_bad_install_changes_nothing(fault: str, tmp_path: Path) -> None:
     assert all(torch.equal(piece, before[name]) for name, (piece, _) in decoder.slices.items())
 
 
+def test_plain_products_equal_packed_ones(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, responses = prompts_and_responses((5, 9), 3)
+    packed = teacher_forced(load(saved[1]), prompts, responses)
+    monkeypatch.setattr("asyncflow.engines.rollout.decoder.can_pack", lambda dtype: False)
+    plain = teacher_forced(load(saved[1]), prompts, responses)
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(packed, plain, strict=True))
+
+
 def test_shards_load_like_one_file(tmp_path: Path) -> None:
     model = new_model("llama")
     model.save_pretrained(tmp_path / "one")
@@ -192,7 +200,8 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
 def test_buffers_and_slots_are_aligned(saved: tuple[PreTrainedModel, Path]) -> None:
     decoder = load(saved[1])
     layer = decoder.layers[-1]
-    assert all(buffer.data_ptr() % 64 == 0 for buffer in (decoder.embedding, layer.qkv, layer.gate_up, layer.down, decoder.cache.tensor))
+    matrices = (decoder.embedding, *(linear.weight for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)))
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in (*matrices, layer.input_norm, decoder.cache.tensor))
     assert decoder.cache.tensor.stride(2) * decoder.cache.tensor.element_size() % 64 == 0
     assert decoder.cache.tensor.shape[2] >= MIN_ROWS
 
