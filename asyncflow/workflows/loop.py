@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from asyncflow.algorithms.base import Algorithm
-from asyncflow.engines.base import OptimResult, RolloutEngine, SampleKey, Sampling, TrainEngine
+from asyncflow.engines.base import OptimResult, Response, RolloutEngine, SampleKey, Sampling, TrainEngine
 from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
@@ -35,6 +33,7 @@ from asyncflow.workflows.samples import (
     admission,
     check_interval,
     consumed,
+    kept_sample,
     micro_batches,
     outputs,
     requests,
@@ -108,12 +107,14 @@ async def train(
         spans.waiting("batch")
         if not await ledger.may_train(step):
             return
-        held: list[Leased] = []
+        held: dict[int, Leased] = {}
         spans.waiting("rows")
         async for leased in queue.stream("train", step):  # 11-12: dequeue
             check_interval(leased)
-            held.append(leased)
             meta, batch = leased.lease.groups[0], leased.batch
+            is_known, held[meta.group] = meta.group in held, leased
+            if is_known:  # its lease had expired: it was delivered again, and its gradient is in the sum already
+                continue
             advantages = algorithm.advantages(batch.dense("reward"))
             pieces = list(micro_batches(batch, advantages, shape.rows_per_micro_batch))
             work = {"group": meta.group, "rows": len(batch), "tokens": sum(piece.logical_tokens for piece in pieces)}
@@ -129,8 +130,8 @@ async def train(
         with spans.busy("publish", step=step, version=step + 1):
             manifest = await sender.publish(step + 1, await engine.export_weights())  # 3: the weights of the next step
             await board.publish(manifest)
-        await queue.complete_marks([leased.lease for leased in held])
-        await queue.drop(np.concatenate([leased.batch.indices for leased in held]) if held else [])
+        await queue.complete_marks([leased.lease for leased in held.values()])
+        await queue.drop([row for leased in held.values() for row in leased.lease.indices])
 
 
 async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -> Update:
@@ -234,7 +235,7 @@ class Rollout:
         meta, work = request.meta, {"group": request.meta.group, "rows": len(samples), "tokens": tokens}
         self._spans.beside("generate_group", start, step=meta.step, version=self._installed, **work)
 
-    async def _finish(self, leased: Leased, request: Request, row: int, response: Any) -> None:
+    async def _finish(self, leased: Leased, request: Request, row: int, response: Response) -> None:
         """Score one response and complete its row; a row that cannot be scored fails, it does not become a 0."""
         text = self._decode(response.token_ids)
         sample = Sample(self._decode(request.prompt_ids), text, request.example, response.finish_reason == "stop")
@@ -243,18 +244,10 @@ class Rollout:
         except RewardFailure as failure:
             await self._queue.fail(leased.lease, [row], str(failure))
         else:
-            await self._queue.complete(leased.lease, outputs(row, request.meta.group, response, reward))  # 8: enqueue
-            self._keep_sample(
-                {
-                    "step": request.meta.step,
-                    "purpose": request.meta.purpose,
-                    "row": row,
-                    "prompt": sample.prompt,
-                    "response": text,
-                    "reward": reward,
-                    "finish_reason": response.finish_reason,
-                }
-            )
+            batch = outputs(row, request.meta.group, response, reward)
+            is_stored = await self._queue.complete(leased.lease, batch)  # 8: enqueue
+            if is_stored.all():
+                self._keep_sample(kept_sample(request, row, sample, response, reward))
         finally:
             self._scoring -= 1
             self._has_served = True

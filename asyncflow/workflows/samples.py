@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
+from asyncflow.rewards.base import Sample
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.table import TaskSpec
 from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, Values
@@ -105,6 +106,19 @@ def outputs(row: int, group: int, response: Response, reward: float) -> Batch:
         "reward": np.array([reward], np.float32),
     }
     return Batch(np.array([row], np.int64), np.array([group], np.int64), columns)
+
+
+def kept_sample(request: Request, row: int, sample: Sample, response: Response, reward: float) -> dict[str, Any]:
+    """A line of `samples.jsonl`."""
+    return {
+        "step": request.meta.step,
+        "purpose": request.meta.purpose,
+        "row": row,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "reward": reward,
+        "finish_reason": response.finish_reason,
+    }
 
 
 def check_interval(leased: Leased) -> None:
