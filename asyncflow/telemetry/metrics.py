@@ -153,7 +153,7 @@ class StepMetrics:
         metrics: Mapping[str, float],
         is_finite: bool = True,
     ) -> None:
-        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes a mean of the same name, such as `policy/entropy`.
+        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes a mean, as `policy/entropy`.
 
         With `is_finite` False nothing was accumulated: its tokens were computed, but enter no mean.
         """

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.types import Array, GroupMeta, Interval
+from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
 
 Row = dict[str, float | int]
@@ -70,3 +72,17 @@ class HeldOut:
                 row[f"num_responses/{name}"] = len(scores)
                 row[f"clipped_ratio/{name}"] = float(np.concatenate([truncated[g] for g in groups]).mean())
         self._on_row(row)
+
+
+async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int) -> None:
+    """Read one evaluation's rows as their groups complete, then hand their rewards over, by group."""
+    rewards: dict[int, Array] = {}
+    truncated: dict[int, Array] = {}
+    async for leased in queue.stream("eval", version):
+        group = int(leased.batch.groups[0])
+        rewards[group] = leased.batch.dense("reward")
+        truncated[group] = leased.batch.dense("truncated")
+        await queue.complete_marks([leased.lease])
+        await queue.drop(leased.batch.indices)
+        await ledger.consume_evaluation(version, leased.batch.indices.tolist())
+    held_out.finished(version, rewards, truncated)

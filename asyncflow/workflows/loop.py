@@ -1,12 +1,11 @@
-"""Algorithm 1 (PA, section 4): the feed, the producers and the consumer, side by side.
+"""Algorithm 1 (PA, section 4): the feed, the producers and the consumer, side by side. The numbers are the algorithm's lines.
 
-    feed      consumes: prompts               waits for: the schedule's leave     is unblocked by: commits
-    rollout   consumes: admitted groups       waits for: groups, weights, slots   is unblocked by: feed, publish, responses
-    train     consumes: complete groups       waits for: groups of its step       is unblocked by: rollout, the end of the step
-    evaluate  consumes: complete eval groups  waits for: groups of its version    is unblocked by: rollout, the evaluation's end
+    feed      consumes: prompts            waits for: the schedule's leave       is unblocked by: commits
+    produce   consumes: an admitted group  waits for: slots, rewards             is unblocked by: the engine, the reward processes
+    train     consumes: complete groups    waits for: groups of its step         is unblocked by: producers, the end of the step
 
-The numbers at the right are the lines of the algorithm. Line 20, moving the policy into the old policy, is nothing here: with
-staleness 0 and one update per step the old policy is the policy itself, detached.
+One `produce` runs for every group that a rollout worker has taken (rollout.py says when it takes one). Line 20, moving the policy
+into the old policy, is nothing here: with staleness 0 and one update per step the old policy is the policy itself, detached.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from asyncflow.algorithms.base import Algorithm
@@ -24,36 +22,21 @@ from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, GroupMeta
-from asyncflow.weight_sync.base import WeightReceiver, WeightSender
+from asyncflow.weight_sync.base import WeightSender
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService, StepTotals, Update
 from asyncflow.workflows.samples import (
     Prompt,
     Request,
+    Shape,
     admission,
     check_interval,
     consumed,
     kept_sample,
     micro_batches,
     outputs,
-    requests,
 )
 from asyncflow.workflows.schedule import Schedule
-from asyncflow.workflows.signal import Signal
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker may hold at once."""
-
-    prompts_per_step: int
-    group_size: int
-    group_bits: int
-    seed: int
-    temperature: float
-    max_new_tokens: int
-    rows_per_micro_batch: int
-    num_rollout_workers: int
 
 
 class PromptSource(Protocol):
@@ -62,12 +45,28 @@ class PromptSource(Protocol):
         ...
 
 
-class Evaluation(Protocol):
-    """The held-out prompts and what becomes of their rewards."""
+class EvaluationPlan(Protocol):
+    def is_due(self, version: int) -> bool:
+        """Whether this version is evaluated."""
+        ...
 
-    def is_due(self, version: int) -> bool: ...
-    def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]: ...
-    def finished(self, version: int, rewards: Mapping[int, Array], truncated: Mapping[int, Array]) -> None: ...
+    def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]:
+        """The evaluation's groups, their prompts and temperatures."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """What producing a group takes. `on_response` is told of every response, `keep_sample` of every one that is stored."""
+
+    queue: TransferQueueClient
+    engine: RolloutEngine
+    score: Callable[[Sample], Awaitable[float]]
+    decode: Callable[[Array], str]
+    shape: Shape
+    on_response: Callable[[Response], None]
+    on_scored: Callable[[], None]
+    keep_sample: Callable[[Mapping[str, Any]], None]
 
 
 async def feed(
@@ -75,21 +74,48 @@ async def feed(
     ledger: LedgerService,
     schedule: Schedule,
     source: PromptSource,
-    evaluation: Evaluation,
+    evaluation: EvaluationPlan,
     shape: Shape,
 ) -> None:
     """Prompts enter the queue as early as the schedule lets them."""
-    for step in itertools.count():
+    for step in itertools.count():  # 2
         if evaluation.is_due(step):
             metas, prompts, temperatures = evaluation.admission(step)
             await ledger.open(metas)
             await queue.put(metas, admission(metas, prompts, temperatures))
-        if not await ledger.may_admit(step):  # 2
+        if not await ledger.may_admit(step):
             return
         size, interval = shape.prompts_per_step, schedule.interval(step)
         metas = [GroupMeta(step * size + i, shape.group_size, step, interval) for i in range(size)]
         await ledger.open(metas)
-        await queue.put(metas, admission(metas, source.take(size), [shape.temperature] * size))  # 4
+        await queue.put(metas, admission(metas, source.take(size), [shape.temperature] * size))  # 4: take B prompts
+
+
+async def produce(by: Producer, leased: Leased, request: Request) -> None:
+    """One group: generate; score and enqueue each response as soon as it ends."""
+    samples = [row - (request.meta.group << by.shape.group_bits) for row in request.rows]
+    sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
+    key = SampleKey(by.shape.seed, request.meta.group)
+    async with asyncio.TaskGroup() as scoring:
+        async for response in by.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
+            by.on_response(response)
+            scoring.create_task(_score_and_enqueue(by, leased, request, response))
+
+
+async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, response: Response) -> None:
+    row = (request.meta.group << by.shape.group_bits) | response.sample
+    text = by.decode(response.token_ids)
+    sample = Sample(by.decode(request.prompt_ids), text, request.example, response.finish_reason == "stop")
+    try:
+        reward = await by.score(sample)  # 7
+    except RewardFailure as failure:  # it fails its row; it does not become a 0
+        await by.queue.fail(leased.lease, [row], str(failure))
+    else:
+        is_stored = await by.queue.complete(leased.lease, outputs(row, request.meta.group, response, reward))  # 8: enqueue
+        if is_stored.all():
+            by.keep_sample(kept_sample(request, row, sample, response, reward))
+    finally:
+        by.on_scored()
 
 
 async def train(
@@ -143,138 +169,3 @@ async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -
     else:
         result = await engine.optim_step(normaliser)
     return Update(result.grad_norm, result.learning_rate, normaliser, result.skipped)
-
-
-async def evaluate(queue: TransferQueueClient, ledger: LedgerService, evaluation: Evaluation, version: int) -> None:
-    """Read one evaluation's rows as their groups complete, then hand their rewards over, by group."""
-    rewards: dict[int, Array] = {}
-    truncated: dict[int, Array] = {}
-    async for leased in queue.stream("eval", version):
-        group = int(leased.batch.groups[0])
-        rewards[group] = leased.batch.dense("reward")
-        truncated[group] = leased.batch.dense("truncated")
-        await queue.complete_marks([leased.lease])
-        await queue.drop(leased.batch.indices)
-        await ledger.consume_evaluation(version, leased.batch.indices.tolist())
-    evaluation.finished(version, rewards, truncated)
-
-
-class Rollout:
-    """The producers (lines 5-10): one coroutine per group, as many as the engine and the worker's fair share have room for."""
-
-    def __init__(
-        self,
-        queue: TransferQueueClient,
-        board: Board,
-        engine: RolloutEngine,
-        receiver: WeightReceiver,
-        score: Callable[[Sample], Awaitable[float]],
-        decode: Callable[[Array], str],
-        shape: Shape,
-        spans: Recorder,
-        keep_sample: Callable[[Mapping[str, Any]], None],
-    ) -> None:
-        self._queue, self._board, self._engine, self._receiver = queue, board, engine, receiver
-        self._score, self._decode, self._shape, self._spans, self._keep_sample = score, decode, shape, spans, keep_sample
-        self._share = -(-shape.prompts_per_step // shape.num_rollout_workers) * shape.group_size
-        self._installed = 0
-        self._is_installing = False
-        self._has_served = False  # anything since the last installation
-        self._generating = 0  # rows without a response yet
-        self._scoring = 0
-        self._changed = Signal()
-
-    async def run(self) -> None:
-        """Until the board says that the run is stopping; what is unfinished then is abandoned."""
-        await self._board.installed(0)
-        async with asyncio.TaskGroup() as tasks:
-            taking = tasks.create_task(self._take_groups())
-            await self._follow_weights()
-            taking.cancel()
-
-    async def _take_groups(self) -> None:
-        async with asyncio.TaskGroup() as groups:
-            while True:
-                self._show_lane()
-                await self._changed.until(lambda: not self._is_installing and self._room() > 0)
-                version = self._installed
-                leased = await self._queue.lease("rollout", groups=self._room(), installed=version)
-                if leased is None:  # withdrawn for an installation, or closed
-                    await self._changed.until(partial(self._has_moved_on, version))
-                    continue
-                for request in requests(leased):
-                    self._generating += len(request.rows)
-                    groups.create_task(self._generate(leased, request))
-
-    def _has_moved_on(self, version: int) -> bool:
-        return self._installed != version
-
-    def _room(self) -> int:
-        """How many more groups may be taken."""
-        rows = min(self._share - self._generating, self._engine.free_slots)
-        return rows // self._shape.group_size if self._generating else max(1, rows // self._shape.group_size)
-
-    async def _generate(self, leased: Leased, request: Request) -> None:
-        """One group: generate; score and complete each response as soon as it ends."""
-        self._show_lane()
-        shape, start = self._shape, self._spans.clock()
-        samples = [row - (request.meta.group << shape.group_bits) for row in request.rows]
-        sampling = Sampling(temperature=request.temperature, max_new_tokens=shape.max_new_tokens)
-        key = SampleKey(shape.seed, request.meta.group)
-        tokens = 0
-        async with asyncio.TaskGroup() as scoring:
-            async for response in self._engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
-                tokens += len(response.token_ids)
-                self._spans.add(rows=1, tokens=len(response.token_ids))
-                self._generating -= 1
-                self._scoring += 1
-                self._show_lane()
-                self._changed.notify()
-                row = (request.meta.group << shape.group_bits) | response.sample
-                scoring.create_task(self._finish(leased, request, row, response))
-        meta, work = request.meta, {"group": request.meta.group, "rows": len(samples), "tokens": tokens}
-        self._spans.beside("generate_group", start, step=meta.step, version=self._installed, **work)
-
-    async def _finish(self, leased: Leased, request: Request, row: int, response: Response) -> None:
-        """Score one response and complete its row; a row that cannot be scored fails, it does not become a 0."""
-        text = self._decode(response.token_ids)
-        sample = Sample(self._decode(request.prompt_ids), text, request.example, response.finish_reason == "stop")
-        try:
-            reward = await self._score(sample)  # 7
-        except RewardFailure as failure:
-            await self._queue.fail(leased.lease, [row], str(failure))
-        else:
-            batch = outputs(row, request.meta.group, response, reward)
-            is_stored = await self._queue.complete(leased.lease, batch)  # 8: enqueue
-            if is_stored.all():
-                self._keep_sample(kept_sample(request, row, sample, response, reward))
-        finally:
-            self._scoring -= 1
-            self._has_served = True
-            self._show_lane()
-
-    async def _follow_weights(self) -> None:
-        """Fetch every published version in the background and install it when the board grants it."""
-        while (manifest := await self._board.newer_than(self._installed)) is not None:
-            start = self._spans.clock()
-            tensors = await self._receiver.fetch(manifest)
-            self._spans.beside("fetch", start, version=manifest.version, bytes=manifest.num_bytes)
-            if not await self._board.may_install(manifest.version):
-                return
-            self._is_installing = True
-            await self._queue.withdraw("rollout")  # nothing is leased while weights are being changed
-            with self._spans.busy("install", version=manifest.version, bytes=manifest.num_bytes):
-                await self._engine.install(manifest.version, tensors)
-            self._installed, self._is_installing, self._has_served = manifest.version, False, False
-            await self._board.installed(manifest.version)
-            self._changed.notify()
-
-    def _show_lane(self) -> None:
-        if self._is_installing:
-            return
-        if self._generating:
-            self._spans.enter("generate", version=self._installed)
-        elif self._scoring:
-            self._spans.waiting("reward")
-        else:
-            self._spans.waiting("weights" if self._has_served else "prompts")

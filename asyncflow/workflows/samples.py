@@ -56,6 +56,20 @@ def tasks(lease_seconds: float, max_failures: int) -> tuple[TaskSpec, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker may hold at once."""
+
+    prompts_per_step: int
+    group_size: int
+    group_bits: int
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    rows_per_micro_batch: int
+    num_rollout_workers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt of a data set: its token ids (int64) and the data set's row."""
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from asyncflow.types import Array
 
-BLOCK = 64
+BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
