@@ -2,14 +2,14 @@
 
     python benchmarks/overlap.py [--slots 8 16 32 64 128 256] [--steps 6] [--json FILE]
 
-Both schedules run the same seed and workload: 16 prompts x 8 responses a step, a random Qwen2 whose end is one of several tokens, so
-that lengths are geometric, as real ones nearly are. From the synchronous run's spans come, for every step, the moments done_i at which
-its groups were complete (from the start of generation, in order) and the time train_i that each took to train. With nothing but those,
-a step that trains each group as soon as it is there lasts
+Both schedules run the same seed and workload: 16 prompts x 8 responses a step, a random Qwen2 whose end is one of several tokens,
+so that lengths are geometric, as real ones nearly are. From the synchronous run's spans come, for every step, the moments done_i
+at which its groups were complete (from the start of generation, in order) and the time train_i that each took to train. With
+nothing but those, a step that trains each group as soon as it is there lasts
 
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 
-which the periodic run's steps, measured from commit to commit, are held against. The first step, which pays for loading, is left out.
+which the periodic run's steps, measured from commit to commit, are held against. The first step, which loads, is left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=6)
     given = arguments.parse_args()
     figures, walls = [], {"synchronous": [], "periodic": []}
-    print(f"{'slots':>5}  {'synchronous':>11}  {'generate':>8}  {'train':>6}  {'recurrence':>10}  {'periodic':>8}  {'per/rec':>7}  {'syn/per':>7}")
+    print("seconds a step, medians\nslots  synchronous  generate   train  recurrence  periodic  per/rec  syn/per")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = make_model(folder / "model")
