@@ -27,6 +27,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 lint: install-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: install-dev
 	$(BIN)/mypy

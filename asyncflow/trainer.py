@@ -1,8 +1,8 @@
 """The same run from Python.
 
-    with Trainer.from_config("recipes/quickstart.yaml", "run.steps=5") as trainer:
-        while (metrics := trainer.step()) is not None:
-            print(metrics["reward/mean"])
+with Trainer.from_config("recipes/quickstart.yaml", "run.steps=5") as trainer:
+    while (metrics := trainer.step()) is not None:
+        print(metrics["reward/mean"])
 """
 
 from __future__ import annotations

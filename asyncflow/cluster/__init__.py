@@ -1,7 +1,7 @@
 """Where workers run. The same worker code runs in each of them.
 
-    local    one process per worker on this machine, spawned, ended by its control pipe (the default)
-    inline   coroutines in the driver's own process, for debugging
+local    one process per worker on this machine, spawned, ended by its control pipe (the default)
+inline   coroutines in the driver's own process, for debugging
 """
 
 CLUSTERS = {

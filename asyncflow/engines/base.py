@@ -63,9 +63,7 @@ class RolloutEngine(Protocol):
         """Slots that neither hold nor await a response (never negative)."""
         ...
 
-    def generate(
-        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
-    ) -> AsyncIterator[Response]:
+    def generate(self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey) -> AsyncIterator[Response]:
         """Responses of one prompt (int64 [Lp]), one for each number in `samples`, each yielded as soon as it ends.
 
         More samples than free slots wait inside the engine. Raises `ValueError` when prompt and response exceed the context.

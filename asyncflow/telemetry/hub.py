@@ -1,6 +1,6 @@
 """How workers' spans and states reach the driver.
 
-    worker: Recorder --> Reporter --every flush_seconds--> Hub (driver): SpanLog, states, samples
+worker: Recorder --> Reporter --every flush_seconds--> Hub (driver): SpanLog, states, samples
 """
 
 from __future__ import annotations

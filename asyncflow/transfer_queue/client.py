@@ -42,9 +42,7 @@ class TransferQueueClient:
             part = _take_groups(batch, positions, rows_of(chosen, self._group_bits))
             await self._units[unit].put(WireBatch.of(part), chosen)
 
-    async def lease(
-        self, task: str, *, groups: int = 1, installed: int | None = None, step: int | None = None
-    ) -> Leased | None:
+    async def lease(self, task: str, *, groups: int = 1, installed: int | None = None, step: int | None = None) -> Leased | None:
         """Up to `groups` groups with the columns that the task reads; waits until there is one.
 
         `installed`: only groups that this policy version may generate. `step`: only groups of this step. None when the step has

@@ -127,9 +127,7 @@ class Controller:
             if self.table.is_closed or request.step in self.table.ended_steps:
                 self._answer(request, None)
                 continue
-            lease = self.table.lease(
-                request.worker, _now(), groups=request.groups, installed=request.installed, step=request.step
-            )
+            lease = self.table.lease(request.worker, _now(), groups=request.groups, installed=request.installed, step=request.step)
             if lease is not None:
                 self._answer(request, lease)
         self._set_timer()

@@ -171,9 +171,7 @@ class Table:
 
     # -- handing out --------------------------------------------------------------------------------------------------------
 
-    def lease(
-        self, worker: str, now: float, *, groups: int, installed: int | None = None, step: int | None = None
-    ) -> Lease | None:
+    def lease(self, worker: str, now: float, *, groups: int, installed: int | None = None, step: int | None = None) -> Lease | None:
         """Up to `groups` groups: of `step` alone if given, and only of those that `installed` may generate if given."""
         taken: list[_Group] = []
         for key in sorted(self._queues):

@@ -82,9 +82,7 @@ def run_inline(tree: Mapping[str, Any]) -> tuple[Job, list[str]]:
     ("how", "words"),
     [("raises", "ZeroDivisionError"), ("hangs", "0.4 s"), ("exits", "exit"), ("eats", "memory")],
 )
-def test_a_reward_that_fails_costs_its_rows_and_is_named(
-    small: Small, tmp_path: Path, how: str, words: str
-) -> None:
+def test_a_reward_that_fails_costs_its_rows_and_is_named(small: Small, tmp_path: Path, how: str, words: str) -> None:
     (tmp_path / "bad.py").write_text(BAD_REWARD)
     scorer = {"path": f"{tmp_path / 'bad.py'}:score", "how": how}
     tree = small(run={"steps": 1}, train={"prompts_per_step": 8}, rollout={"group_size": 2})
