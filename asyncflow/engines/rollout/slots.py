@@ -46,8 +46,7 @@ class Request:
     sampling: Sampling
     pending: deque[tuple[int, np.uint64]]  # sample number, noise key: not in a slot yet
     deliver: Callable[[Response | Exception], None]
-    first_logits_V: Tensor | None = None  # after the prompt, under `first_version`
-    first_version: int | None = None
+    first_logits_V: Tensor | None = None  # after the prompt, under the weights of its last prefill
 
 
 class Slots:
@@ -67,8 +66,13 @@ class Slots:
         self._prompt_lengths = np.zeros(num_slots, np.int64)
         self._counts = np.zeros(num_slots, np.int64)  # response tokens so far
         self._limits = np.zeros(num_slots, np.int64)
+        self._is_current = np.zeros(num_slots, bool)  # the prompt's keys are those of the installed weights
         self._tokens = np.zeros((num_slots, max_context), np.int64)
         self._logprobs = np.zeros((num_slots, max_context), np.float32)
+        self._arrays = (
+            *(self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits),
+            *(self._is_current, self._tokens, self._logprobs),
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -99,6 +103,7 @@ class Slots:
         """New weights for the tokens from now on; `ValueError`, changing nothing, when they are not the model's."""
         self._decoder.install(tensors)
         self.version = version
+        self._is_current[:] = False
         for slot, spans in enumerate(self._spans):
             count = int(self._counts[slot])
             if spans[-1][0] == count:  # two installs without a token between them
@@ -123,8 +128,8 @@ class Slots:
         while self._waiting and self._num_active < self._num_slots:
             request, first = self._waiting[0], self._num_active
             count = min(len(request.pending), self._num_slots - first)
-            sibling = next((slot for slot, other in enumerate(self._requests) if other is request), None)
-            if sibling is not None and request.first_version == self.version:
+            siblings = (slot for slot, other in enumerate(self._requests) if other is request and self._is_current[slot])
+            if (sibling := next(siblings, None)) is not None:
                 self._decoder.cache.copy(sibling, first, count, len(request.prompt_ids))
             elif fresh and budget < len(request.prompt_ids):
                 break
@@ -138,7 +143,7 @@ class Slots:
         if fresh:
             logits_PV = self._decoder.prefill([r.prompt_ids for r, _, _ in fresh], [(first, count) for _, first, count in fresh])
             for (request, _, _), logits_V in zip(fresh, logits_PV, strict=True):
-                request.first_logits_V, request.first_version = logits_V, self.version
+                request.first_logits_V = logits_V
         self._append(start, torch.stack([r.first_logits_V for r in admitted if r.first_logits_V is not None]))
 
     def _occupy(self, request: Request, count: int) -> None:
@@ -150,6 +155,7 @@ class Slots:
         self._prompt_lengths[slots] = len(request.prompt_ids)
         self._counts[slots] = 0
         self._limits[slots] = request.sampling.max_new_tokens
+        self._is_current[slots] = True
         self._requests += [request] * count
         self._spans += [[(0, self.version)] for _ in range(count)]
         self._num_active += count
@@ -186,9 +192,8 @@ class Slots:
         last = self._num_active = self._num_active - 1
         if slot != last:
             self._decoder.cache.copy(last, slot, 1, int(self._prompt_lengths[last] + self._counts[last]))
-            for array in (self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits):
+            for array in self._arrays:
                 array[slot] = array[last]
-            self._tokens[slot], self._logprobs[slot] = self._tokens[last], self._logprobs[last]
             self._requests[slot], self._spans[slot] = self._requests[last], self._spans[last]
         self._requests.pop()
         self._spans.pop()

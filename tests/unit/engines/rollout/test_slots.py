@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +60,38 @@ def log_probs_of(model: PreTrainedModel, response: Response, temperature: float 
     with torch.no_grad():
         logits = model(tokens[None]).logits[0, len(PROMPT) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0].numpy()
+
+
+def count_calls(owner: Any, name: str) -> list[tuple]:
+    """The arguments of the calls from now on, as they come."""
+    calls, method = [], getattr(owner, name)
+
+    def counted(*arguments: object) -> object:
+        calls.append(arguments)
+        return method(*arguments)
+
+    setattr(owner, name, counted)
+    return calls
+
+
+@contextlib.asynccontextmanager
+async def held_in_step(engine: SlotEngine, step: int, work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task]:
+    """Start `work`; while the body runs, the engine's thread waits inside its decode step number `step`."""
+    decoder, reached, go = engine._slots._decoder, threading.Event(), threading.Event()
+    calls, decode = count_calls(decoder, "decode"), decoder.decode
+
+    def held(*arguments: Any) -> torch.Tensor:
+        if len(calls) == step - 1:
+            reached.set()
+            go.wait(10)
+        return decode(*arguments)
+
+    decoder.decode = held
+    task = asyncio.create_task(work)
+    assert await asyncio.to_thread(reached.wait, 10)
+    yield task
+    await asyncio.sleep(0)  # tasks made in the body get as far as their first wait
+    go.set()
 
 
 def tensors_of(model: PreTrainedModel, shift: float = 0.0) -> dict[str, torch.Tensor]:
@@ -125,14 +159,30 @@ async def test_two_temperatures_and_greedy_in_one_batch(saved: tuple[PreTrainedM
 
 async def test_more_samples_than_slots(saved: tuple[PreTrainedModel, Path]) -> None:
     _, path = saved
-    async with opened(path, num_slots=3) as few, opened(path, num_slots=16) as many:
+    stops = range(0, 64, 9)  # unequal lengths: the slots are filled again one by one
+    async with opened(path, 3, stops) as few, opened(path, 16, stops) as many:
+        prefills = count_calls(few._slots._decoder, "prefill")
         assert few.free_slots == 3
         task = asyncio.create_task(responses(few, range(16)))
         await asyncio.sleep(0)
         assert few.free_slots == 0
         made, expected = await task, await responses(many, range(16))
         assert few.free_slots == 3
+    assert len({len(response.token_ids) for response in made.values()}) > 3
     assert all(np.array_equal(made[sample].token_ids, expected[sample].token_ids) for sample in range(16))
+    assert len(prefills) < 8  # a sample that finds another of its prompt takes over the prompt's keys
+
+
+async def test_waiting_samples_start_under_the_new_version(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    async with opened(path, num_slots=2, stop_ids=range(0, 64, 9)) as engine:
+        async with held_in_step(engine, 3, responses(engine, range(12), 40)) as task:
+            install = asyncio.create_task(engine.install(1, tensors_of(model, 0.05)))
+        await install
+        made, expected = await task, await responses(engine, range(12), 40)
+    fresh = [sample for sample, response in made.items() if response.version_spans.tolist() == [[0, 1]]]
+    assert len(fresh) > 4
+    assert all(np.array_equal(made[sample].logprobs, expected[sample].logprobs) for sample in fresh)
 
 
 async def test_end_tokens_stop(saved: tuple[PreTrainedModel, Path]) -> None:
@@ -160,24 +210,27 @@ def test_end_tokens_are_those_of_the_files(saved: tuple[PreTrainedModel, Path], 
 
 async def test_responses_arrive_as_they_end(saved: tuple[PreTrainedModel, Path]) -> None:
     _, path = saved
+    order: list[int] = []
+
+    async def note(length: int) -> None:
+        order.append(len((await responses(engine, [0], length))[0].token_ids))
+
     async with opened(path) as engine:
-        long = asyncio.create_task(responses(engine, [0], 200))
-        await responses(engine, [1], 2)
-        assert not long.done()
-        assert len((await long)[0].token_ids) == 200
+        await asyncio.gather(note(200), note(2), note(90))
+    assert order == [2, 90, 200]
 
 
 async def test_an_install_in_mid_response(saved: tuple[PreTrainedModel, Path]) -> None:
     model, path = saved
     async with opened(path) as engine:
         before = (await responses(engine, [0], 200))[0]
-        task = asyncio.create_task(responses(engine, [0, 1], 200))
-        await responses(engine, [2], 20)  # some steps later
-        await engine.install(7, tensors_of(model, 0.05))
-        assert engine.installed_version == 7 and not task.done()
+        async with held_in_step(engine, 20, responses(engine, [0, 1], 200)) as task:
+            install = asyncio.create_task(engine.install(7, tensors_of(model, 0.05)))
+        await install
+        assert engine.installed_version == 7
         middle, after = (await task)[0], (await responses(engine, [0], 200))[0]
     (first, old), (change, new) = middle.version_spans.tolist()
-    assert (first, old, new) == (0, 0, 7) and 20 <= change < 200
+    assert (first, old, change, new) == (0, 0, 21, 7)
     assert np.array_equal(middle.token_ids[:change], before.token_ids[:change])
     assert not np.array_equal(middle.logprobs[change:], before.logprobs[change:])
     assert after.version_spans.tolist() == [[0, 7]]
