@@ -33,10 +33,11 @@ from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.registry import load
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
-from asyncflow.transport import remote
+from asyncflow.transport import ConnectionLost, Peer, remote
 from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows.evaluation import Row
+from asyncflow.workflows.signal import Signal
 
 MARKER_FILE = ".asyncflow-run"
 SHARED_MEMORY = Path("/dev/shm")
@@ -84,7 +85,7 @@ class Job:
         self.evaluations: list[Row] = []
         self._evaluate_only = evaluate_only
         self._interrupted = asyncio.Event()
-        self._progressed = asyncio.Condition()
+        self._changed = Signal()
         self._loops: list[asyncio.Task[Any]] = []
         self._weights_dir: Path | None = None
         self.driver: Driver | None = None
@@ -94,7 +95,7 @@ class Job:
         config = self.config
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
         try:
-            self._check_run_dir()
+            await self._check_run_dir()
             prepared = await prepare(config, scratch, evaluate_only=self._evaluate_only)
             prepared = self._claim_run_dir(prepared, scratch)
         finally:
@@ -117,7 +118,7 @@ class Job:
 
         Raises what has gone wrong: a worker that died, a loop that failed, a run that stands still.
         """
-        reached = asyncio.ensure_future(self._until_progress(condition))
+        reached = asyncio.ensure_future(self._changed.until(condition))
         interrupted = asyncio.ensure_future(self._interrupted.wait())
         workers = asyncio.ensure_future(self._cluster.wait())
         assert self.driver is not None
@@ -210,8 +211,12 @@ class Job:
 
     # -- the run directory --------------------------------------------------------------------------------------------------
 
-    def _check_run_dir(self) -> None:
+    async def _check_run_dir(self) -> None:
         run_dir, run = self.config.run_dir, self.config.run
+        if control_socket(run_dir).exists():
+            with contextlib.suppress(ConnectionLost):  # the socket of a run that was killed
+                await (await Peer.connect(control_socket(run_dir), "check", timeout_seconds=1.0)).close()
+                raise UserError(f"a run is live in {run_dir}: wait for its end, interrupt it, or give this one another run.name")
         if run_dir.exists() and any(run_dir.iterdir()):
             if not run.overwrite:
                 raise UserError(
@@ -287,23 +292,12 @@ class Job:
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
         self.rows[step] = row
         self.listener.step(step, row)
-        self._tell()
+        self._changed.notify()
 
     def _on_evaluation(self, row: Row) -> None:
         self.evaluations.append(row)
         self.listener.evaluation(row)
-        self._tell()
-
-    def _tell(self) -> None:
-        async def notify() -> None:
-            async with self._progressed:
-                self._progressed.notify_all()
-
-        self._notifying = asyncio.ensure_future(notify())
-
-    async def _until_progress(self, condition: Callable[[], bool]) -> None:
-        async with self._progressed:
-            await self._progressed.wait_for(condition)
+        self._changed.notify()
 
     async def _watch(self) -> None:
         """A run in which nothing moves says who waits for what, and ends."""

@@ -144,6 +144,8 @@ def test_status_of_a_live_run_and_ctrl_c(small: Small, tmp_path: Path, backgroun
     assert status.returncode == 0, status.stderr
     for word in ("of 500 steps", "rollout/0", "trainer", "task train", "version"):
         assert word in status.stdout
+    again = run_command("train", tmp_path / "config.yaml", "run.overwrite=true")
+    assert again.returncode == 2 and "a run is live in" in again.stderr
     ends_in_order(command, run_dir)
     assert len(rows(run_dir / "metrics.jsonl")) == len({row["step"] for row in rows(run_dir / "metrics.jsonl")})
 
