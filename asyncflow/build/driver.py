@@ -1,0 +1,282 @@
+"""The driver's side of a run: the books, the queue's controllers and units, telemetry, and the server for the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncflow.build.prepare import Prepared, shape_of
+from asyncflow.config import Config
+from asyncflow.data.order import SeededOrder
+from asyncflow.registry import build
+from asyncflow.telemetry.hub import Hub
+from asyncflow.telemetry.metrics import StepMetrics, StepTimes
+from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
+from asyncflow.telemetry.trackers import make_trackers
+from asyncflow.transfer_queue import STORAGES
+from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.table import DeadRow
+from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transport import Server
+from asyncflow.types import RunError
+from asyncflow.workflows import SCHEDULES
+from asyncflow.workflows.board import Board
+from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
+from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
+from asyncflow.workflows.loop import feed
+from asyncflow.workflows.samples import COLUMNS, Prompt, tasks
+from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.signal import Signal
+
+SOCKET_FILE = "control.sock"
+EVAL_FILE = "eval.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+class Driver:
+    """`on_step` is told of every committed step with its metrics, `on_evaluation` of every evaluation, `says` of what is odd."""
+
+    def __init__(
+        self,
+        config: Config,
+        prepared: Prepared,
+        *,
+        on_step: Callable[[int, Mapping[str, float]], None],
+        on_evaluation: Callable[[Row], None],
+        says: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self._on_step, self._on_evaluation, self._says = on_step, on_evaluation, says
+        self._clock = asyncio.get_running_loop().time
+        self.shape = shape_of(config)
+        self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+        self.source: SeededOrder[Prompt] = SeededOrder(prepared.prompts, config.run.seed)
+        self.last_progress = self._clock()
+        self._background: set[asyncio.Task[None]] = set()
+
+        signal = Signal()
+        ledger = Ledger(self.shape.group_bits)
+        self.ledger = LedgerService(ledger, self.schedule, signal, self._end_step)
+        self.board = Board(self.schedule, ledger, signal)
+        self._build_queue()
+        self._open_files()
+        self.held_out = HeldOut(
+            prepared.held_out,
+            last_version=config.run.steps,
+            every_steps=config.eval.every_steps,
+            samples=config.eval.samples_per_prompt,
+            temperature=config.rollout.temperature,
+            greedy=config.eval.greedy,
+            on_row=self._evaluated,
+        )
+        self._metrics: dict[int, StepMetrics] = {}
+        self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
+        self._started: float | None = None  # of the step under way: the first admission, or the last commit
+        self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
+        self._skipped_in_a_row = 0
+        self._redelivered = 0
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ledger.on_opened = lambda step: self._note("opened", step)
+        self.board.on_installed = lambda version: self._note("installed", version)
+        self.ledger.on_consumed, self.ledger.on_committed = self._consumed, self._committed
+
+    def _build_queue(self) -> None:
+        config = self.config
+        self.tasks = tasks(config.queue.lease_seconds, config.reward.max_attempts)
+        self.controllers = {
+            task.name: Controller(task, self.shape.group_bits, on_done=self._generated, on_dead=self._gave_up)
+            if task.name == "rollout"
+            else Controller(task, self.shape.group_bits)
+            for task in self.tasks
+        }
+        storage = {**config.queue.storage.options, "group_bits": self.shape.group_bits}
+        self.units = [
+            StorageUnit(
+                build("queue storage", config.queue.storage.name, storage, STORAGES),
+                COLUMNS,
+                self.controllers,
+                notify_timeout_seconds=config.queue.notify_timeout_seconds,
+            )
+            for _ in range(config.queue.num_units)
+        ]
+        self.queue = TransferQueueClient(self.tasks, self.controllers, self.units, self.shape.group_bits)
+
+    def _open_files(self) -> None:
+        run_dir, config = self.config.run_dir, self.config
+        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, self.progress)
+        self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
+        self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
+        names = ["jsonl", *config.telemetry.trackers]
+        self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
+
+    def server(self, status: object) -> Server:
+        """Serves the run's services; `status` answers `asyncflow status`."""
+        services: dict[str, object] = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
+        services |= {f"controller/{name}": controller for name, controller in self.controllers.items()}
+        services |= {f"unit/{i}": unit for i, unit in enumerate(self.units)}
+        return Server(services, self._client_gone)
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """The driver's own loops; they end when the run stops."""
+        return [
+            feed(self.queue, self.ledger, self.schedule, self.source, self.held_out, self.shape),
+            self._evaluations_in_order(),
+        ]
+
+    async def stop(self) -> None:
+        """Tell every loop, here and in the workers, that the run is over."""
+        self.ledger.stop()
+        self.board.stop()
+        await self.queue.close()
+
+    async def close(self) -> None:
+        """Write what is left and close the files."""
+        await asyncio.gather(*self._background)
+        for tracker in self._trackers:
+            tracker.close()
+        self._samples.close()
+        self._evaluations.close()
+        self.hub.log.close()
+
+    def progress(self) -> None:
+        """Something has moved: the run is not stalled."""
+        self.last_progress = self._clock()
+
+    async def _evaluations_in_order(self) -> None:
+        for version in self.held_out.versions():
+            await evaluate(self.queue, self.ledger, self.held_out, version)
+
+    def _evaluated(self, row: Row) -> None:
+        if self.ledger.is_stopping:
+            return  # cut short: its figures would be of some prompts only
+        self._evaluations.write(json.dumps(row) + "\n")
+        self._on_evaluation(row)
+
+    def _keep_sample(self, sample: Mapping[str, Any]) -> None:
+        self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+
+    # -- what the books tell ------------------------------------------------------------------------------------------------
+
+    def _end_step(self, purpose: str, step: int) -> None:
+        self._start(self.queue.end_step(purpose, step))
+
+    def _generated(self, rows: list[int]) -> None:
+        self.progress()
+        self.ledger.generated(rows)
+
+    def _gave_up(self, dead: list[DeadRow]) -> None:
+        self.progress()
+        for letter in dead:
+            self._says(f"row {letter.row} is given up after {self.config.reward.max_attempts} attempts: {letter.error}")
+        self._start(self.queue.drop([letter.row for letter in dead]))
+        self.ledger.give_up(dead)
+
+    def _consumed(self, step: int, group: Consumed) -> None:
+        self.progress()
+        metrics = self._metrics.setdefault(step, StepMetrics())
+        metrics.add_group(
+            rewards=group.rewards,
+            response_lengths=group.response_lengths,
+            truncated=group.truncated,
+            staleness=group.staleness,
+            prompt_length=group.prompt_length,
+        )
+        metrics.add_micro_batch(
+            loss_sum=group.loss_sum,
+            loss_tokens=group.loss_tokens,
+            logical_tokens=group.logical_tokens,
+            physical_tokens=group.physical_tokens,
+            metrics=group.metrics,
+            is_finite=group.is_finite,
+        )
+
+    def _committed(self, totals: StepTotals, update: Update) -> None:
+        self.progress()
+        metrics = self._metrics.pop(totals.step, StepMetrics())
+        metrics.add_update(
+            grad_norm=update.grad_norm,
+            learning_rate=update.learning_rate,
+            normaliser=update.normaliser,
+            is_skipped=update.is_skipped,
+        )
+        redelivered = sum(controller.table.num_redelivered for controller in self.controllers.values())
+        metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
+        self._redelivered = redelivered
+        committed = self._clock()
+        times = StepTimes(
+            started=committed if self._started is None else self._started,
+            committed=committed,
+            could_generate=self._could_generate(totals.step),
+        )
+        self._started = committed
+        self._start(self._finish_step(totals.step, metrics, times))
+        self._check_update(totals, update)
+
+    def _check_update(self, totals: StepTotals, update: Update) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.is_skipped else 0
+        if not update.is_skipped:
+            return
+        rows = totals.non_finite_rows
+        why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite" if rows else "the gradient was not finite"
+        if not totals.sequences:
+            why = "no row was left to train on"
+        self._says(f"step {totals.step} is skipped, the weights stay as they are: {why}")
+        if self._skipped_in_a_row >= self.config.train.max_skipped_updates and not self.failure.done():
+            self.failure.set_exception(
+                RunError(
+                    f"{self._skipped_in_a_row} updates in a row were skipped, the last because {why}; lower train.learning_rate, "
+                    f"or look at these rows' rewards and log-probs"
+                )
+            )
+
+    async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
+        """The step's row of metrics, once every worker has told what it did until the commit."""
+        async with self._finishing:
+            await self.hub.settle(times.committed)
+            spans = self.hub.log.window(times.started, times.committed)
+            began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
+            devices = self.config.rollout.num_workers + 1
+            row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
+            row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
+            self.hub.log.flush()
+            for tracker in self._trackers:
+                tracker.log(step, row)
+            self._on_step(step, row)
+
+    def _note(self, what: str, number: int) -> None:
+        self.progress()
+        moment = self._moments.setdefault((what, number), self._clock())
+        if self._started is None and what == "opened":
+            self._started = moment
+
+    def _could_generate(self, step: int) -> float | None:
+        """When the step's first group was admitted and a worker had weights for it."""
+        interval = self.schedule.interval(step)
+        installed = [self._moments.get(("installed", v)) for v in range(interval.low, interval.high + 1)]
+        known = [moment for moment in installed if moment is not None]
+        opened = self._moments.get(("opened", step))
+        return max(opened, min(known)) if opened is not None and known else None
+
+    def _client_gone(self, name: str) -> None:
+        for controller in self.controllers.values():
+            controller.abandon(name)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failure.done():
+            self.failure.set_exception(error)
+
+
+def control_socket(run_dir: Path) -> Path:
+    """Where a run's driver listens."""
+    return run_dir / SOCKET_FILE

@@ -1,0 +1,187 @@
+"""Everything that can be wrong with a run's inputs is found here, before anything starts, and said in one sentence. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncflow.algorithms import ALGORITHMS
+from asyncflow.algorithms.base import Algorithm
+from asyncflow.config import Choice, Config
+from asyncflow.data.datasets import Row, check_columns, load_rows, template_columns
+from asyncflow.data.tokenizer import CheckpointTokenizer, read_json
+from asyncflow.engines.rollout import ROLLOUT_ENGINES
+from asyncflow.engines.train import TRAIN_ENGINES
+from asyncflow.registry import build, resolve
+from asyncflow.rewards import REWARDS
+from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.transfer_queue import STORAGES
+from asyncflow.types import RunError, UserError, group_bits_for
+from asyncflow.workflows import SCHEDULES
+
+from asyncflow.workflows.samples import Prompt, Shape
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run's inputs, checked."""
+
+    model: Path
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    max_context: int
+
+
+def shape_of(config: Config) -> Shape:
+    """The run's fixed numbers."""
+    largest = max(config.rollout.group_size, config.eval.samples_per_prompt)
+    return Shape(
+        prompts_per_step=config.train.prompts_per_step,
+        group_size=config.rollout.group_size,
+        group_bits=group_bits_for(largest),
+        seed=config.run.seed,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
+        num_rollout_workers=config.rollout.num_workers,
+    )
+
+
+def check_choices(config: Config) -> None:
+    """Every name chosen is known, every option of what is light to build is one of its own. Raises `UserError`."""
+    chosen: list[tuple[str, Choice, dict[str, str]]] = [
+        ("reward", config.reward.scorer, dict(REWARDS)),
+        ("algorithm", config.algorithm, dict(ALGORITHMS)),
+        ("schedule", config.schedule, dict(SCHEDULES)),
+        ("rollout engine", config.rollout.engine, dict(ROLLOUT_ENGINES)),
+        ("train engine", config.train.engine, dict(TRAIN_ENGINES)),
+        ("queue storage", config.queue.storage, dict(STORAGES)),
+    ]
+    for kind, choice, known in chosen:
+        resolve(kind, choice.name, known)
+    build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    algorithm: Algorithm = build("algorithm", config.algorithm.name, config.algorithm.options, ALGORITHMS)
+    if algorithm.needs_reference:
+        raise UserError("this algorithm's options ask for a reference model, and no engine computes one: set its KL coefficient to 0")
+
+
+def reward_pool(config: Config, name: str) -> RewardPool:
+    """The reward processes that the configuration asks for, not yet started."""
+    reward = config.reward
+    return RewardPool(
+        resolve("reward", reward.scorer.name, REWARDS),
+        reward.scorer.options,
+        num_workers=reward.num_workers,
+        deadline_seconds=reward.deadline_seconds,
+        memory_bytes=reward.memory_bytes,
+        name=name,
+    )
+
+
+async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False) -> Prepared:
+    """Load and check the data, the model and the reward. `scratch` is where a `random:` model is made."""
+    check_choices(config)
+    rows = load_rows(config.data.path, seed=config.run.seed, split="train", limit=config.data.limit)
+    columns = template_columns(config.data.prompt_template)
+    check_columns(rows, columns, config.data.path)
+    if len(rows) < config.train.prompts_per_step and not evaluate_only:
+        raise UserError(
+            f"{config.data.path} has {len(rows)} rows, and a step takes train.prompts_per_step = {config.train.prompts_per_step} "
+            f"different ones: give more data, or set it to {len(rows)} or less"
+        )
+    held_out = _held_out_rows(config, columns)
+    pool = reward_pool(config, "check")
+    await pool.start()
+    await pool.close()
+    model = await model_folder(config, rows, scratch)
+    tokenizer = CheckpointTokenizer(model)
+    prompts, held_out_prompts = (tokenize(config, tokenizer, chosen) for chosen in (rows, held_out))
+    return Prepared(model, prompts, held_out_prompts, _context(config, model, [*prompts, *held_out_prompts]))
+
+
+async def model_folder(config: Config, rows: Sequence[Row], scratch: Path) -> Path:
+    """The model's folder, made first if it is a `random:` one. Raises `UserError` if it holds no causal language model."""
+    path = config.model.path
+    if path.startswith("random:"):
+        return await _random_model(config, rows, scratch / "random-model")
+    folder = Path(path)
+    settings = read_json(folder / "config.json")
+    if not settings:
+        hint = "download it first: AsyncFlow loads no model from a hub" if not folder.exists() else "it has no config.json"
+        raise UserError(f"model.path {path!r} is no folder with a model in Hugging Face format: {hint}")
+    architectures = settings.get("architectures") or ["?"]
+    if not any(str(name).endswith("ForCausalLM") for name in architectures):
+        raise UserError(f"the model {path} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
+    if not [*folder.glob("*.safetensors")]:
+        raise UserError(f"the model {path} has no weights in safetensors format; write them with transformers' save_pretrained")
+    return folder
+
+
+def _held_out_rows(config: Config, columns: list[str]) -> list[Row]:
+    path = config.eval.path
+    if path is None:
+        return []
+    rows = load_rows(path, seed=config.run.seed, split="heldout", limit=config.eval.num_prompts)
+    check_columns(rows, columns, path)
+    return rows
+
+
+def tokenize(config: Config, tokenizer: CheckpointTokenizer, rows: Sequence[Row]) -> list[Prompt]:
+    """Rows as prompts, by the configuration's template."""
+    encode = tokenizer.encode_chat if config.data.chat_template else tokenizer.encode
+    return [Prompt(encode(config.data.prompt_template.format_map(row)), row) for row in rows]
+
+
+def _context(config: Config, model: Path, prompts: Sequence[Prompt]) -> int:
+    """Tokens that the longest prompt and its response take. Raises `UserError` if the model, or the user, allows fewer."""
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    length, new = len(prompts[longest].ids), config.rollout.max_new_tokens
+    if length == 0:
+        raise UserError("every prompt is empty: does data.prompt_template name a column?")
+    limits = {
+        "model.max_context_tokens": config.model.max_context_tokens,
+        "the model's max_position_embeddings": read_json(model / "config.json").get("max_position_embeddings"),
+    }
+    for name, limit in limits.items():
+        if limit is not None and length + new > limit:
+            way_out = f"set rollout.max_new_tokens to {limit - length} or less" if length < limit else "shorten the prompts"
+            raise UserError(
+                f"prompt {longest + 1} has {length} tokens, with rollout.max_new_tokens = {new} that makes {length + new}, and "
+                f"{name} is {limit}: {way_out}"
+            )
+    return config.model.max_context_tokens or length + new
+
+
+async def _random_model(config: Config, rows: Sequence[Row], folder: Path) -> Path:
+    """Made in a process of its own, since this one imports no torch."""
+    with tempfile.NamedTemporaryFile("wb", suffix=".jsonl") as texts:
+        texts.write(b"\n".join(msgspec.json.encode(config.data.prompt_template.format_map(row)) for row in rows))
+        texts.flush()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "asyncflow.engines.train.random_model", config.model.path, str(folder), "--texts", texts.name,
+            "--seed", str(config.run.seed),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, errors = await process.communicate()
+    if process.returncode:
+        last = (errors.decode(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+        raise (UserError if process.returncode == 2 else RunError)(f"model.path: {last}")
+    return folder
