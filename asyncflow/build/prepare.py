@@ -24,7 +24,6 @@ from asyncflow.rewards.sandbox import RewardPool
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.types import RunError, UserError, group_bits_for
 from asyncflow.workflows import SCHEDULES
-
 from asyncflow.workflows.samples import Prompt, Shape
 
 TOKENIZER_FILES = (
@@ -80,7 +79,7 @@ def check_choices(config: Config) -> None:
     build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
     algorithm: Algorithm = build("algorithm", config.algorithm.name, config.algorithm.options, ALGORITHMS)
     if algorithm.needs_reference:
-        raise UserError("this algorithm's options ask for a reference model, and no engine computes one: set its KL coefficient to 0")
+        raise UserError("the algorithm asks for a reference model, and no engine computes one: set its KL coefficient to 0")
 
 
 def reward_pool(config: Config, name: str) -> RewardPool:
