@@ -1,8 +1,8 @@
 """What generating and training side by side gains: synchronous and periodic runs, real engines, two processes of one thread.
 
-    python benchmarks/overlap.py [--slots 8 16 32 64 128 256] [--steps 6] [--json FILE]
+    python benchmarks/overlap.py [--slots 8 16 32 64 128 256] [--steps 5] [--json FILE]
 
-Both schedules run the same seed and workload: 32 prompts x 8 responses a step, a random Qwen2 whose end is one of several tokens,
+Both schedules run the same seed and workload: 64 prompts x 8 responses a step, a random Qwen2 whose end is one of several tokens,
 so that lengths are geometric, as real ones nearly are. From the synchronous run's spans come, for every step, the moments done_i
 at which its groups were complete (from the start of generation, in order) and the time train_i that each took to train. With
 nothing but those, a step that trains each group as soon as it is there lasts
@@ -56,7 +56,7 @@ def run(folder: Path, model: Path, schedule: str, slots: int, steps: int) -> tup
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
             "rollout": {"num_slots": slots, "group_size": 8, "max_new_tokens": MAX_NEW_TOKENS},
-            "train": {"prompts_per_step": 32, "learning_rate": 1e-6},
+            "train": {"prompts_per_step": 64, "learning_rate": 1e-6},
             "telemetry": {"trackers": [], "samples_per_step": 0},
         }
     )
@@ -88,7 +88,7 @@ def recurrence(spans: list[Span], step: int) -> float:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--slots", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
-    arguments.add_argument("--steps", type=int, default=6)
+    arguments.add_argument("--steps", type=int, default=5)
     given = arguments.parse_args()
     figures, walls = [], {"synchronous": [], "periodic": []}
     print("seconds a step, medians\nslots  synchronous  generate   train  recurrence  periodic  per/rec  syn/per")
