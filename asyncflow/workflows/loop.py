@@ -95,17 +95,16 @@ async def produce(by: Producer, leased: Leased, request: Request) -> None:
     """One group: generate; score and enqueue each response as soon as it ends."""
     samples = [row - (request.meta.group << by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
-    key = SampleKey(by.shape.seed, request.meta.group)
+    key, prompt = SampleKey(by.shape.seed, request.meta.group), by.decode(request.prompt_ids)
     async with asyncio.TaskGroup() as scoring:
         async for response in by.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
             by.on_response(response)
-            scoring.create_task(_score_and_enqueue(by, leased, request, response))
+            scoring.create_task(_score_and_enqueue(by, leased, request, prompt, response))
 
 
-async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, response: Response) -> None:
+async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, prompt: str, response: Response) -> None:
     row = (request.meta.group << by.shape.group_bits) | response.sample
-    text = by.decode(response.token_ids)
-    sample = Sample(by.decode(request.prompt_ids), text, request.example, response.finish_reason == "stop")
+    sample = Sample(prompt, by.decode(response.token_ids), request.example, response.finish_reason == "stop")
     try:
         reward = await by.score(sample)  # 7
     except RewardFailure as failure:  # it fails its row; it does not become a 0
