@@ -31,6 +31,7 @@ from asyncflow.engines.rollout.slot_cache import SlotCache
 from asyncflow.types import Array
 
 MIN_ROWS = 4
+ROW_STEP = 8  # decode steps come in multiples of it, at least MIN_ROWS
 PACKED_ROWS = 64  # the number of rows for which oneDNN chooses the order of a packed weight; any number may come
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -163,9 +164,12 @@ class Linear:
         """Forget the packed copy."""
         self._packed = None
 
-    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]; `plus` [rows, outputs] is added."""
-        if not self._is_packable:
+    def __call__(self, x: Tensor, plus: Tensor | None = None, *, packed: bool) -> Tensor:
+        """[rows, inputs] -> [rows, outputs]; `plus` [rows, outputs] is added. `packed`: from the packed copy, if there can be one.
+
+        oneDNN keeps 0.7 MB of code for every number of rows that it has seen, so only passes of few different sizes may ask for it.
+        """
+        if not (packed and self._is_packable):
             y = F.linear(x, self.weight, self.bias)
             return y if plus is None else y.add_(plus)
         if self._packed is None:
@@ -231,7 +235,7 @@ class Decoder:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            num_slots=max(num_slots, MIN_ROWS),
+            num_slots=num_slots + -num_slots % ROW_STEP,
             max_context=max_context,
             like=self.norm,
         )
@@ -316,16 +320,18 @@ class Decoder:
     def decode(self, tokens: Array, positions: Array) -> Tensor:
         """Logits (float32 [N, V]) after one more token of slots 0 .. N-1 (int64 [N]), at its position (int64 [N])."""
         num_rows = len(tokens)
-        if num_rows < MIN_ROWS:
-            tokens, positions = (np.append(a, np.zeros(MIN_ROWS - num_rows, np.int64)) for a in (tokens, positions))
+        inert = np.zeros(-num_rows % ROW_STEP, np.int64)  # they write into slots that are free
+        tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         step, scale = self.cache.step(positions), self.config.head_dim**-0.5
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
             return self.cache.attend(layer, step, q_NHD * scale, k_NKD, v_NKD)
 
-        return self._forward(tokens, positions, attend)[:num_rows]
+        return self._forward(tokens, positions, attend, packed=True)[:num_rows]
 
-    def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted: list[int] | None = None) -> Tensor:
+    def _forward(
+        self, tokens: Array, positions: Array, attend: Attend, wanted: list[int] | None = None, *, packed: bool = False
+    ) -> Tensor:
         """Logits (float32 [T, V]); of the tokens `wanted` alone, if given: the others stop when the last layer has their keys."""
         c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
@@ -334,7 +340,7 @@ class Decoder:
         x_TE = self.embedding[torch.from_numpy(tokens).to(self.device)]
         for index, layer in enumerate(self.layers):
             h_TE = F.rms_norm(x_TE, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
-            qkv = layer.qkv(h_TE).view(len(x_TE), -1, c.head_dim)
+            qkv = layer.qkv(h_TE, packed=packed).view(len(x_TE), -1, c.head_dim)
             qk = qkv[:, :num_qk]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm
@@ -342,12 +348,12 @@ class Decoder:
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
             if wanted is not None and layer is self.layers[-1]:
                 x_TE, attended = x_TE[wanted], attended[wanted]
-            x_TE = layer.output(attended, plus=x_TE)
+            x_TE = layer.output(attended, x_TE, packed=packed)
             h_TE = F.rms_norm(x_TE, (c.hidden_size,), layer.mlp_norm, c.rms_norm_eps)
-            gate, up = layer.gate_up(h_TE).chunk(2, -1)
-            x_TE = layer.down(F.silu(gate).mul_(up), plus=x_TE)
+            gate, up = layer.gate_up(h_TE, packed=packed).chunk(2, -1)
+            x_TE = layer.down(F.silu(gate).mul_(up), x_TE, packed=packed)
         h_TE = F.rms_norm(x_TE, (c.hidden_size,), self.norm, c.rms_norm_eps)
-        return self.lm_head(h_TE).float()
+        return self.lm_head(h_TE, packed=packed).float()
 
 
 def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
