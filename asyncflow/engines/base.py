@@ -70,6 +70,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Do what of an install can be done beside generation. Optional: `install` does what was not prepared.
+
+        The tensors are not to change until that version is installed, or another one prepared. Raises as `install`.
+        """
+        ...
+
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` (Hugging Face names) into the weights in place; later tokens are generated under `version`.
 

@@ -104,6 +104,7 @@ class Rollout:
         while (manifest := await self._board.newer_than(self._installed)) is not None:
             start = self._spans.clock()
             tensors = await self._receiver.fetch(manifest)
+            await self._engine.prepare(manifest.version, tensors)
             self._spans.beside("fetch", start, version=manifest.version, bytes=manifest.num_bytes)
             if not await self._board.may_install(manifest.version):
                 return

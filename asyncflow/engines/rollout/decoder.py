@@ -151,18 +151,23 @@ class Linear:
     """`x @ weight.T + bias`. weight [outputs, inputs] is the buffer that installs write.
 
     On an x86 CPU the product is taken from a copy that oneDNN has put into the order its kernels read ("packed"): MKL reorders the
-    weight in every call, which makes it 1.4 times slower at 36 rows and 2 times at 4. The copy is made at the first use after an
-    install and doubles the memory of the weights.
+    weight in every call, which makes it 1.4 times slower at 36 rows and 2 times at 4. Packing costs ten times a memcpy, so it is
+    done ahead of an install (`pack`), or else at the first use after it. It doubles the memory of the weights.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> None:
+        """`names`: the checkpoint's tensors that the weight's rows are, in order."""
+        self.names, self.weight, self.bias = names, weight, bias
         self._is_packable = weight.device.type == "cpu" and can_pack(weight.dtype)
-        self._packed: Tensor | None = None
+        self.packed: Tensor | None = None
 
-    def weight_changed(self) -> None:
-        """Forget the packed copy."""
-        self._packed = None
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """The packed copy of a weight that may be installed later; None where there can be none."""
+        if not self._is_packable:
+            return None
+        pieces = [tensors[name].to(self.weight.dtype) for name in self.names]
+        fused = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+        return torch.ops.mkldnn._reorder_linear_weight(fused, PACKED_ROWS)
 
     def __call__(self, x: Tensor, plus: Tensor | None = None, *, packed: bool) -> Tensor:
         """[rows, inputs] -> [rows, outputs]; `plus` [rows, outputs] is added. `packed`: from the packed copy, if there can be one.
@@ -172,11 +177,11 @@ class Linear:
         if not (packed and self._is_packable):
             y = F.linear(x, self.weight, self.bias)
             return y if plus is None else y.add_(plus)
-        if self._packed is None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
         if plus is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, plus, self._packed, self.bias, "add")
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, plus, self.packed, self.bias, "add")
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -219,11 +224,12 @@ class Decoder:
         self.layers = [self._layer(f"model.layers.{i}") for i in range(config.num_hidden_layers)]
         self.norm = self._buffer(config.hidden_size)
         self._name(self.norm, "model.norm.weight")
-        head = self.embedding
+        head, head_name = self.embedding, "model.embed_tokens.weight"
         if not config.tie_word_embeddings:
-            head = self._buffer(config.vocab_size, config.hidden_size)
-            self._name(head, "lm_head.weight")
-        self.lm_head = Linear(head, None)
+            head, head_name = self._buffer(config.vocab_size, config.hidden_size), "lm_head.weight"
+            self._name(head, head_name)
+        self.lm_head = Linear([head_name], head, None)
+        self.linears = [x for layer in self.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down)] + [self.lm_head]
 
         angles = torch.arange(max_context)[:, None].float() * rope_frequencies(config.head_dim, config.rope)
         cos, sin = angles.cos(), angles.sin()
@@ -265,7 +271,7 @@ class Decoder:
             self._name(weight, *(f"{prefix}.{name}.weight" for name in names.split()), sizes=sizes)
             if bias is not None:
                 self._name(bias, *(f"{prefix}.{name}.bias" for name in names.split()), sizes=sizes)
-            return Linear(weight, bias)
+            return Linear([f"{prefix}.{name}.weight" for name in names.split()], weight, bias)
 
         qkv = linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", (q, kv, kv), c.hidden_size, c.qkv_bias)
         qk_norm = self._buffer(sum(heads), c.head_dim) if c.qk_norm else None
@@ -277,8 +283,26 @@ class Decoder:
         down = linear("mlp.down_proj", (c.hidden_size,), c.intermediate_size, c.mlp_bias)
         return Layer(norm("input_layernorm"), qkv, qk_norm, output, norm("post_attention_layernorm"), gate_up, down)
 
-    def install(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy every weight into its buffer, converting its dtype. `ValueError`, changing nothing, when one does not fit."""
+    def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """The slow part of an install, done beside generation: the packed copies. `ValueError` when a weight does not fit."""
+        tensors = self._checked(tensors)
+        with torch.inference_mode():
+            return [linear.pack(tensors) for linear in self.linears]
+
+    def install(self, tensors: Mapping[str, Tensor], packed: Sequence[Tensor | None] | None = None) -> None:
+        """Copy every weight into its buffer, converting its dtype. `ValueError`, changing nothing, when one does not fit.
+
+        `packed`: what `prepare` made of the same tensors.
+        """
+        tensors = self._checked(tensors)
+        with torch.no_grad():
+            for name, (piece, _) in self.slices.items():
+                piece.copy_(tensors[name])
+        for linear, copy in zip(self.linears, packed or [None] * len(self.linears), strict=True):
+            linear.packed = copy
+
+    def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors by the names of the buffers. `ValueError` naming what does not fit."""
         tensors = dict(tensors)
         head = tensors.pop("lm_head.weight", None) if self.config.tie_word_embeddings else None
         if head is not None and not torch.equal(head, tensors["model.embed_tokens.weight"]):
@@ -291,13 +315,7 @@ class Decoder:
                 raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the model has {shape}")
             if not tensors[name].is_floating_point():
                 raise ValueError(f"{name} has dtype {tensors[name].dtype}, which is not a floating-point one")
-        with torch.no_grad():
-            for name, (piece, _) in self.slices.items():
-                piece.copy_(tensors[name])
-        for layer in self.layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                linear.weight_changed()
-        self.lm_head.weight_changed()
+        return tensors
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[tuple[int, int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys go to `count` slots from `first`: `(first, count)`."""

@@ -33,6 +33,7 @@ from torch import Tensor
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import Decoder, DecoderConfig, load_tensors
 from asyncflow.engines.rollout.noise import inverse_cdf, stream_keys, uniforms
+from asyncflow.threads import ComputeThread
 from asyncflow.types import Array
 
 PREFILL_TOKENS = 512  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
@@ -99,9 +100,9 @@ class Slots:
         for request in requests:
             request.deliver(error)
 
-    def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def install(self, version: int, tensors: Mapping[str, Tensor], packed: Sequence[Tensor | None] | None) -> None:
         """New weights for the tokens from now on; `ValueError`, changing nothing, when they are not the model's."""
-        self._decoder.install(tensors)
+        self._decoder.install(tensors, packed)
         self.version = version
         self._is_current[:] = False
         for slot, spans in enumerate(self._spans):
@@ -239,7 +240,7 @@ class SlotEngine:
         self.is_deterministic = device == "cpu" and num_threads == 1
         fields = json.loads((model_path / "config.json").read_text())
         self._vocab_size = fields["vocab_size"]
-        decoder = Decoder(
+        self._decoder = decoder = Decoder(
             DecoderConfig.from_fields(fields),
             num_slots=num_slots,
             max_context=max_context,
@@ -251,6 +252,8 @@ class SlotEngine:
         self._slots = Slots(decoder, num_slots=num_slots, max_context=max_context, stop_ids=stop_ids, version=version)
         self._held = 0  # slots that responses hold or await; touched by the event loop alone
         self._is_closed = False
+        self._prepared: tuple[int | None, list[Tensor | None] | None] = (None, None)
+        self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
         self._thread.start()
@@ -309,16 +312,24 @@ class SlotEngine:
             if remaining:
                 self._inbox.put(partial(self._slots.cancel, request))
 
+    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `RolloutEngine`. Runs in a thread of its own, beside the one that generates."""
+        self._prepared = (version, await self._preparing.run(self._decoder.prepare, tensors))
+
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. Happens between two decode steps."""
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
-        await asyncio.wrap_future(self._hand_in(partial(self._slots.install, version, tensors)))
+        prepared_version, packed = self._prepared
+        call = partial(self._slots.install, version, tensors, packed if prepared_version == version else None)
+        self._prepared = (None, None)
+        await asyncio.wrap_future(self._hand_in(call))
 
     async def close(self) -> None:
         """See `RolloutEngine`."""
         if not self._is_closed:
             self._is_closed = True
+            self._preparing.close()
             failed = self._hand_in(partial(self._slots.fail, RuntimeError("the rollout engine is closed")))
             self._inbox.put(None)
             await asyncio.wrap_future(failed)

@@ -12,7 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, DecoderConfig, load_tensors, rope_frequencies
+from asyncflow.engines.rollout.decoder import (
+    MIN_ROWS,
+    ROW_STEP,
+    Decoder,
+    DecoderConfig,
+    Linear,
+    load_tensors,
+    rope_frequencies,
+)
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -180,6 +188,26 @@ def test_plain_products_equal_packed_ones(saved: tuple[PreTrainedModel, Path], m
     monkeypatch.setattr("asyncflow.engines.rollout.decoder.can_pack", lambda dtype: False)
     plain = teacher_forced(load(saved[1]), prompts, responses)
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(packed, plain, strict=True))
+
+
+def test_packed_products_see_few_numbers_of_rows(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps code for every number of rows: prompts of all lengths must not reach it, nor must every number of slots."""
+    seen: set[int] = set()
+    product = Linear.__call__
+
+    def spy(self: Linear, x: torch.Tensor, plus: torch.Tensor | None = None, *, packed: bool) -> torch.Tensor:
+        if packed:
+            seen.add(len(x))
+        return product(self, x, plus, packed=packed)
+
+    monkeypatch.setattr(Linear, "__call__", spy)
+    decoder = load(saved[1])
+    with torch.inference_mode():
+        for length in (3, 8, 13):
+            decoder.prefill([np.arange(length)], [(0, 1)])
+        for rows in range(1, decoder.cache.tensor.shape[2] + 1):
+            decoder.decode(np.zeros(rows, np.int64), np.full(rows, 5))
+    assert seen and all(rows % ROW_STEP == 0 for rows in seen)
 
 
 def test_shards_load_like_one_file(tmp_path: Path) -> None:

@@ -237,6 +237,30 @@ async def test_an_install_in_mid_response(saved: tuple[PreTrainedModel, Path]) -
     assert not np.array_equal(after.logprobs, before.logprobs)
 
 
+async def test_a_prepared_install_gives_the_bits_of_an_unprepared_one(saved: tuple[PreTrainedModel, Path]) -> None:
+    """Also when another version was prepared, which must not be taken for it."""
+    model, path = saved
+    made = []
+    for prepared in (None, 7, 8):
+        async with opened(path) as engine:
+            if prepared is not None:
+                await engine.prepare(prepared, tensors_of(model, 0.05 if prepared == 7 else 0.5))
+            await engine.install(7, tensors_of(model, 0.05))
+            made.append((await responses(engine, [0], 40))[0])
+    assert all(np.array_equal(made[0].logprobs, other.logprobs) for other in made[1:])
+
+
+async def test_preparing_changes_nothing_and_refuses_what_does_not_fit(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    async with opened(path) as engine:
+        before = (await responses(engine, [0], 40))[0]
+        await engine.prepare(7, tensors_of(model, 0.05))
+        with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+            await engine.prepare(8, {name: t for name, t in tensors_of(model, 1.0).items() if name != "model.norm.weight"})
+        assert engine.installed_version == 0
+        assert np.array_equal((await responses(engine, [0], 40))[0].logprobs, before.logprobs)
+
+
 async def test_a_refused_install_leaves_the_version(saved: tuple[PreTrainedModel, Path]) -> None:
     model, path = saved
     async with opened(path) as engine:
