@@ -21,11 +21,8 @@ again with the first token after it, whose pass packs the weights, less a first 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -39,6 +36,7 @@ import numpy as np
 import psutil
 import torch
 import transformers
+from figures import Figure, finish, parser
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
@@ -156,7 +154,7 @@ def compare(engine: SlotEngine, model: Qwen3ForCausalLM, repeats: int) -> tuple[
 
 
 def measure_install(engine: SlotEngine, model: Qwen3ForCausalLM) -> dict[str, float]:
-    """Median seconds of a preparation, of an install, of a memcpy of as many bytes; bytes by which 100 installs grow us."""
+    """Median seconds of a preparation, an install, a memcpy of as many bytes; bytes by which each of 100 installs grows us."""
     tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     source = torch.randn(sum(tensor.numel() for tensor in tensors.values()))
     target = source.clone()
@@ -167,11 +165,10 @@ def measure_install(engine: SlotEngine, model: Qwen3ForCausalLM) -> dict[str, fl
         await work
         seconds.setdefault(name, []).append(time.perf_counter() - start)
 
-    async def measure() -> int:
+    async def measure() -> float:
         two_tokens = ([np.arange(8)], [2])  # a prefill and a decode step
+        resident = []
         for version in range(120):
-            if version == 20:
-                before = psutil.Process().memory_info().rss
             await timed("prepare", engine.prepare(version, tensors))
             await timed("install", engine.install(version, tensors))
             await timed("first tokens", run_engine(engine, *two_tokens))
@@ -179,11 +176,11 @@ def measure_install(engine: SlotEngine, model: Qwen3ForCausalLM) -> dict[str, fl
             start = time.perf_counter()
             target.copy_(source)
             seconds.setdefault("memcpy", []).append(time.perf_counter() - start)
-        return psutil.Process().memory_info().rss - before
+            resident.append(psutil.Process().memory_info().rss)
+        return float(np.polyfit(range(100), resident[20:], 1)[0])
 
-    growth = asyncio.run(measure())
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    return {**median, "growth": growth}
+    slope = asyncio.run(measure())
+    return {**{name: statistics.median(values) for name, values in seconds.items()}, "slope": slope}
 
 
 def speedup(rates: dict[str, np.ndarray]) -> float:
@@ -192,48 +189,37 @@ def speedup(rates: dict[str, np.ndarray]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeats", type=int, default=5)
+    given = arguments.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     model = new_model()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = SlotEngine(Path(folder), num_slots=NUM_REQUESTS, max_context=MAX_CONTEXT, num_threads=1, stop_ids=())
-    rates, cpu_rates = compare(engine, model, arguments.repeats)
+    rates, cpu_rates = compare(engine, model, given.repeats)
     install = measure_install(engine, model)
-    engine_rate, generate, continuous = rates["engine"], rates["generate"], rates["continuous"]
-    rows: list[tuple[str, float, str, tuple[str, float] | None]] = [
-        *((f"rollout_{name}", float(np.median(values)), "new tokens/s", None) for name, values in rates.items()),
-        ("rollout_speedup_over_generate", float(np.median(engine_rate / generate)), "x", None),
-        ("rollout_speedup_over_continuous", float(np.median(engine_rate / continuous)), "x", None),
-        ("rollout_speedup", speedup(rates), "x", (">=", 2.5)),
-        ("rollout_speedup_cpu", speedup(cpu_rates), "x", None),
-        ("rollout_share_of_floor", float(np.median(engine_rate / rates["floor"])), "x", None),
-        ("rollout_speedup_over_generate_ids_only", float(np.median(engine_rate / rates["generate_ids_only"])), "x", None),
-        ("install_over_memcpy", install["install"] / install["memcpy"], "x", ("<=", 3.0)),
-        ("prepare_over_memcpy", install["prepare"] / install["memcpy"], "x", None),
-        ("first_tokens_after_install_over_later_ones", install["first tokens"] / install["tokens"], "x", None),
-        ("install_rss_growth", install["growth"] / 2**20, "MiB", ("<=", 1.0)),
+
+    def over(name: str) -> float:
+        return float(np.median(rates["engine"] / rates[name]))
+
+    figures = [
+        *(Figure(f"rollout, {name}", float(np.median(values)), "new tokens/s") for name, values in rates.items()),
+        Figure("engine / generate(), with log-probs", over("generate"), ""),
+        Figure("engine / generate(), token ids alone", over("generate_ids_only"), ""),
+        Figure("engine / continuous batching", over("continuous"), ""),
+        Figure("engine / floor", over("floor"), ""),
+        Figure("engine / the better of the two", speedup(rates), "", ">= 2.5"),
+        Figure("the same in CPU seconds", speedup(cpu_rates), ""),
+        Figure("install / memcpy of the same bytes", install["install"] / install["memcpy"], "", "<= 3.0"),
+        Figure("prepare (beside generation) / memcpy", install["prepare"] / install["memcpy"], ""),
+        Figure("first tokens after an install / later ones", install["first tokens"] / install["tokens"], ""),
+        Figure("resident memory per install, over 100", install["slope"] / 2**20, "MiB", "<= 0.1"),
     ]
-    print("command:", "OMP_NUM_THREADS=" + os.environ["OMP_NUM_THREADS"], "python", *sys.argv)
-    capability, load = torch.backends.cpu.get_cpu_capability(), os.getloadavg()[0]
-    print(f"machine: {platform.machine()} {capability}, {os.cpu_count()} cores, load {load:.1f}")
-    print(f"python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}")
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {arguments.repeats} repeats")
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {given.repeats} repeats")
     print(", ".join(f"{name} {install[name] * 1e3:.2f} ms" for name in ("prepare", "install", "memcpy", "first tokens", "tokens")))
-    results = []
-    for name, value, unit, target in rows:
-        met = None if target is None else (value >= target[1] if target[0] == ">=" else value <= target[1])
-        wanted = None if target is None else f"{target[0]} {target[1]}"
-        results.append({"name": name, "value": value, "unit": unit, "target": wanted, "met": met})
-        verdict = "" if met is None else f"target {wanted}: {'met' if met else 'NOT MET'}"
-        print(f"{name:40} {value:12,.2f} {unit:14} {verdict}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(result["met"] is False for result in results))
+    return finish(figures, given.json)
 
 
 if __name__ == "__main__":
