@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py [--slots 8 16 32 64 128 256] [--steps 5] [--json FILE]
 
-Both schedules run the same seed and workload: 64 prompts x 8 responses a step, a random Qwen2 whose end is one of several tokens,
+Both schedules run the same seed and workload: 48 prompts x 8 responses a step, a random Qwen2 whose end is one of several tokens,
 so that lengths are geometric, as real ones nearly are. From the synchronous run's spans come, for every step, the moments done_i
 at which its groups were complete (from the start of generation, in order) and the time train_i that each took to train. With
 nothing but those, a step that trains each group as soon as it is there lasts
@@ -32,8 +32,8 @@ from asyncflow.job import Job
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import read_spans
 
-END_TOKENS = 0.014  # share of the vocabulary that ends a response
-MAX_NEW_TOKENS = 192
+END_TOKENS = 0.009  # share of the vocabulary that ends a response
+MAX_NEW_TOKENS = 256
 
 
 def make_model(folder: Path) -> Path:
@@ -56,7 +56,7 @@ def run(folder: Path, model: Path, schedule: str, slots: int, steps: int) -> tup
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
             "rollout": {"num_slots": slots, "group_size": 8, "max_new_tokens": MAX_NEW_TOKENS},
-            "train": {"prompts_per_step": 64, "learning_rate": 1e-6},
+            "train": {"prompts_per_step": 48, "learning_rate": 1e-6},
             "telemetry": {"trackers": [], "samples_per_step": 0},
         }
     )
