@@ -221,8 +221,12 @@ class Driver:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.is_skipped else 0
         if not update.is_skipped:
             return
-        rows = totals.non_finite_rows
-        why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite" if rows else "the gradient was not finite"
+        rows, shape = totals.non_finite_rows, self.shape
+        first_group, next_group = (step * shape.prompts_per_step for step in (totals.step, totals.step + 1))
+        first, last = first_group << shape.group_bits, ((next_group - 1) << shape.group_bits) + shape.group_size - 1
+        why = f"the gradient of rows {first} to {last} together was not finite"
+        if rows:
+            why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite"
         if not totals.sequences:
             why = "no row was left to train on"
         self._says(f"step {totals.step} is skipped, the weights stay as they are: {why}")

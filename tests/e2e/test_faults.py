@@ -43,8 +43,9 @@ import torch
 from asyncflow.algorithms.grpo import GRPO
 
 class Sometimes(GRPO):
-    def __init__(self, *, bad_calls=(), sleep_from=10**9, **options):
+    def __init__(self, *, bad_calls=(), bad_gradients=(), sleep_from=10**9, **options):
         super().__init__(**options)
+        self.bad_gradients = set(bad_gradients)
         self.calls, self.bad_calls, self.sleep_from = 0, set(bad_calls), sleep_from
 
     def loss(self, batch):
@@ -54,6 +55,8 @@ class Sometimes(GRPO):
             time.sleep(60)
         if self.calls in self.bad_calls:
             return type(sums)(sums.loss * float("nan"), sums.metrics)
+        if self.calls in self.bad_gradients:  # finite itself, but its derivative is 0 / 0
+            return type(sums)(sums.loss + torch.sqrt(0 * batch.logprobs_T).sum(), sums.metrics)
         return sums
 """
 
@@ -102,6 +105,15 @@ def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(s
     assert job.rows[0]["policy/non_finite_micro_batches"] == 1
     named = [text for text in said if "step 0 is skipped" in text]
     assert len(named) == 1 and "rows" in named[0] and any(character.isdigit() for character in named[0].split("rows")[1])
+
+
+def test_a_gradient_that_is_not_finite_names_the_rows_of_its_step(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(BAD_LOSS)
+    job, said = run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_gradients": [6]}, run={"steps": 3}))
+    assert [job.rows[s]["policy/skipped_updates"] for s in range(3)] == [0, 1, 0]
+    assert [text for text in said if "gradient" in text] == [
+        "step 1 is skipped, the weights stay as they are: the gradient of rows 16 to 31 together was not finite"
+    ]
 
 
 def test_three_skipped_steps_in_a_row_end_the_run(small: Small, tmp_path: Path) -> None:
