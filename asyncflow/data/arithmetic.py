@@ -17,14 +17,12 @@ Left out: wrong solutions (the program that makes the starting model writes thos
 whose subject is anyone but the person asked about.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from pathlib import Path
 from random import Random
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 Split = Literal["train", "heldout", "warmstart"]
 
@@ -95,16 +93,10 @@ def problems(seed: int, split: Split) -> Iterator[Problem]:
     return _draw_split(seed, split)
 
 
-def as_examples(seed: int, split: Split, num_examples: int) -> list[dict[str, str]]:
+def as_examples(seed: int, split: Split, num_examples: int) -> list[dict[str, Any]]:
     """The first problems of a split as data-set rows: `question`, and `answer` as the plain number."""
     drawn = islice(problems(seed, split), num_examples)
     return [{"question": problem.question, "answer": problem.answer} for problem in drawn]
-
-
-def write_jsonl(path: Path, seed: int, split: Split, num_examples: int) -> None:
-    """Write the rows of `as_examples` to a file, one JSON object a line, in UTF-8."""
-    rows = as_examples(seed, split, num_examples)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def split_of(question: str) -> Split:

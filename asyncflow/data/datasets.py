@@ -23,7 +23,7 @@ def load_rows(path: str, *, seed: int, split: Split, limit: int | None = None) -
     A generated set has `GENERATED_ROWS` rows unless limited; its `split` decides which problems can occur.
     """
     if path.startswith("generated:"):
-        return list(itertools.islice(_generated(path, seed, split), limit or GENERATED_ROWS))
+        return _generated(path, seed, split, limit or GENERATED_ROWS)
     rows = list(itertools.islice(_read_jsonl(Path(path)), limit))
     if not rows:
         raise UserError(f"the data file {path} has no rows")
@@ -46,13 +46,11 @@ def template_columns(template: str) -> list[str]:
         raise UserError(f"data.prompt_template {template!r} cannot be parsed: {error}; write {{{{ for a literal brace") from error
 
 
-def _generated(path: str, seed: int, split: Split) -> Iterator[Row]:
-    sources: dict[str, Callable[[], Iterator[Row]]] = {
-        "generated:arithmetic": lambda: ({"question": p.question, "answer": p.answer} for p in arithmetic.problems(seed, split))
-    }
+def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
+    sources: dict[str, Callable[[int, Split, int], list[Row]]] = {"generated:arithmetic": arithmetic.as_examples}
     if path not in sources:
         raise UserError(f"data set {path!r} is not known; there is {', '.join(sources)}")
-    return sources[path]()
+    return sources[path](seed, split, count)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

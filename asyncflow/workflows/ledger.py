@@ -237,10 +237,6 @@ class LedgerService:
         self.on_committed(self.ledger.commit(step), update)
         self.changed()
 
-    async def until_committed(self, steps: int) -> bool:
-        """Wait until so many steps are committed. False: the run is stopping."""
-        return await self._until(lambda: self.ledger.committed >= steps)
-
     def generated(self, rows: list[int]) -> None:
         """Told by the rollout task's controller."""
         self.ledger.generated(rows)

@@ -21,7 +21,7 @@ from asyncflow.engines.base import OptimResult, Response, RolloutEngine, SampleK
 from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import Array, GroupMeta
+from asyncflow.types import Array, GroupMeta, row_index
 from asyncflow.weight_sync.base import WeightSender
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService, StepTotals, Update
@@ -93,7 +93,7 @@ async def feed(
 
 async def produce(by: Producer, leased: Leased, request: Request) -> None:
     """One group: generate; score and enqueue each response as soon as it ends."""
-    samples = [row - (request.meta.group << by.shape.group_bits) for row in request.rows]
+    samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
     key, prompt = SampleKey(by.shape.seed, request.meta.group), by.decode(request.prompt_ids)
     async with asyncio.TaskGroup() as scoring:
@@ -103,7 +103,7 @@ async def produce(by: Producer, leased: Leased, request: Request) -> None:
 
 
 async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, prompt: str, response: Response) -> None:
-    row = (request.meta.group << by.shape.group_bits) | response.sample
+    row = row_index(request.meta.group, response.sample, by.shape.group_bits)
     sample = Sample(prompt, by.decode(response.token_ids), request.example, response.finish_reason == "stop")
     try:
         reward = await by.score(sample)  # 7

@@ -205,22 +205,12 @@ async def test_training_starts_when_the_schedule_lets_it() -> None:
         assert await settled(waiting) and waiting.result() is True
 
 
-async def test_until_committed_waits_for_so_many_steps() -> None:
-    books = Service()
-    waiting = asyncio.create_task(books.service.until_committed(1))
-    await books.service.open([meta(0)])
-    await books.service.consume(0, consumed(0, 1))
-    assert not await settled(waiting)
-    await books.service.commit(0, UPDATE)
-    assert await waiting is True
-
-
 async def test_stopping_answers_everybody_who_waits_with_no() -> None:
     books = Service()
-    asked = [books.service.may_admit(0), books.service.may_train(0), books.service.until_committed(1)]
+    asked = [books.service.may_admit(0), books.service.may_train(0)]
     waiting = [asyncio.create_task(question) for question in asked]
     assert not await settled(waiting[0])
     books.service.stop()
-    assert await asyncio.gather(*waiting) == [False] * 3
+    assert await asyncio.gather(*waiting) == [False] * len(asked)
     assert await books.service.may_train(0) is False
     assert await books.service.totals(0) is None
