@@ -57,18 +57,21 @@ def row_index(prompt_index: int, sample: int, group_bits: int) -> int:
 class Column:
     """A declared column.
 
-    `dtype` is a numpy dtype name. A ragged column holds a one-dimensional array of its own length for every entry; a dense one
-    holds a scalar. `per` says whether there is an entry for every row, or one for every group (a prompt is stored once).
+    `dtype` is a numpy dtype name. A dense column holds an array of `shape` for every entry (`()`: a scalar), a ragged one an array
+    [length, *shape] of its own length. `per` says whether there is an entry for every row, or one for every group (a prompt is
+    stored once). The lengths of columns that `counts_tokens` add up to what a row weighs in token budgets and balances.
     """
 
     name: str
     dtype: str
     ragged: bool = False
     per: Literal["row", "group"] = "row"
+    shape: tuple[int, ...] = ()
+    counts_tokens: bool = False
 
 
 class Ragged:
-    """Arrays of unequal lengths, end to end: `values` [total], `offsets` int64 [n + 1], first 0, last `total`."""
+    """Arrays of unequal lengths, end to end: `values` [total, ...], `offsets` int64 [n + 1], first 0, last `total`."""
 
     __slots__ = ("offsets", "values")
 

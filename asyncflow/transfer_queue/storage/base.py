@@ -1,36 +1,65 @@
-"""The storage contract: columns by row or by group, written once."""
+"""The storage contract: where a unit keeps columns. What may be written, and who is told, is the unit's business, not the storage's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from asyncflow.types import Array, Batch, Column
+import msgspec
+
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.types import Array, Batch, GroupMeta
+
+
+class Stored(msgspec.Struct):
+    """What `recover` finds: rows that have the same columns, with the groups (each once) that they belong to."""
+
+    metas: list[GroupMeta]
+    rows: Array
+    columns: list[str]
 
 
 class Storage(Protocol):
-    """Where a unit keeps its columns."""
+    """Columns by row or by group. Calls may overlap; two that concern the same entry of a column never do."""
 
-    def declare(self, columns: Iterable[Column]) -> None:
-        """The columns there are, once, before anything is written."""
+    is_durable: bool
+    """Whether what is written outlives the unit's process."""
+
+    async def open(self, schema: Schema) -> None:
+        """Once, before anything else. Raises `RunError` saying what to do when the backend cannot be reached."""
         ...
 
-    def write(self, batch: Batch) -> Array:
-        """Store a batch: all its columns for a row, or none. Returns bool [n]: False where a row had one of them already.
-
-        Group columns are stored unless their group has them. Raises `ValueError` naming the row and the column that does not fit.
-        """
+    async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
+        """Store a batch that fits the schema: all of it, or nothing and an exception. Row columns have an entry for each of
+        `batch.indices`, group columns one for each of `batch.groups`; no entry has been there before. `metas`: the groups that are
+        new. An array that is writeable is the caller's and is copied; a read-only one may be kept as it is."""
         ...
 
-    def read(self, indices: Array, columns: Sequence[str]) -> Batch:
-        """The columns of rows, in the order asked. Raises `LookupError` naming the first row and column not there."""
+    async def read(self, indices: Array, columns: Sequence[str]) -> Batch:
+        """The columns of rows, in the order asked; `groups` in the order of first appearance. All entries are there."""
         ...
 
-    def drop(self, indices: Array) -> None:
-        """Free rows, and a group's columns with its last row. Unknown rows are passed over."""
+    async def drop(self, rows: Array, groups: Array) -> None:
+        """Free rows, and groups whose last row has gone. Their memory is given back, also when neighbours of theirs stay."""
+        ...
+
+    def recover(self) -> AsyncIterator[Stored]:
+        """What has outlived an earlier process."""
+        ...
+
+    async def keep(self, name: str, value: bytes) -> None:
+        """Keep a small fact of the unit's own, in place of the one of this name before."""
+        ...
+
+    async def kept(self, name: str) -> bytes | None:
+        """The fact of this name."""
         ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of values held."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the backend; what is durable stays there."""
         ...

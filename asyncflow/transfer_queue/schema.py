@@ -1,0 +1,158 @@
+"""What a queue holds: its columns, its tasks, and the bit that each column has in a row's mask. Pure.
+
+A row's state is a mask of the columns that it has. Besides the declared columns there are marks, columns of the queue's own:
+
+    done/<task>   written by a task that has no outputs of its own, when it is done with a row
+    dead          the error of a row that has been given up: it is dead for every task
+    filtered      the reason why a row was taken out: it is out for every task
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged
+
+DEAD = "dead"
+FILTERED = "filtered"
+MAX_COLUMNS = 64
+
+
+class TaskSpec(msgspec.Struct, frozen=True):
+    """A task: the columns that it reads and writes. A task that writes none writes the mark `done/<name>` instead.
+
+    `whole_groups`: a group is handed out only when every live row of it is ready. `purpose` limits the task to groups admitted for
+    `train` or `eval`; empty takes both. `sampler` says who gets which ready rows (see `sampler/`), `sampler_options` its options.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    whole_groups: bool = True
+    purpose: str = ""
+    lease_seconds: float = 120.0
+    max_failures: int = 3
+    sampler: str = "oldest"
+    sampler_options: dict[str, int] = {}
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The columns whose presence means that the task is done for a row."""
+        return self.writes or (f"done/{self.name}",)
+
+
+class Schema(msgspec.Struct, frozen=True, dict=True):
+    """The columns and tasks of a queue. `group_bits`: how many bits of a row's index number it within its group.
+
+    Raises `ValueError` when a task reads or writes a column that is not declared, or when there are too many columns.
+    """
+
+    declared: tuple[Column, ...]
+    tasks: tuple[TaskSpec, ...]
+    group_bits: int
+
+    def __post_init__(self) -> None:
+        known = [column.name for column in self.columns]
+        twice = sorted({name for name in known if known.count(name) > 1})
+        if twice:
+            raise ValueError(f"columns declared twice: {', '.join(twice)}")
+        if len(known) > MAX_COLUMNS:
+            raise ValueError(f"{len(known)} columns, marks included, are more than {MAX_COLUMNS}")
+        for task in self.tasks:
+            for name in (*task.reads, *task.writes):
+                self.column(name)
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """The declared columns, then the marks. A column's position is its bit."""
+        done = (Column(f"done/{task.name}", "uint8") for task in self.tasks)
+        return (*self.declared, *done, Column(DEAD, "uint8", ragged=True), Column(FILTERED, "uint8", ragged=True))
+
+    @cached_property
+    def _bits(self) -> dict[str, int]:
+        return {column.name: 1 << i for i, column in enumerate(self.columns)}
+
+    @cached_property
+    def group_mask(self) -> int:
+        """The bits of the columns that are stored per group."""
+        return self.mask(column.name for column in self.columns if column.per == "group")
+
+    def column(self, name: str) -> Column:
+        """Raises `ValueError` listing the columns when `name` is not one."""
+        if name not in self._bits:
+            raise ValueError(f"column {name!r} is not declared; declared are {', '.join(sorted(c.name for c in self.declared))}")
+        return self.columns[self._bits[name].bit_length() - 1]
+
+    def mask(self, names: Iterable[str]) -> int:
+        """The bits of columns, together. Raises `ValueError` for one that is not declared."""
+        mask = 0
+        for name in names:
+            self.column(name)
+            mask |= self._bits[name]
+        return mask
+
+    def task(self, name: str) -> TaskSpec:
+        """Raises `ValueError` listing the tasks when `name` is not one."""
+        found = next((task for task in self.tasks if task.name == name), None)
+        if found is None:
+            raise ValueError(f"there is no task {name!r}; there are {', '.join(task.name for task in self.tasks)}")
+        return found
+
+    def rows_of(self, metas: Iterable[GroupMeta]) -> Array:
+        """int64: the rows of groups, in order."""
+        parts = [np.arange(m.size, dtype=np.int64) + (m.group << self.group_bits) for m in metas]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def check_metas(self, metas: Sequence[GroupMeta]) -> None:
+        """Raises `ValueError` naming the group whose size or number cannot be."""
+        for meta in metas:
+            if not 1 <= meta.size <= 1 << self.group_bits:
+                raise ValueError(f"group {meta.group} has {meta.size} rows: at most {1 << self.group_bits} fit, at least 1 is needed")
+            if not 0 <= meta.group < 1 << (62 - self.group_bits):
+                raise ValueError(f"group number {meta.group} is out of range")
+
+    def check(self, batch: Batch) -> None:
+        """That a batch fits what is declared. Raises `ValueError` naming the row (or group) and the column that does not."""
+        if batch.indices.dtype != np.int64 or batch.indices.ndim != 1 or batch.groups.dtype != np.int64 or batch.groups.ndim != 1:
+            raise ValueError("indices and groups of a batch are to be int64 [n]")
+        if len(batch.indices) > 1 and len(np.unique(batch.indices)) != len(batch.indices):
+            values, counts = np.unique(batch.indices, return_counts=True)
+            raise ValueError(f"row {values[counts > 1][0]} is in the batch twice")
+        for name, values in batch.columns.items():
+            column = self.column(name)
+            keys = batch.indices if column.per == "row" else batch.groups
+            try:
+                problem, where = _misfit(column, values, len(keys))
+            except (AttributeError, TypeError) as error:
+                problem, where = f"written something that is no column: {error}", 0
+            if problem:
+                key = keys[where] if where < len(keys) else "?"
+                raise ValueError(f"{column.per} {key}, column {name!r}: {problem}")
+
+
+def _misfit(column: Column, values: Array | Ragged, num_entries: int) -> tuple[str, int]:
+    """(what is wrong, the position of the first entry concerned); ("", 0) when nothing is."""
+    if isinstance(values, Ragged) != column.ragged:
+        return f"declared {'ragged' if column.ragged else 'dense'}, written {'dense' if column.ragged else 'ragged'}", 0
+    array = values.values if isinstance(values, Ragged) else values
+    if array.dtype.name != column.dtype:
+        return f"declared {column.dtype}, written {array.dtype.name}", 0
+    if array.ndim != 1 + len(column.shape) or array.shape[1:] != column.shape:
+        what = "entries of length n x" if column.ragged else "entries of"
+        return f"declared {what} shape {column.shape}, written an array of shape {array.shape}", 0
+    if isinstance(values, Ragged):
+        offsets = values.offsets
+        if offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets):
+            return "offsets are to be int64 [n + 1]", 0
+        falling = np.flatnonzero(offsets[1:] < offsets[:-1])
+        if len(falling):
+            return f"its offsets fall from {offsets[falling[0]]} to {offsets[falling[0] + 1]}", int(falling[0])
+        if offsets[0] != 0 or offsets[-1] != len(array):
+            return f"its offsets run from {offsets[0]} to {offsets[-1]}, and there are {len(array)} values", 0
+    if len(values) != num_entries:
+        return f"{len(values)} entries for {num_entries} {column.per}s", min(len(values), num_entries)
+    return "", 0
