@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import psutil
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
@@ -169,6 +170,16 @@ class QueueConfig(Section):
     lease_seconds: PositiveFloat = 120.0
     """What is held without a sign of life for so long is given to somebody else."""
     notify_timeout_seconds: PositiveFloat = 5.0
+    """A controller that has not taken a notice for so long is away: writers no longer wait for it."""
+    capacity_rows: PositiveInt | None = None
+    """Rows that a storage unit may hold; admission waits for room. None: no limit."""
+    capacity_bytes: PositiveInt | None = None
+    """Bytes that a storage unit may hold, counted at admission. None: half of this machine's memory, shared by the units."""
+
+    @property
+    def unit_capacity_bytes(self) -> int:
+        """What a unit may hold."""
+        return self.capacity_bytes or psutil.virtual_memory().total // 2 // self.num_units
 
 
 class TelemetryConfig(Section):

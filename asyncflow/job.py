@@ -109,6 +109,7 @@ class Job:
         listener = self.listener
         driver = Driver(config, prepared, on_step=self._on_step, on_evaluation=self._on_evaluation, says=listener.says)
         self._server, self.driver = driver.server(self), driver
+        await driver.transfer_queue.open()
         await self._server.start(control_socket(config.run_dir))
         await self._cluster.start(self._workers())
         self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), self._watch()]]
@@ -203,9 +204,10 @@ class Job:
             for _, state in sorted(driver.hub.states.items())
         ]
         waits = driver.ledger.ledger.missing()
-        for name, controller in driver.controllers.items():
-            waits += [f"{worker} holds {rows} rows of task {name}" for worker, rows in controller.table.holders().items()]
-        queue = {name: controller.table.counts() for name, controller in driver.controllers.items()}
+        tasks, _ = await driver.queue.status()
+        for name, task in tasks.items():
+            waits += [f"{worker} holds {rows} rows of task {name}" for worker, rows in task.holders.items()]
+        queue = {name: task.counts for name, task in tasks.items()}
         idle = now - driver.last_progress
         return Status(self.config.run.name, driver.ledger.ledger.committed, self.config.run.steps, idle, workers, waits, queue)
 

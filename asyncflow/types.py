@@ -108,7 +108,19 @@ class Ragged:
 
     def take(self, positions: Sequence[int] | Array) -> Ragged:
         """The entries at `positions`, copied."""
-        return Ragged.from_arrays([self[i] for i in positions], self.values.dtype.name)
+        chosen = np.asarray(positions, np.int64)
+        lengths = self.offsets[chosen + 1] - self.offsets[chosen]
+        offsets = np.zeros(len(chosen) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if not len(chosen):
+            return Ragged(self.values[:0].copy(), offsets)
+        if (np.diff(chosen) == 1).all():  # neighbours: one slice
+            return Ragged(self.values[self.offsets[chosen[0]] : self.offsets[chosen[-1] + 1]].copy(), offsets)
+        values = np.empty((offsets[-1], *self.values.shape[1:]), self.values.dtype)
+        starts, ends = self.offsets[chosen].tolist(), self.offsets[chosen + 1].tolist()
+        for i, to in enumerate(offsets[:-1].tolist()):
+            values[to : to + ends[i] - starts[i]] = self.values[starts[i] : ends[i]]
+        return Ragged(values, offsets)
 
     def __repr__(self) -> str:
         return f"Ragged({len(self)} entries, {len(self.values)} {self.values.dtype} values)"

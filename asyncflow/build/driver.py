@@ -18,10 +18,9 @@ from asyncflow.telemetry.metrics import StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue import STORAGES
-from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.metrics import run_metrics
+from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.table import DeadRow
-from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import Server
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES
@@ -29,12 +28,13 @@ from asyncflow.workflows.board import Board
 from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.loop import feed
-from asyncflow.workflows.samples import COLUMNS, Prompt, tasks
+from asyncflow.workflows.samples import Prompt, schema
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 
 SOCKET_FILE = "control.sock"
 EVAL_FILE = "eval.jsonl"
+SNAPSHOTS_DIR = "snapshots"
 SAMPLES_FILE = "samples.jsonl"
 
 
@@ -86,25 +86,21 @@ class Driver:
         self.ledger.on_consumed, self.ledger.on_committed = self._consumed, self._committed
 
     def _build_queue(self) -> None:
-        config = self.config
-        self.tasks = tasks(config.queue.lease_seconds, config.reward.max_attempts)
-        self.controllers = {
-            task.name: Controller(task, self.shape.group_bits, on_done=self._generated, on_dead=self._gave_up)
-            if task.name == "rollout"
-            else Controller(task, self.shape.group_bits)
-            for task in self.tasks
-        }
-        storage = {**config.queue.storage.options, "group_bits": self.shape.group_bits}
-        self.units = [
-            StorageUnit(
-                build("queue storage", config.queue.storage.name, storage, STORAGES),
-                COLUMNS,
-                self.controllers,
-                notify_timeout_seconds=config.queue.notify_timeout_seconds,
-            )
-            for _ in range(config.queue.num_units)
+        config = self.config.queue
+        storages = [
+            build("queue storage", config.storage.name, {**config.storage.options, "unit": number}, STORAGES)
+            for number in range(config.num_units)
         ]
-        self.queue = TransferQueueClient(self.tasks, self.controllers, self.units, self.shape.group_bits)
+        self.transfer_queue = TransferQueue(
+            schema(self.shape.group_bits, config.lease_seconds, self.config.reward.max_attempts),
+            storages,
+            callbacks={"rollout": {"on_done": self._generated, "on_dead": self._gave_up, "on_lost": self._lost}},
+            notify_timeout_seconds=config.notify_timeout_seconds,
+            capacity_rows=config.capacity_rows,
+            capacity_bytes=config.unit_capacity_bytes,
+            snapshot_dir=self.config.run_dir / SNAPSHOTS_DIR,
+        )
+        self.queue = self.transfer_queue.client()
 
     def _open_files(self) -> None:
         run_dir, config = self.config.run_dir, self.config
@@ -116,14 +112,13 @@ class Driver:
 
     def server(self, status: object) -> Server:
         """Serves the run's services; `status` answers `asyncflow status`."""
-        services: dict[str, object] = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
-        services |= {f"controller/{name}": controller for name, controller in self.controllers.items()}
-        services |= {f"unit/{i}": unit for i, unit in enumerate(self.units)}
-        return Server(services, self._client_gone)
+        services = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
+        return Server({**services, **self.transfer_queue.services}, self.transfer_queue.abandon)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""
         return [
+            self.transfer_queue.run(),
             feed(self.queue, self.ledger, self.schedule, self.source, self.held_out, self.shape),
             self._evaluations_in_order(),
         ]
@@ -137,6 +132,7 @@ class Driver:
     async def close(self) -> None:
         """Write what is left and close the files."""
         await asyncio.gather(*self._background)
+        await self.transfer_queue.close()
         for tracker in self._trackers:
             tracker.close()
         self._samples.close()
@@ -176,6 +172,12 @@ class Driver:
         self._start(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 
+    def _lost(self, unit: int, rows: list[int]) -> None:
+        if not self.failure.done():
+            shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
+            why = f"storage unit {unit} has died and lost {len(rows)} rows ({shown}); a durable queue.storage would have kept them"
+            self.failure.set_exception(RunError(why))
+
     def _consumed(self, step: int, group: Consumed) -> None:
         self.progress()
         metrics = self._metrics.setdefault(step, StepMetrics())
@@ -204,7 +206,7 @@ class Driver:
             normaliser=update.normaliser,
             is_skipped=update.is_skipped,
         )
-        redelivered = sum(controller.table.num_redelivered for controller in self.controllers.values())
+        redelivered = sum(c.table.counts()["redelivered"] for c in self.transfer_queue.controllers.values())
         metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
         self._redelivered = redelivered
         committed = self._clock()
@@ -246,6 +248,7 @@ class Driver:
             began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
             devices = self.config.rollout.num_workers + 1
             row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
+            row |= run_metrics(*await self.queue.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             self.hub.log.flush()
             for tracker in self._trackers:
@@ -265,10 +268,6 @@ class Driver:
         known = [moment for moment in installed if moment is not None]
         opened = self._moments.get(("opened", step))
         return max(opened, min(known)) if opened is not None and known else None
-
-    def _client_gone(self, name: str) -> None:
-        for controller in self.controllers.values():
-            controller.abandon(name)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

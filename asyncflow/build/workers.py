@@ -26,8 +26,7 @@ from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.registry import build
 from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.controller import Controller
-from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Peer, proxy
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightSync
@@ -35,7 +34,7 @@ from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.loop import train
 from asyncflow.workflows.rollout import Rollout
-from asyncflow.workflows.samples import EVALUATION_GROUPS, Shape, tasks
+from asyncflow.workflows.samples import EVALUATION_GROUPS, Shape
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
@@ -68,15 +67,15 @@ async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -
     config = load(run_dir / CONFIG_FILE)
     job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
     shape, peer = shape_of(config), await Peer.connect(control_socket(run_dir), name)
-    specs = tasks(config.queue.lease_seconds, config.reward.max_attempts)
-    controllers = {task.name: proxy(Controller, peer, f"controller/{task.name}") for task in specs}
-    units = [proxy(StorageUnit, peer, f"unit/{i}") for i in range(config.queue.num_units)]
-    queue = TransferQueueClient(specs, controllers, units, shape.group_bits)
+    places = Places(remote_directory(peer), name, peer=peer)
+    await places.learn()
+    queue = TransferQueueClient(places)
     reporter = Reporter(proxy(Hub, peer, "hub"), name, time.monotonic, device(config), config.telemetry.flush_seconds)
     async with _beside(reporter.run(), queue.renew_held()):
         ledger, board = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board")
         yield Connection(config, job, shape, queue, ledger, board, reporter)
     await reporter.flush()
+    await places.close()
     await peer.close()
 
 

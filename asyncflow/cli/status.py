@@ -11,20 +11,28 @@ import typer
 from asyncflow.types import UserError
 
 
-def status(run: Annotated[Path, typer.Argument(help="A live run's folder, such as runs/quickstart.")]) -> None:
+def status(
+    run: Annotated[Path, typer.Argument(help="A live run's folder, such as runs/quickstart.")],
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Print the queue's metrics in Prometheus' text form.")] = False,
+) -> None:
     """Show who does what in a live run, and what waits for what."""
-    asyncio.run(_status(run))
+    asyncio.run(_status(run, prometheus))
 
 
-async def _status(run: Path) -> None:
+async def _status(run: Path, prometheus: bool) -> None:
     from asyncflow.build.driver import control_socket
     from asyncflow.job import Job
+    from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transport import ConnectionLost, Peer, proxy
 
     try:
         peer = await Peer.connect(control_socket(run), "status", timeout_seconds=5.0)
     except ConnectionLost as error:
         raise UserError(f"no run is live in {run}: {error}") from error
+    if prometheus:
+        print(await proxy(TransferQueue, peer, "queue").metrics(), end="")
+        await peer.close()
+        return
     answer = await proxy(Job, peer, "status").status()
     await peer.close()
     print(f"{answer.run}: {answer.committed} of {answer.steps} steps, last progress {answer.idle_seconds:.1f} s ago")

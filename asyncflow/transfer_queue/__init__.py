@@ -8,4 +8,8 @@
 Control and data are apart: a controller never sees a sample, a unit never decides who gets one.
 """
 
-STORAGES = {"memory": "asyncflow.transfer_queue.storage.memory:MemoryStorage"}
+STORAGES = {
+    "memory": "asyncflow.transfer_queue.storage.memory:MemoryStorage",
+    "mooncake": "asyncflow.transfer_queue.storage.mooncake:MooncakeStorage",
+    "redis": "asyncflow.transfer_queue.storage.redis:RedisStorage",
+}

@@ -1,4 +1,11 @@
-"""The transfer queue as a loop sees it."""
+"""The transfer queue as a loop sees it.
+
+    put(metas, batch)              admit groups with the columns that they come with; waits for room, and for nothing else
+    lease(task, ...)               rows, whole groups or a token budget, with the columns that the task reads; waits until there are some
+    complete(lease, outputs)       outputs and acknowledgement in one request, all of a lease or part of it
+    fail(lease, rows, error)       give rows back; after k failures they are dead, with the error
+    filter(rows, reason)  drop(rows)  end_step(task, step)  close(task)
+"""
 
 from __future__ import annotations
 
@@ -6,77 +13,153 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
-from asyncflow.transfer_queue.controller import Controller
-from asyncflow.transfer_queue.table import Lease, StaleToken, TaskSpec, Token
-from asyncflow.transfer_queue.unit import StorageUnit, WireBatch, rows_of
-from asyncflow.types import Batch, GroupMeta, Ragged, Values
+from asyncflow.transfer_queue.batches import WireBatch, concatenate, take
+from asyncflow.transfer_queue.controller import Controller, TaskStatus
+from asyncflow.transfer_queue.directory import Places, remote_directory
+from asyncflow.transfer_queue.schema import DEAD, FILTERED
+from asyncflow.transfer_queue.table import Lease, StaleToken, Token, Want
+from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
+from asyncflow.transport import Credentials, Peer
+from asyncflow.types import Array, Batch, GroupMeta
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """A lease and the columns that its task reads."""
+    """A lease and the columns that its task reads; rows and groups in the lease's order."""
 
     lease: Lease
     batch: Batch
 
 
 class TransferQueueClient:
-    """Puts, leases and completes rows. Reads go from the caller straight to the units; rows are routed to units by group."""
+    """Puts, leases and completes rows. Data goes straight between the caller and the units; a group lives on one unit."""
 
-    def __init__(
-        self, tasks: Sequence[TaskSpec], controllers: Mapping[str, Controller], units: Sequence[StorageUnit], group_bits: int
-    ) -> None:
-        self._tasks = {task.name: task for task in tasks}
-        self._controllers = dict(controllers)
-        self._units = list(units)
-        self._group_bits = group_bits
+    def __init__(self, places: Places) -> None:
+        """`places` has to have learnt its description; `connect` does all that."""
+        self.schema = places.schema
+        self._places = places
         self._held: dict[Token, set[int]] = {}
+        self._peer: Peer | None = None
 
-    async def put(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
-        """Admit groups with the columns that they come with (group columns, one entry per group)."""
-        for unit, positions in self._route(batch.groups):
-            chosen = [metas[i] for i in positions]
-            part = _take_groups(batch, positions, rows_of(chosen, self._group_bits))
-            await self._units[unit].put(WireBatch.of(part), chosen)
+    @classmethod
+    async def connect(
+        cls, address: str, name: str, *, credentials: Credentials | None = None, patience_seconds: float = 60.0
+    ) -> Self:
+        """Join the queue served at an address (`unix:PATH`, `tls:HOST:PORT`) from outside. Raises `ConnectionLost`."""
+        peer = await Peer.connect(address, name, credentials=credentials)
+        directory = remote_directory(peer)
+        places = Places(directory, name, peer=peer, credentials=credentials, patience_seconds=patience_seconds)
+        await places.learn()
+        client = cls(places)
+        client._peer = peer
+        return client
 
-    async def lease(self, task: str, *, groups: int = 1, installed: int | None = None, step: int | None = None) -> Leased | None:
-        """Up to `groups` groups with the columns that the task reads; waits until there is one.
+    async def disconnect(self) -> None:
+        """Hang up. Leases held are given back by the controllers."""
+        await self._places.close()
+        if self._peer is not None:
+            await self._peer.close()
 
-        `installed`: only groups that this policy version may generate. `step`: only groups of this step. None when the step has
-        ended, the task is closed, or the request was withdrawn.
+    # -- in -----------------------------------------------------------------------------------------------------------------
+
+    async def put(self, metas: Sequence[GroupMeta], batch: Batch, *, row_bytes: int = 0) -> np.ndarray:
+        """Admit groups, with columns of theirs and of their rows, and wait for room for them.
+
+        `row_bytes`: what each row's later columns may take; so much is reserved for it, besides what it comes with. Returns bool [n]: whether each of `batch.indices` was
+        stored. Raises `ValueError` naming the row and the column that does not fit, before anything is sent.
         """
-        lease = await self._controllers[task].lease(groups, installed, step)
-        if lease is None:
-            return None
-        parts = []
-        for unit, positions in self._route(np.array([m.group for m in lease.groups], np.int64)):
-            indices = np.array([row for i in positions for row in lease.rows[i]], np.int64)
-            parts.append(await self._units[unit].read(indices, list(self._tasks[task].reads)))
-        self._held[lease.token] = set(lease.indices)  # not sooner: a lease that its asker never sees is not to be kept alive
-        return Leased(lease, _concatenate([part.batch() for part in parts]))
+        self.schema.check_metas(metas)
+        self.schema.check(batch)
+        known = {meta.group for meta in metas}
+        row_groups = batch.indices >> self.schema.group_bits
+        for group in [*np.unique(row_groups).tolist(), *batch.groups.tolist()]:
+            if group not in known:
+                raise ValueError(f"group {group} has columns in the batch and is not admitted with it")
+        stored, units = np.zeros(len(batch.indices), bool), self._places.units
+        of_meta = np.array([meta.group for meta in metas], np.int64) % len(units)
+        for number in np.unique(of_meta).tolist():
+            rows = np.flatnonzero(row_groups % len(units) == number)
+            part = take(self.schema, batch, rows, np.flatnonzero(batch.groups % len(units) == number))
+            admitted = [meta for meta, at in zip(metas, of_meta.tolist(), strict=True) if at == number]
+            stored[rows] = await self._unit(units[number]).put(admitted, WireBatch.of(part), row_bytes)
+        return stored
 
-    async def stream(self, task: str, step: int) -> AsyncIterator[Leased]:
-        """The groups of a step in the order in which they become ready, the next one fetched while this one is worked on."""
-        fetching = asyncio.ensure_future(self.lease(task, step=step))
+    # -- out ----------------------------------------------------------------------------------------------------------------
+
+    async def lease(
+        self,
+        task: str,
+        *,
+        groups: int = 0,
+        rows: int = 0,
+        tokens: int = 0,
+        at_least: int = 1,
+        installed: int | None = None,
+        step: int | None = None,
+        rank: int = 0,
+        columns: Sequence[str] | None = None,
+    ) -> Leased | None:
+        """Ready rows with the columns that the task reads (or these `columns` alone); waits until there are some.
+
+        `groups`, `rows`, `tokens`: at most so many, one group if none is given. `at_least`: wait for so many rows, unless the step
+        has no more. `installed`: only groups that this policy version may generate. `step`: only groups of this step. None when the
+        step has ended, the task is closed, or the request was withdrawn.
+        """
+        reads = self.schema.task(task).reads if columns is None else tuple(columns)
+        self.schema.mask(reads)
+        if not groups and not rows and not tokens:
+            groups = 1
+        want = Want(groups, rows, tokens, at_least, installed, step, rank)
+        while True:
+            lease = await self._controller(task).lease(want)
+            if lease is None:
+                return None
+            batch = await self._read(lease, reads)
+            if batch is None and (there := await self._still_there(lease)) is not None:
+                lease, batch = there, await self._read(there, reads)
+            if batch is not None:
+                self._held[lease.token] = set(lease.indices)  # not sooner: a lease never seen by its asker is not kept alive
+                return Leased(lease, batch)
+
+    async def stream(self, task: str, step: int | None = None, **wanted: int) -> AsyncIterator[Leased]:
+        """What becomes ready, in that order, until the step or the task ends; the next lease is fetched while this one is worked on.
+
+        `wanted`: what `lease` takes.
+        """
+        fetching = asyncio.ensure_future(self.lease(task, step=step, **wanted))
         try:
             while (leased := await fetching) is not None:
-                fetching = asyncio.ensure_future(self.lease(task, step=step))
+                fetching = asyncio.ensure_future(self.lease(task, step=step, **wanted))
                 yield leased
         finally:
             fetching.cancel()
 
-    async def complete(self, lease: Lease, outputs: Batch) -> np.ndarray:
-        """Write a task's outputs for rows of a lease and acknowledge them, in one request.
+    async def read(self, units: Mapping[int, Array], columns: Sequence[str]) -> list[Batch]:
+        """Columns of rows (int64, per unit), without a lease. Raises `LookupError` naming the first row and column not there."""
+        return [(await self._unit(number).read(rows, list(columns))).batch() for number, rows in units.items()]
 
-        Returns bool [n]: False for a row whose outputs are not kept, because the lease is over or another one was first.
+    # -- done ---------------------------------------------------------------------------------------------------------------
+
+    async def complete(self, lease: Lease, outputs: Batch) -> np.ndarray:
+        """Write a task's outputs for rows of a lease and acknowledge them, in one request for each unit concerned.
+
+        Returns bool [n]: False for a row whose outputs are not kept, because the lease is over or another one was first. Raises
+        `ValueError` when the outputs do not fit, or are of rows that are not the lease's.
         """
-        (unit, _), *others = self._route(outputs.indices >> self._group_bits)
-        if others:
-            raise ValueError("complete takes rows of one unit: complete a lease group by group")
-        stored = await self._units[unit].complete(lease.token, WireBatch.of(outputs))
+        self.schema.check(outputs)
+        unit_of = self._units_of(lease, outputs.indices)
+        stored = np.zeros(len(outputs.indices), bool)
+        for number in np.unique(unit_of).tolist():
+            rows = np.flatnonzero(unit_of == number)
+            part = outputs
+            if len(rows) < len(unit_of):
+                groups = np.flatnonzero(np.isin(outputs.groups, outputs.indices[rows] >> self.schema.group_bits))
+                part = take(self.schema, outputs, rows, groups)
+            stored[rows] = await self._unit(number).complete(lease.token, WireBatch.of(part))
         self._let_go(lease, outputs.indices.tolist())
         return stored
 
@@ -86,78 +169,118 @@ class TransferQueueClient:
         Raises `StaleToken`, and acknowledges nothing, when one of them is over.
         """
         for lease in leases:
-            await self._controllers[lease.token.task].check(lease.token, lease.indices)
+            await self._controller(lease.token.task).check(lease.token, lease.indices)
         for lease in leases:
-            for meta, rows in zip(lease.groups, lease.rows, strict=True):
-                marks = {f"done/{lease.token.task}": np.ones(len(rows), np.uint8)}
-                await self.complete(lease, Batch(np.array(rows, np.int64), np.array([meta.group], np.int64), marks))
+            indices = np.array(lease.indices, np.int64)
+            marks = {f"done/{lease.token.task}": np.ones(len(indices), np.uint8)}
+            await self.complete(lease, Batch(indices, np.array([meta.group for meta in lease.groups], np.int64), marks))
 
     async def fail(self, lease: Lease, rows: Sequence[int], error: str) -> None:
         """Give rows back after a failure. Does nothing when the lease is over: its rows have been given back already."""
         self._let_go(lease, rows)
         with contextlib.suppress(StaleToken):
-            await self._controllers[lease.token.task].fail(lease.token, list(rows), error)
+            dead = await self._controller(lease.token.task).fail(lease.token, list(rows), error)
+            if dead:
+                await self._end(dead, DEAD, error)
+
+    async def filter(self, rows: Sequence[int] | Array, reason: str) -> None:
+        """Take rows out for all tasks: they end as filtered, for this reason, and wait to be dropped."""
+        await self._end(rows, FILTERED, reason)
 
     async def renew_held(self) -> None:
         """For ever: put the deadlines of all leases held through this client off, well before they are reached."""
         while True:
-            await asyncio.sleep(min(task.lease_seconds for task in self._tasks.values()) / 3)
+            await asyncio.sleep(min(task.lease_seconds for task in self.schema.tasks) / 3)
             for token in list(self._held):
                 try:
-                    await self._controllers[token.task].renew(token)
+                    await self._controller(token.task).renew(token)
                 except StaleToken:  # expired all the same: its rows are somebody else's by now
                     self._held.pop(token, None)
 
     async def withdraw(self, task: str) -> None:
         """Have this worker's parked requests answered with None."""
-        await self._controllers[task].withdraw()
+        await self._controller(task).withdraw()
 
-    async def drop(self, rows: Sequence[int] | np.ndarray) -> None:
+    async def drop(self, rows: Sequence[int] | Array) -> None:
         """Free rows everywhere."""
         indices = np.asarray(rows, np.int64)
         if len(indices):
-            for controller in self._controllers.values():
-                await controller.drop(indices.tolist())
-            for unit, positions in self._route(indices >> self._group_bits):
-                await self._units[unit].drop(indices[positions])
+            await asyncio.gather(*(self._unit(number).drop(indices) for number in self._places.units))
 
     async def end_step(self, task: str, step: int) -> None:
         """Tell a task that no more rows of this step will come."""
-        await self._controllers[task].end_step(step)
+        self.schema.task(task)
+        await asyncio.gather(*(self._unit(number).end_step(task, step) for number in self._places.units))
 
     async def close(self, task: str | None = None) -> None:
-        """End the stream of one task, or of all."""
-        for name, controller in self._controllers.items():
-            if task in (None, name):
-                await controller.close()
+        """End the stream of one task, or of all, for every consumer."""
+        for spec in self.schema.tasks if task is None else (self.schema.task(task),):
+            await asyncio.gather(*(self._unit(number).close_task(spec.name) for number in self._places.units))
+
+    # -- about it -----------------------------------------------------------------------------------------------------------
+
+    async def status(self) -> tuple[dict[str, TaskStatus], dict[int, UnitStatus]]:
+        """The tasks' rows by state, and what each unit holds."""
+        tasks = {task.name: await self._controller(task.name).status() for task in self.schema.tasks}
+        return tasks, {number: await self._unit(number).status() for number in self._places.units}
+
+    async def wait_for_units(self, count: int) -> None:
+        """Until the queue has so many units: rows put from then on go to all of them."""
+        description = await self._places.learn()
+        while len(self._places.units) < count:
+            description = await self._places.learn(description.version)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _read(self, lease: Lease, columns: Sequence[str]) -> Batch | None:
+        """None when some of it was dropped while the lease was on its way."""
+        rows = np.array(lease.indices, np.int64)
+        groups = np.array([meta.group for meta in lease.groups], np.int64)
+        unit_of = self._units_of(lease, rows)
+        numbers = np.unique(unit_of).tolist()
+        try:
+            parts = await asyncio.gather(*(self._unit(n).read(rows[unit_of == n], list(columns)) for n in numbers))
+        except LookupError:
+            return None
+        return concatenate(self.schema, [part.batch() for part in parts], rows, groups)
+
+    async def _still_there(self, lease: Lease) -> Lease | None:
+        """The part of a lease that has not been dropped; the rest is nobody's any more."""
+        groups, rows, attempts, units = [], [], [], []
+        for meta, indices, tries, unit in zip(lease.groups, lease.rows, lease.attempts, lease.units, strict=True):
+            there = set((await self._unit(unit).present(np.array(indices, np.int64))).tolist())
+            if there:
+                kept = [i for i, row in enumerate(indices) if row in there]
+                groups.append(meta)
+                rows.append([indices[i] for i in kept])
+                attempts.append([tries[i] for i in kept])
+                units.append(unit)
+        return Lease(lease.token, groups, rows, attempts, units) if groups else None
+
+    async def _end(self, rows: Sequence[int] | Array, mark: str, reason: str) -> None:
+        indices = np.unique(np.asarray(rows, np.int64))
+        if len(indices):
+            reasons = [reason] * len(indices)
+            await asyncio.gather(*(self._unit(number).end(indices, mark, reasons) for number in self._places.units))
+
+    def _units_of(self, lease: Lease, indices: Array) -> Array:
+        """int64 [n]: the unit of each row. Raises `ValueError` naming a row whose group is not the lease's."""
+        unit = {meta.group: at for meta, at in zip(lease.groups, lease.units, strict=True)}
+        groups = (indices >> self.schema.group_bits).tolist()
+        for i, group in enumerate(groups):
+            if group not in unit:
+                raise ValueError(f"row {indices[i]} is not one of lease {lease.token.lease} of task {lease.token.task!r}")
+        return np.array([unit[group] for group in groups], np.int64)
+
+    def _controller(self, task: str) -> Controller:
+        self.schema.task(task)
+        return self._places.get(Controller, f"controller/{task}")
+
+    def _unit(self, number: int) -> StorageUnit:
+        return self._places.get(StorageUnit, f"unit/{number}")
 
     def _let_go(self, lease: Lease, rows: Sequence[int]) -> None:
         held = self._held.get(lease.token, set())
         held.difference_update(rows)
         if not held:
             self._held.pop(lease.token, None)
-
-    def _route(self, groups: np.ndarray) -> list[tuple[int, list[int]]]:
-        """(unit, positions in `groups`) for every unit concerned."""
-        units = groups % len(self._units)
-        return [(int(unit), np.flatnonzero(units == unit).tolist()) for unit in np.unique(units)]
-
-
-def _take_groups(batch: Batch, positions: list[int], indices: np.ndarray) -> Batch:
-    columns = {
-        name: values.take(positions) if isinstance(values, Ragged) else values[positions] for name, values in batch.columns.items()
-    }
-    return Batch(indices, batch.groups[positions], columns)
-
-
-def _concatenate(batches: list[Batch]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
-    columns: dict[str, Values] = {}
-    for name, values in batches[0].columns.items():
-        if isinstance(values, Ragged):
-            columns[name] = Ragged.from_arrays([entry for b in batches for entry in b.ragged(name)], values.values.dtype.name)
-        else:
-            columns[name] = np.concatenate([b.dense(name) for b in batches])
-    indices = np.concatenate([b.indices for b in batches])
-    return Batch(indices, np.concatenate([b.groups for b in batches]), columns)

@@ -1,20 +1,45 @@
-"""A task's controller: its table, the requests that are parked until it can serve them, and the clock.
+"""A task's controller: its table, the requests that are parked until they can be served, and the clock.
 
-consumes: notices from the units; lease, fail and renew requests
+consumes: news from the units it follows; lease, fail and renew requests
 waits for: nothing; a request that cannot be served is parked, and the next lease deadline is a timer
-is unblocked by: notices, failures, expiries, `end_step` and `close`, each of which serves the parked requests again
+is unblocked by: news, failures, expiries, each of which has the sampler look at the parked requests again
+
+It keeps nothing that the units do not have but leases, and these may be lost: one that is restarted follows the units anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from asyncflow.transfer_queue.table import DeadRow, Lease, Table, TaskSpec, Token
-from asyncflow.transport import client_name, remote
-from asyncflow.types import GroupMeta
+import msgspec
+import numpy as np
+
+from asyncflow.registry import build
+from asyncflow.transfer_queue.notices import News, Notice
+from asyncflow.transfer_queue.sampler import SAMPLERS
+from asyncflow.transfer_queue.sampler.base import Sampler
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.table import DeadRow, Lease, Table, Token, Want
+from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transport import ConnectionLost, client_name, remote
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = (0.05, 1.0)
+
+
+class TaskStatus(msgspec.Struct):
+    """A task's rows by state (see `Table.counts`), and what is asked of it."""
+
+    counts: dict[str, int]
+    oldest_ready_seconds: float
+    parked: int
+    holders: dict[str, int]
+    dead: dict[int, str]
 
 
 @dataclass(slots=True)
@@ -22,61 +47,119 @@ class _Parked:
     """A request waiting to be served."""
 
     worker: str
-    groups: int
-    installed: int | None
-    step: int | None
+    want: Want
     answer: asyncio.Future[Lease | None]
 
 
 class Controller:
-    """`on_done(rows)` and `on_dead(dead rows)` tell whoever keeps the books; both are called in the controller's event loop."""
+    """`on_done(rows)`, `on_dead(dead rows)` and `on_lost(unit, rows)` tell whoever keeps the books, in the controller's event loop."""
 
     def __init__(
         self,
-        spec: TaskSpec,
-        group_bits: int,
+        task: str,
+        schema: Schema,
         *,
         on_done: Callable[[list[int]], None] = lambda rows: None,
         on_dead: Callable[[list[DeadRow]], None] = lambda rows: None,
+        on_lost: Callable[[int, list[int]], None] = lambda unit, rows: None,
     ) -> None:
-        self.spec = spec
-        self.table = Table(spec, uuid.uuid4().hex[:12], group_bits)
-        self._on_done, self._on_dead = on_done, on_dead
+        self.spec = schema.task(task)
+        self.table = Table(self.spec, schema, uuid.uuid4().hex[:12])
+        self._sampler: Sampler = build("sampler", self.spec.sampler, self.spec.sampler_options, SAMPLERS)
+        self._on_done, self._on_dead, self._on_lost = on_done, on_dead, on_lost
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._ended_leases: dict[int, list[int]] = {}  # unit -> leases that it has not been told of
+        self._caught_up: dict[int, asyncio.Event] = {}
 
-    @remote
-    async def notify(self, metas: list[GroupMeta], rows: list[int], columns: list[str], token: Token | None) -> None:
-        """A unit has stored these columns for these rows; `metas` are newly admitted groups, `token` the lease it completes."""
-        self.table.admit(metas)
-        done = self.table.notify(rows, columns)
-        if token is not None and token.task == self.spec.name:
-            self.table.settle(token, rows)
+    # -- following the units ------------------------------------------------------------------------------------------------
+
+    async def follow(self, number: int, unit: StorageUnit) -> None:
+        """For ever: take what a unit tells, acknowledging it by asking for more. Goes on when the unit is back after a death.
+
+        Raises `Superseded` when another controller has taken this task over.
+        """
+        epoch, last, pause = "", 0, RETRY_SECONDS[0]
+        ended = self._ended_leases.setdefault(number, [])
+        caught_up = self._caught_up.setdefault(number, asyncio.Event())
+        while True:
+            telling = ended.copy()
+            try:
+                news = await unit.follow(self.spec.name, self.table.incarnation, epoch, last, telling)
+            except ConnectionLost:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_SECONDS[1])
+                continue
+            pause = RETRY_SECONDS[0]
+            del ended[: len(telling)]
+            self._take(number, news, is_new_life=epoch not in ("", news.epoch))
+            epoch, last = news.epoch, news.last
+            caught_up.set()
+
+    async def caught_up(self, number: int) -> None:
+        """Until the unit's rows are known here."""
+        await self._caught_up.setdefault(number, asyncio.Event()).wait()
+
+    def _take(self, unit: int, news: News, *, is_new_life: bool) -> None:
+        if news.is_full:
+            self._forget_what_is_gone(unit, news, is_new_life)
+        done: list[int] = []
+        for notice in news.notices:
+            done += self._apply(unit, notice)
         if done:
             self._on_done(done)
         self._serve()
 
+    def _apply(self, unit: int, notice: Notice) -> list[int]:
+        """Returns the rows that are done now."""
+        if notice.task:
+            if notice.task == self.spec.name and notice.ended_step is not None:
+                self.table.end_step(notice.ended_step)
+            self.table.is_closed |= notice.task == self.spec.name and notice.is_closed
+            return []
+        rows = np.frombuffer(notice.rows, np.int64)
+        if notice.is_drop:
+            self.table.drop(rows)
+            return []
+        self.table.admit(notice.metas, unit)
+        tokens = np.frombuffer(notice.tokens, np.int32) if notice.tokens else None
+        return self.table.notify(rows, notice.mask, tokens, _now()) if len(rows) else []
+
+    def _forget_what_is_gone(self, unit: int, news: News, is_new_life: bool) -> None:
+        """What a unit does not tell of when it tells everything has been dropped, or was lost when its process died."""
+        parts = [np.frombuffer(notice.rows, np.int64) for notice in news.notices if notice.rows]
+        there = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        gone = np.setdiff1d(self.table.rows_of(unit), there)
+        if len(gone):
+            self.table.drop(gone)
+            if is_new_life:
+                log.error("task %r: storage unit %d has lost %d rows with its process", self.spec.name, unit, len(gone))
+                self._on_lost(unit, gone.tolist())
+
+    # -- what clients ask ---------------------------------------------------------------------------------------------------
+
     @remote
-    async def lease(self, groups: int, installed: int | None, step: int | None) -> Lease | None:
-        """Up to `groups` ready groups, waiting until there is one.
+    def lease(self, want: Want) -> Awaitable[Lease | None]:
+        """What is wanted, as soon as there is some.
 
         None: the step has ended, the task is closed, or the worker has withdrawn its request.
         """
-        request = _Parked(client_name.get(), groups, installed, step, asyncio.get_running_loop().create_future())
-        self._parked.append(request)
+        answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
+        if not want.groups and not want.rows and not want.tokens:
+            answer.set_exception(ValueError("a lease is wanted for a number of groups, of rows, or of tokens"))
+            return answer
+        self._parked.append(_Parked(client_name.get(), want, answer))
         self._serve()
-        try:
-            return await request.answer
-        finally:
-            if request in self._parked:
-                self._parked.remove(request)
+        return answer
 
     @remote
     async def withdraw(self) -> None:
         """Answer the calling worker's parked requests with None (it is about to change what it may generate)."""
         worker = client_name.get()
-        for request in [r for r in self._parked if r.worker == worker]:
-            self._answer(request, None)
+        for request in self._parked:
+            if request.worker == worker and not request.answer.done():
+                request.answer.set_result(None)
+        self._prune()
 
     @remote
     async def check(self, token: Token, rows: list[int]) -> None:
@@ -84,12 +167,16 @@ class Controller:
         self.table.check(token, rows)
 
     @remote
-    async def fail(self, token: Token, rows: list[int], error: str) -> None:
-        """Give rows back after a failure; one that has failed `max_failures` times is a dead letter. Raises `StaleToken`."""
-        dead = self.table.fail(token, rows, error)
+    async def fail(self, token: Token, rows: list[int], error: str) -> list[int]:
+        """Give rows back after a failure. Returns those that have failed `max_failures` times: the caller marks them dead.
+
+        Raises `StaleToken`.
+        """
+        dead = self.table.fail(token, rows, error, _now())
         if dead:
             self._on_dead(dead)
         self._serve()
+        return [letter.row for letter in dead]
 
     @remote
     async def renew(self, token: Token) -> None:
@@ -97,54 +184,65 @@ class Controller:
         self.table.renew(token, _now())
 
     @remote
-    async def drop(self, rows: list[int]) -> None:
-        """Forget rows."""
-        self.table.drop(rows)
-        self._serve()
-
-    @remote
-    async def end_step(self, step: int) -> None:
-        """No more of this step's rows will come: requests for it are answered with None."""
-        self.table.ended_steps.add(step)
-        self._serve()
-
-    @remote
-    async def close(self) -> None:
-        """End of the stream: every request, now and later, is answered with None."""
-        self.table.is_closed = True
-        self._serve()
+    async def status(self) -> TaskStatus:
+        self._prune()
+        table = self.table
+        return TaskStatus(table.counts(), table.oldest_ready(_now()), len(self._parked), table.holders(), dict(table.dead))
 
     def abandon(self, worker: str) -> None:
         """A worker has gone: all that it held is delivered again."""
-        self.table.abandon(worker)
+        self._tell_ended(self.table.abandon(worker))
         self._serve()
 
-    def _serve(self) -> None:
-        self.table.expire(_now())
-        for request in list(self._parked):
-            if request.answer.done():  # cancelled in this very moment
-                continue
-            if self.table.is_closed or request.step in self.table.ended_steps:
-                self._answer(request, None)
-                continue
-            lease = self.table.lease(request.worker, _now(), groups=request.groups, installed=request.installed, step=request.step)
-            if lease is not None:
-                self._answer(request, lease)
-        self._set_timer()
-
-    def _answer(self, request: _Parked, lease: Lease | None) -> None:
-        self._parked.remove(request)
-        if not request.answer.done():
-            request.answer.set_result(lease)
-
-    def _set_timer(self) -> None:
+    def close(self) -> None:
+        """Stop the clock, and answer whoever waits with None."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        for request in self._parked:
+            if not request.answer.done():
+                request.answer.set_result(None)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        now = _now()
+        self._tell_ended(self.table.expire(now))
+        self._prune()
+        for request in self._parked:
+            if self.table.is_over(request.want):
+                request.answer.set_result(None)
+        self._prune()
+        if self._parked:
+            wants = [(request.worker, request.want) for request in self._parked]
+            for i, pick in self._sampler.assign(self.table, wants):
+                self._parked[i].answer.set_result(self.table.hand_out(wants[i][0], now, pick))
+            self._prune()
+        self._set_timer()
+
+    def _prune(self) -> None:
+        if any(request.answer.done() for request in self._parked):
+            self._parked = [request for request in self._parked if not request.answer.done()]
+
+    def _tell_ended(self, leases: list[int]) -> None:
+        if leases:
+            for ended in self._ended_leases.values():
+                ended.extend(leases)
+
+    def _set_timer(self) -> None:
         deadline = self.table.next_deadline
+        if self._timer is not None:
+            if deadline is not None and self._timer.when() <= deadline:
+                return  # it rings early enough, looks, and is set again
+            self._timer.cancel()
+            self._timer = None
         if deadline is not None and not self.table.is_closed:
-            self._timer = asyncio.get_running_loop().call_at(deadline, self._serve)
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._serve()
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+

@@ -19,7 +19,7 @@ from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged
 
 DEAD = "dead"
 FILTERED = "filtered"
-MAX_COLUMNS = 64
+MAX_COLUMNS = 63
 
 
 class TaskSpec(msgspec.Struct, frozen=True):

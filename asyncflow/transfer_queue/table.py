@@ -1,52 +1,53 @@
 """The state of one task over rows and columns: a pure state machine. No I/O, no clock (time is an argument), no asyncio.
 
-    waiting --all read columns are there--> ready --lease--> leased --outputs are there--> done
-                                              ^                |  \\--k-th failure--> dead (with its error)
-                                              +--expiry, failure+        (dropped rows are forgotten)
+    waiting --all read columns there--> ready --lease--> leased --outputs there--> done
+                                          ^                |  \\--k-th failure--> dead (error kept)
+                                          +--expiry, failure+    any state --mark `filtered` or `dead`--> filtered, dead
+                                                                (dropped rows are forgotten)
 
 Rows are handed out by group. A task that reads whole groups gets a group only when every live row of it is ready; any other
-task gets whichever rows of a group are ready. Ready groups wait in one queue per (step, purpose, interval), lowest step first
-and training before evaluation, so a request looks at a handful of queue heads however many rows there are.
+task gets whichever rows of a group are ready. What is ready goes lowest step first, training before evaluation, then (one interval
+after the other) in the order of readiness; rows given back go first. Groups that one notice makes ready count as ready in the order
+of their numbers.
+
+The rows themselves are in `pages.py`. Here: what a notice means, and the leases.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from asyncflow.types import GroupMeta, RunError, crosses
+from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, State
+from asyncflow.transfer_queue.schema import DEAD as DEAD_MARK
+from asyncflow.transfer_queue.schema import FILTERED as FILTERED_MARK
+from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.types import Array, GroupMeta, RunError, crosses
+
+Pick = list[tuple[int, list[int]]]
+"""What a sampler chose for a request: group numbers and, for each, its rows. It is to be handed out or put back."""
 
 
-class State(IntEnum):
-    WAITING = 0
-    READY = 1
-    LEASED = 2
-    DONE = 3
+class Want(msgspec.Struct, frozen=True):
+    """What a request asks for: limits (0: none), of which one at least is to be given, and what may be in it."""
 
-
-class TaskSpec(msgspec.Struct, frozen=True):
-    """A task: the columns that it reads and writes. A task that writes none writes the mark `done/<name>` instead.
-
-    `purpose` limits it to groups admitted for `train` or `eval`; empty takes both.
-    """
-
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...] = ()
-    whole_groups: bool = True
-    purpose: str = ""
-    lease_seconds: float = 120.0
-    max_failures: int = 3
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The columns whose presence means that the task is done for a row."""
-        return self.writes or (f"done/{self.name}",)
+    groups: int = 0
+    """Groups touched."""
+    rows: int = 0
+    tokens: int = 0
+    at_least: int = 1
+    """Rows that must be available before the request is served, unless it can never get more."""
+    installed: int | None = None
+    """Only groups whose interval contains it."""
+    step: int | None = None
+    """Only that step."""
+    rank: int = 0
+    """The data-parallel rank that asks, for samplers that serve all ranks together."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -58,16 +59,22 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Rows handed out together: `groups` and, for each of them, its row indices."""
+    """Rows handed out together. For each group: its rows, how often each had been delivered before, the unit it lives on."""
 
     token: Token
     groups: list[GroupMeta]
     rows: list[list[int]]
-    attempt: int = 0
+    attempts: list[list[int]]
+    units: list[int]
 
     @property
     def indices(self) -> list[int]:
         return [row for rows in self.rows for row in rows]
+
+    @property
+    def attempt(self) -> int:
+        """How often its most delivered row had been delivered before."""
+        return max((attempt for attempts in self.attempts for attempt in attempts), default=0)
 
 
 class DeadRow(msgspec.Struct, frozen=True):
@@ -78,227 +85,448 @@ class DeadRow(msgspec.Struct, frozen=True):
     error: str
 
 
+class ReadyGroup(NamedTuple):
+    """A group that could be handed out: its ready rows, and the tokens of each."""
+
+    group: int
+    rows: list[int]
+    tokens: list[int]
+
+
 @crosses
 class StaleToken(RunError):
     """The lease is over, or was given by an earlier incarnation of the controller."""
 
 
-QueueKey = tuple[int, bool, int, int]  # step, is evaluation, interval low, interval high
+class _Load:
+    """What a worker holds."""
+
+    __slots__ = ("leases", "num_rows", "num_tokens")
+
+    def __init__(self) -> None:
+        self.leases: set[int] = set()
+        self.num_rows = self.num_tokens = 0
 
 
-@dataclass(slots=True)
-class _Row:
-    state: State = State.WAITING
-    columns: set[str] = field(default_factory=set)
-    failures: int = 0
-    attempt: int = 0
-
-
-@dataclass(slots=True)
-class _Group:
-    meta: GroupMeta
-    rows: dict[int, _Row]
-    is_queued: bool = False
-
-    @property
-    def key(self) -> QueueKey:
-        return self.meta.step, self.meta.purpose != "train", self.meta.interval.low, self.meta.interval.high
-
-
-@dataclass(slots=True)
 class _Held:
-    worker: str
-    rows: dict[int, int]  # row -> its group
+    """A lease: the rows handed out (whether one is still held, its page says) and what is left of them."""
+
+    __slots__ = ("deadline", "num_rows", "num_tokens", "rows", "worker")
+
+    def __init__(self, worker: str, deadline: float) -> None:
+        self.worker, self.deadline = worker, deadline
+        self.rows = array("q")
+        self.num_rows = self.num_tokens = 0
 
 
 class Table:
-    """See the module's head."""
+    """See the module's head. `dead`: the errors of the rows that have failed too often here, until they are dropped."""
 
-    def __init__(self, spec: TaskSpec, incarnation: str, group_bits: int) -> None:
+    def __init__(self, spec: TaskSpec, schema: Schema, incarnation: str) -> None:
         self.spec = spec
         self.incarnation = incarnation
-        self._group_bits = group_bits
-        self._groups: dict[int, _Group] = {}
-        self._queues: dict[QueueKey, deque[int]] = {}
-        self._leases: dict[int, _Held] = {}
-        self._deadlines: list[tuple[float, int]] = []
-        self._expiry: dict[int, float] = {}
-        self._next_lease = 0
-        self.ended_steps: set[int] = set()
         self.is_closed = False
-        self.num_redelivered = 0
-        self.num_done = 0
+        self.ended_steps: set[int] = set()
+        self.dead: dict[int, str] = {}
+        self.num_redelivered = self.num_expired = 0
+        self._pages = Pages(schema.group_bits, spec.whole_groups, self._leave)
+        self._bits = schema.group_bits
+        self._reads, self._outputs = schema.mask(spec.reads), schema.mask(spec.outputs)
+        self._dead_mark, self._filtered_mark = schema.mask([DEAD_MARK]), schema.mask([FILTERED_MARK])
+        self._leases: dict[int, _Held] = {}
+        self._loads: dict[str, _Load] = {}
+        self._deadlines: list[
+            tuple[float, int]
+        ] = []  # one entry per lease, which may be earlier than its deadline; also of past leases
+        self._next_lease = 0
+        self._now = 0.0  # the latest time heard of, for what comes without one
 
     # -- what there is ------------------------------------------------------------------------------------------------------
 
-    def admit(self, metas: Iterable[GroupMeta]) -> None:
-        """New groups. Those of another purpose, and those known already, are passed over."""
-        for meta in metas:
-            if meta.group not in self._groups and self.spec.purpose in ("", meta.purpose):
-                first = meta.group << self._group_bits
-                self._groups[meta.group] = _Group(meta, {first + sample: _Row() for sample in range(meta.size)})
+    def admit(self, metas: Iterable[GroupMeta], unit: int) -> None:
+        """New groups, which live on this storage unit. Those of another purpose, and those known already, are passed over."""
+        purpose = self.spec.purpose
+        self._pages.admit([m for m in metas if m.purpose == purpose] if purpose else metas, unit)
 
-    def notify(self, rows: Iterable[int], columns: Sequence[str]) -> list[int]:
-        """These rows now have these columns. Returns the rows that this makes done. Repeating a notice changes nothing."""
-        done, touched = [], dict[int, _Group]()
-        for index in rows:
-            group = self._groups.get(index >> self._group_bits)
-            row = group.rows.get(index) if group is not None else None
-            if group is None or row is None or row.state is State.DONE:
-                continue
-            row.columns.update(columns)
-            if row.columns.issuperset(self.spec.outputs):
-                row.state = State.DONE
-                self.num_done += 1
-                done.append(index)
-            elif row.state is State.WAITING and row.columns.issuperset(self.spec.reads):
-                row.state = State.READY
-            touched[group.meta.group] = group
-        for group in touched.values():
-            self._queue_if_ready(group)
+    def notify(self, rows: Array, mask: int, tokens: Array | None, now: float) -> list[int]:
+        """These rows (int64 [n]) now have the columns of `mask`, and `tokens` (integers [n]) altogether.
+
+        Returns the rows that this makes done, sorted. Repeating a notice changes nothing, nor in the end does another order. Unknown rows are passed over.
+        """
+        self._now = max(self._now, now)
+        rows, tokens = _sorted_once(rows, tokens)
+        done: list[int] = []
+        for page, start, stop in self._pages.split(rows) if len(rows) else ():
+            here, of_here = rows[start:stop], tokens[start:stop] if tokens is not None else None
+            notify = self._notify_few if stop - start <= SCALAR else self._notify_many
+            done += notify(page, here, mask, of_here)
         return done
 
-    def drop(self, rows: Iterable[int]) -> None:
-        """Forget rows: they are no longer part of their groups, for this task. Unknown ones are passed over."""
-        for index in rows:
-            group = self._groups.get(index >> self._group_bits)
-            if group is None or group.rows.pop(index, None) is None:
-                continue
-            if not group.rows:
-                del self._groups[group.meta.group]
-            else:
-                self._queue_if_ready(group)
+    def drop(self, rows: Array) -> None:
+        """Forget rows (int64 [n]): they are no longer part of their groups, for this task. Unknown ones are passed over."""
+        rows, _ = _sorted_once(rows, None)
+        self._move(rows, ABSENT)
+        if self.dead:
+            for row in rows.tolist():
+                self.dead.pop(row, None)
 
-    # -- handing out --------------------------------------------------------------------------------------------------------
+    def end_step(self, step: int) -> None:
+        """No more of this step's rows will come."""
+        self.ended_steps.add(step)
 
-    def lease(self, worker: str, now: float, *, groups: int, installed: int | None = None, step: int | None = None) -> Lease | None:
-        """Up to `groups` groups: of `step` alone if given, and only of those that `installed` may generate if given."""
-        taken: list[_Group] = []
-        for key in sorted(self._queues):
-            of_step, _, low, high = key
-            if (step is not None and of_step != step) or (installed is not None and not low <= installed <= high):
-                continue
-            while len(taken) < groups and (group := self._pop(key)) is not None:
-                taken.append(group)
-            if len(taken) == groups:
+    def is_over(self, want: Want) -> bool:
+        """Whether a request is to be answered with nothing: the table is closed, or the step that it is limited to has ended."""
+        return self.is_closed or want.step in self.ended_steps
+
+    # -- choosing -----------------------------------------------------------------------------------------------------------
+
+    def available(self, want: Want, at_most: int) -> int:
+        """Rows that the want could have but for its limits, counted up to `at_most`. As many operations as kinds of groups."""
+        count = 0
+        for kind in self._pages.matching(want.step, want.installed):
+            count += kind.num_available
+            if count >= at_most:
+                return at_most
+        return count
+
+    def peek(self, want: Want, count: int) -> list[ReadyGroup]:
+        """The first `count` groups that the want could have but for its limits, in order."""
+        pages, found = self._pages, list[ReadyGroup]()
+        for kind in pages.matching(want.step, want.installed):
+            for group in pages.first(kind, count - len(found)):
+                page = pages.page_of_group(group)
+                assert page is not None
+                slots = pages.ready_slots(page, group)
+                found.append(ReadyGroup(group, [page.first + slot for slot in slots], [page.token[slot] for slot in slots]))
+            if len(found) == count:
                 break
-        return self._hand_out(worker, now, taken) if taken else None
+        return found
+
+    def take(self, want: Want) -> Pick | None:
+        """The next rows for a want, until the first of its limits; None if there are none. One row (or, where groups are not split,
+        one group) is taken even if it alone exceeds a limit. Raises `ValueError` for a want without a limit."""
+        if want.groups <= 0 and want.rows <= 0 and want.tokens <= 0:
+            raise ValueError("a request needs a limit: groups, rows or tokens")
+        pages, pick = self._pages, Pick()
+        rows_left, tokens_left = want.rows or _NO_LIMIT, want.tokens or _NO_LIMIT
+        for kind in pages.matching(want.step, want.installed):
+            while kind.num_queued:
+                if len(pick) == (want.groups or _NO_LIMIT):
+                    return pick
+                page, group = pages.head(kind)
+                token, slots = page.token, pages.ready_slots(page, group)
+                if self.spec.whole_groups:
+                    num_fitting, weight = len(slots), sum([token[slot] for slot in slots])
+                    if pick and (num_fitting > rows_left or weight > tokens_left):
+                        return pick
+                else:
+                    num_fitting = weight = 0
+                    for slot in slots[:rows_left]:
+                        if weight + token[slot] > tokens_left and (pick or num_fitting):
+                            break
+                        weight += token[slot]
+                        num_fitting += 1
+                    if not num_fitting:
+                        return pick
+                rows_left, tokens_left = max(rows_left - num_fitting, 0), max(tokens_left - weight, 0)
+                pick.append((group, self._pick(page, group, slots[:num_fitting])))
+                if num_fitting < len(slots) or not rows_left or (not tokens_left and want.tokens):
+                    return pick
+        return pick or None
+
+    def take_exactly(self, groups: Sequence[int]) -> Pick:
+        """All ready rows of these groups, in or out of turn. Raises `ValueError` for a group that is not ready; none is taken then."""
+        pages = [self._page_of_ready(group) for group in groups]
+        return [(g, self._pick(p, g, self._pages.ready_slots(p, g))) for g, p in zip(groups, pages, strict=True)]
+
+    def take_rows(self, rows: Sequence[int]) -> Pick:
+        """These ready rows, in or out of turn, for a task that may split groups. Raises `ValueError` where a row is not ready,
+        or where a group that is to be handed out as a whole would be split; none is taken then."""
+        by_group: dict[int, list[int]] = {}
+        for row in rows:
+            by_group.setdefault(row >> self._bits, []).append(row)
+        pick = Pick()
+        for group, chosen in by_group.items():
+            page = self._page_of_ready(group)
+            ready = {page.first + slot for slot in self._pages.ready_slots(page, group)}
+            if not ready.issuperset(chosen) or len(set(chosen)) < len(ready if self.spec.whole_groups else chosen):
+                raise ValueError(f"rows {chosen} of group {group} are not ready, or not to be had without the rest of it")
+            pick.append((group, chosen))
+        for group, chosen in pick:
+            page = self._page_of_ready(group)
+            self._pick(page, group, [row - page.first for row in chosen])
+        return pick
+
+    def put_back(self, pick: Pick) -> None:
+        """A pick that is not handed out after all: its rows are ready again, ahead of the others."""
+        rows = [row for _, rows in pick for row in rows]
+        self._move(_array(rows), READY, lease=0, is_first=True)
+
+    def hand_out(self, worker: str, now: float, pick: Pick) -> Lease:
+        """Lease what was picked to a worker. Rows that were done, dead, filtered or dropped since are left out."""
+        self._now = max(self._now, now)
+        self._next_lease += 1
+        number = self._next_lease
+        held = _Held(worker, now + self.spec.lease_seconds)
+        lease = Lease(Token(self.spec.name, self.incarnation, number), [], [], [], [])
+        for group, rows in pick:
+            page = self._pages.page_of_group(group)
+            if page is None:
+                continue
+            first, state, of_lease, deliveries, token = page.first, page.state, page.lease, page.delivery, page.token
+            kept, attempts = [], []
+            for row in rows:
+                slot = row - first
+                if state[slot] != LEASED or of_lease[slot]:
+                    continue
+                of_lease[slot] = number
+                kept.append(row)
+                attempts.append(deliveries[slot])
+                deliveries[slot] += 1
+                held.num_tokens += token[slot]
+            if kept:
+                held.rows.extend(kept)
+                lease.groups.append(self._pages.meta(page, group))
+                lease.rows.append(kept)
+                lease.attempts.append(attempts)
+                lease.units.append(page.unit[group - page.first_group])
+        held.num_rows = len(held.rows)
+        if held.num_rows:
+            self._leases[number] = held
+            load = self._loads.get(worker)
+            if load is None:
+                load = self._loads[worker] = _Load()
+            load.leases.add(number)
+            load.num_rows += held.num_rows
+            load.num_tokens += held.num_tokens
+            heapq.heappush(self._deadlines, (held.deadline, number))
+        return lease
+
+    # -- leases -------------------------------------------------------------------------------------------------------------
 
     def renew(self, token: Token, now: float) -> None:
         """Put the lease's deadline off. Raises `StaleToken`."""
-        self._held(token)
-        self._set_deadline(token.lease, now)
-
-    def fail(self, token: Token, rows: Iterable[int], error: str) -> list[DeadRow]:
-        """Give rows of a lease back after a failure. Returns those that have now failed too often. Raises `StaleToken`."""
-        held, dead = self._held(token), []
-        for index in rows:
-            group_number = held.rows.pop(index, None)
-            if group_number is None:
-                continue
-            group = self._groups.get(group_number)
-            row = group.rows.get(index) if group is not None else None
-            if group is None or row is None or row.state is not State.LEASED:
-                continue
-            row.failures += 1
-            if row.failures >= self.spec.max_failures:
-                dead.append(DeadRow(group_number, index, error))
-                self.drop([index])
-            else:
-                self._give_back(group, row)
-        self._forget_if_empty(token.lease)
-        return dead
+        self._held(token).deadline = now + self.spec.lease_seconds  # its entry among the deadlines follows when it comes up
 
     def check(self, token: Token, rows: Iterable[int]) -> None:
         """That the lease is alive and holds these rows, none of them done or dropped meanwhile. Raises `StaleToken`."""
-        held = self._held(token)
-        for index in rows:
-            group = self._groups.get(held.rows.get(index, -1))
-            row = group.rows.get(index) if group is not None else None
-            if row is None or row.state is not State.LEASED:
-                raise StaleToken(f"lease {token.lease} of task {token.task!r} does not hold row {index}")
+        self._held(token)
+        for row in rows:
+            page = self._pages.page_of(row)
+            if page is None or page.lease[row - page.first] != token.lease:
+                raise StaleToken(f"lease {token.lease} of task {token.task!r} does not hold row {row}")
 
-    def settle(self, token: Token, rows: Iterable[int]) -> None:
-        """The rows of a lease that are done or given up need it no longer."""
-        held = self._leases.get(token.lease) if token.incarnation == self.incarnation else None
-        if held is not None:
-            for row in rows:
-                held.rows.pop(row, None)
-            self._forget_if_empty(token.lease)
+    def fail(self, token: Token, rows: Iterable[int], error: str, now: float) -> list[DeadRow]:
+        """Give rows of a lease back after a failure. Returns those that have now failed too often. Raises `StaleToken`."""
+        self._held(token)
+        self._now = max(self._now, now)
+        again: list[int] = []
+        dead: list[DeadRow] = []
+        for row in dict.fromkeys(rows):
+            page = self._pages.page_of(row)
+            if page is None or page.lease[row - page.first] != token.lease:
+                continue
+            slot = row - page.first
+            page.failure[slot] += 1
+            if page.failure[slot] < self.spec.max_failures:
+                again.append(row)
+            else:
+                dead.append(DeadRow(row >> self._bits, row, error))
+        self.dead |= {letter.row: error for letter in dead}
+        self._move(_array([letter.row for letter in dead]), DEAD)
+        self.num_redelivered += self._move(_array(again), READY, lease=token.lease, is_first=True)
+        return dead
 
-    def expire(self, now: float) -> int:
-        """Deliver again what is held beyond its deadline; silence is no failure. Returns how many rows."""
-        count = 0
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, lease = heapq.heappop(self._deadlines)
-            if self._expiry.get(lease) == deadline:
-                count += self._release(lease)
-        return count
+    def expire(self, now: float) -> list[int]:
+        """Deliver again what is held beyond its deadline; silence is no failure. Returns the leases that have ended so."""
+        self._now = max(self._now, now)
+        ended: list[int] = []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            ended.append(heapq.heappop(self._deadlines)[1])
+        self.num_expired += sum(self._leases[lease].num_rows for lease in ended)
+        self._release(ended)
+        return ended
 
-    def abandon(self, worker: str) -> int:
-        """Deliver again all that a worker holds (it has gone). Returns how many rows."""
-        return sum(self._release(lease) for lease, held in list(self._leases.items()) if held.worker == worker)
+    def abandon(self, worker: str) -> list[int]:
+        """Deliver again all that a worker holds (it has gone). Returns the leases that have ended so."""
+        load = self._loads.get(worker)
+        ended = sorted(load.leases) if load is not None else []
+        self._release(ended)
+        return ended
 
     # -- looking ------------------------------------------------------------------------------------------------------------
 
     @property
     def next_deadline(self) -> float | None:
-        return self._deadlines[0][0] if self._deadlines else None
+        """When the next lease runs out."""
+        deadlines = self._deadlines
+        while deadlines:
+            deadline, lease = deadlines[0]
+            held = self._leases.get(lease)
+            if held is None:
+                heapq.heappop(deadlines)
+            elif held.deadline > deadline:
+                heapq.heapreplace(deadlines, (held.deadline, lease))
+            else:
+                return deadline
+        return None
+
+    def state_of(self, row: int) -> State | None:
+        """None for a row that is not known. A row that is picked and not handed out yet counts as leased."""
+        page = self._pages.page_of(row)
+        state = page.state[row - page.first] if page is not None else ABSENT
+        return State(state) if state else None
+
+    def rows_of(self, unit: int) -> Array:
+        """int64: all known rows that live on a unit, sorted."""
+        parts = [np.empty(0, np.int64)]
+        for page in self._pages:
+            is_here = (page.kinds > 0) & (page.units == unit)
+            known = (page.states > 0) & np.repeat(is_here, 1 << self._bits)
+            parts.append(np.flatnonzero(known) + page.first)
+        return np.concatenate(parts)
 
     def counts(self) -> dict[str, int]:
-        """Rows by state, and `redelivered`."""
-        states = [row.state for group in self._groups.values() for row in group.rows.values()]
-        return {state.name.lower(): states.count(state) for state in State} | {"redelivered": self.num_redelivered}
+        """Rows in each state now; `*_total`: that have ever come into it, dropped ones too; rows redelivered and expired."""
+        counts, totals = self._pages.counts, self._pages.totals
+        return {
+            "waiting": counts[WAITING],
+            "ready": counts[READY],
+            "leased": counts[LEASED],
+            "done": counts[DONE],
+            "dead": counts[DEAD],
+            "filtered": counts[FILTERED],
+            "done_total": totals[DONE],
+            "dead_total": totals[DEAD],
+            "filtered_total": totals[FILTERED],
+            "redelivered": self.num_redelivered,
+            "expired": self.num_expired,
+        }
+
+    def oldest_ready(self, now: float) -> float:
+        """For how many seconds the rows that have waited longest have been ready, to within a tenth; 0 if none are."""
+        since = self._pages.since()
+        return max(0.0, now - since) if since is not None else 0.0
 
     def holders(self) -> dict[str, int]:
-        """Rows held by each worker."""
-        held: dict[str, int] = {}
-        for lease in self._leases.values():
-            held[lease.worker] = held.get(lease.worker, 0) + len(lease.rows)
-        return held
+        """Rows held by each worker that holds any."""
+        return {worker: load.num_rows for worker, load in self._loads.items()}
+
+    def outstanding(self, worker: str) -> tuple[int, int]:
+        """The rows that a worker holds, and their tokens."""
+        load = self._loads.get(worker)
+        return (load.num_rows, load.num_tokens) if load is not None else (0, 0)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    def _queue_if_ready(self, group: _Group, *, first: bool = False) -> None:
-        if group.is_queued or not group.rows:
-            return
-        states = [row.state for row in group.rows.values()]
-        live = [state for state in states if state is not State.DONE]
-        ready = bool(live) and all(s is State.READY for s in live) if self.spec.whole_groups else State.READY in live
-        if ready:
-            group.is_queued = True
-            queue = self._queues.setdefault(group.key, deque())
-            (queue.appendleft if first else queue.append)(group.meta.group)
+    def _notify_few(self, page: Page, rows: Array, mask: int, tokens: Array | None) -> list[int]:
+        weights = tokens.tolist() if tokens is not None else None
+        first, state, masks = page.first, page.state, page.mask
+        done: list[int] = []
+        touched: dict[int, None] = {}
+        for i, row in enumerate(rows.tolist()):
+            slot = row - first
+            old = state[slot]
+            if not old:
+                continue
+            now_there = masks[slot] = masks[slot] | mask
+            if weights is not None and weights[i] > page.token[slot]:
+                if page.lease[slot]:
+                    self._leave(page.lease[slot], 0, page.token[slot] - weights[i])
+                page.token[slot] = weights[i]
+            new = max(old, self._state(now_there))
+            if new != old:
+                self._pages.move_one(page, slot, new)
+                touched[row >> self._bits] = None
+                if new == DONE:
+                    done.append(row)
+        if touched:
+            self._pages.settle(page, touched, self._now)
+        return done
 
-    def _pop(self, key: QueueKey) -> _Group | None:
-        queue = self._queues.get(key, deque())
-        while queue:
-            group = self._groups.get(queue.popleft())
-            if not queue:
-                del self._queues[key]
-            if group is None:
-                continue  # dropped while it waited
-            group.is_queued = False
-            if any(row.state is State.READY for row in group.rows.values()):
-                return group
-        return None
+    def _state(self, mask: int) -> int:
+        """The least state of a row that has these columns."""
+        if mask & self._dead_mark:
+            return DEAD
+        if mask & self._filtered_mark:
+            return FILTERED
+        if mask & self._outputs == self._outputs:
+            return DONE
+        return READY if mask & self._reads == self._reads else WAITING
 
-    def _hand_out(self, worker: str, now: float, groups: list[_Group]) -> Lease:
-        self._next_lease += 1
-        held = _Held(worker, {})
-        rows: list[list[int]] = []
-        attempt = 0
-        for group in groups:
-            ready = [index for index, row in group.rows.items() if row.state is State.READY]
-            for index in ready:
-                group.rows[index].state = State.LEASED
-                attempt = max(attempt, group.rows[index].attempt)
-                held.rows[index] = group.meta.group
-            rows.append(ready)
-        self._leases[self._next_lease] = held
-        self._set_deadline(self._next_lease, now)
-        token = Token(self.spec.name, self.incarnation, self._next_lease)
-        return Lease(token, [g.meta for g in groups], rows, attempt)
+    def _notify_many(self, page: Page, rows: Array, mask: int, tokens: Array | None) -> list[int]:
+        slots = rows - page.first
+        old = page.states[slots]
+        if not old.all():
+            known = np.flatnonzero(old)
+            slots, old, tokens = slots[known], old[known], tokens[known] if tokens is not None else None
+            if not len(slots):
+                return []
+        # A slice is several times faster than an index, and what is admitted together is mostly told of together.
+        where: slice | Array = slice(int(slots[0]), int(slots[-1]) + 1) if slots[-1] - slots[0] == len(slots) - 1 else slots
+        there = page.masks[where] | np.uint64(mask)
+        page.masks[where] = there
+        if tokens is not None:
+            before = page.tokens[where]
+            more = np.maximum(tokens - before, 0)
+            if old.max() >= LEASED and old.min() <= LEASED:
+                self._pages.report(page.leases[where], np.zeros(len(slots), np.int64), -more)
+            page.tokens[where] = before + more
+        if mask & self._dead_mark:
+            least: Array | int = DEAD
+        elif mask & self._filtered_mark:
+            least = FILTERED
+        else:
+            has_inputs = (there & np.uint64(self._reads)) == self._reads
+            least = np.where((there & np.uint64(self._outputs)) == self._outputs, DONE, np.where(has_inputs, READY, WAITING))
+        new = np.maximum(old, least).astype(np.uint8, copy=False)
+        changed = np.flatnonzero(new != old)
+        if not len(changed):
+            return []
+        if len(changed) < len(slots):
+            slots, old, new = slots[changed], old[changed], new[changed]
+        self._pages.move_many(page, slots, old, new, self._now)
+        done: list[int] = (slots[new == DONE] + page.first).tolist()
+        return done
+
+    def _move(self, rows: Array, new: int, *, lease: int | None = None, is_first: bool = False) -> int:
+        """Sorted rows, each once: those that are known (and, if given, that this lease holds). Returns how many."""
+        count = 0
+        for page, start, stop in self._pages.split(rows, backwards=is_first) if len(rows) else ():
+            slots = rows[start:stop] - page.first
+            if stop - start <= SCALAR:
+                touched: dict[int, None] = {}
+                for slot in slots.tolist():
+                    if page.state[slot] and (lease is None or (page.state[slot] == LEASED and page.lease[slot] == lease)):
+                        self._pages.move_one(page, slot, new)
+                        touched[(page.first + slot) >> self._bits] = None
+                        count += 1
+                self._pages.settle(page, touched, self._now, is_first=is_first)
+            else:
+                old = page.states[slots]
+                fits = old > 0 if lease is None else (old == LEASED) & (page.leases[slots] == lease)
+                slots, old = slots[fits], old[fits]
+                if len(slots):
+                    self._pages.move_many(page, slots, old, np.full(len(slots), new, np.uint8), self._now, is_first=is_first)
+                count += len(slots)
+        return count
+
+    def _page_of_ready(self, group: int) -> Page:
+        page = self._pages.page_of_group(group)
+        if page is None or not page.queued[group - page.first_group]:
+            raise ValueError(f"group {group} is not ready for task {self.spec.name!r}")
+        return page
+
+    def _pick(self, page: Page, group: int, slots: list[int]) -> list[int]:
+        """Take ready rows of a group out of what is ready. No lease holds them until they are handed out."""
+        if len(slots) <= SCALAR:
+            for slot in slots:
+                self._pages.move_one(page, slot, LEASED)
+            self._pages.settle(page, (group,), self._now)
+        else:
+            at, ones = np.sort(np.array(slots)), np.ones(len(slots), np.uint8)
+            self._pages.move_many(page, at, ones * READY, ones * LEASED, self._now)
+        return [page.first + slot for slot in slots]
 
     def _held(self, token: Token) -> _Held:
         held = self._leases.get(token.lease) if token.incarnation == self.incarnation else None
@@ -306,30 +534,42 @@ class Table:
             raise StaleToken(f"lease {token.lease} of task {token.task!r} is over")
         return held
 
-    def _set_deadline(self, lease: int, now: float) -> None:
-        deadline = now + self.spec.lease_seconds
-        self._expiry[lease] = deadline
-        heapq.heappush(self._deadlines, (deadline, lease))
+    def _leave(self, lease: int, num_rows: int, num_tokens: int) -> None:
+        """Rows and tokens less for a lease, and for its worker. What holds nothing any more is forgotten."""
+        held = self._leases[lease]
+        load = self._loads[held.worker]
+        held.num_rows -= num_rows
+        held.num_tokens -= num_tokens
+        load.num_rows -= num_rows
+        load.num_tokens -= num_tokens
+        if not held.num_rows:
+            del self._leases[lease]
+            load.leases.discard(lease)
+            if not load.leases:
+                del self._loads[held.worker]
+            if len(self._deadlines) > 2 * len(self._leases) + _SLACK:
+                self._deadlines = [(held.deadline, lease) for lease, held in self._leases.items()]
+                heapq.heapify(self._deadlines)
 
-    def _give_back(self, group: _Group, row: _Row) -> None:
-        row.state = State.READY
-        row.attempt += 1
-        self.num_redelivered += 1
-        self._queue_if_ready(group, first=True)
+    def _release(self, leases: list[int]) -> None:
+        for lease in reversed(leases):  # each goes to the front: the first of them last
+            rows = np.frombuffer(self._leases[lease].rows, np.int64)
+            self.num_redelivered += self._move(_sorted_once(rows, None)[0], READY, lease=lease, is_first=True)
 
-    def _release(self, lease: int) -> int:
-        held = self._leases.pop(lease)
-        del self._expiry[lease]
-        count = 0
-        for index, group_number in held.rows.items():
-            group = self._groups.get(group_number)
-            row = group.rows.get(index) if group is not None else None
-            if group is not None and row is not None and row.state is State.LEASED:
-                self._give_back(group, row)
-                count += 1
-        return count
 
-    def _forget_if_empty(self, lease: int) -> None:
-        held = self._leases.get(lease)
-        if held is not None and not held.rows:
-            del self._leases[lease], self._expiry[lease]
+_NO_LIMIT = 1 << 62
+_SLACK = 64  # deadlines of past leases that may lie about
+
+
+def _array(rows: list[int]) -> Array:
+    return np.array(sorted(rows), np.int64)
+
+
+def _sorted_once(rows: Array, tokens: Array | None) -> tuple[Array, Array | None]:
+    """Rows in order, each once, with the most tokens that are told of it."""
+    if len(rows) < 2 or (rows[1:] > rows[:-1]).all():
+        return rows, tokens
+    order = np.argsort(rows, kind="stable")
+    rows = rows[order]
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 1))
+    return rows[starts], np.maximum.reduceat(tokens[order], starts) if tokens is not None else None

@@ -1,116 +1,370 @@
 """A storage unit: stores what is put, tells the controllers, and only then answers the writer.
 
-consumes: put, complete, read and drop requests
-waits for: the controllers' acknowledgement of a notice, at most `notify_timeout_seconds`
-is unblocked by: their answers, or that deadline
+consumes: put, complete, end, read, drop and follow requests
+waits for: room, at admission alone; its storage; the controllers in session, at most `notify_timeout_seconds`
+is unblocked by: drops; the storage; the controllers' next `follow`, or that deadline
+
+The units are the truth, and controllers an index over them: whatever a controller has to know again after a restart is here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Awaitable, Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.batches import WireBatch, take
+from asyncflow.transfer_queue.index import Index
+from asyncflow.transfer_queue.notices import News, Notice, NoticeLog
+from asyncflow.transfer_queue.room import Room, RoomState
+from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
+from asyncflow.transfer_queue.snapshot import SnapshotFile, read_snapshot, write_snapshot
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.table import StaleToken, Token
+from asyncflow.transfer_queue.table import Token
 from asyncflow.transport import remote
-from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged
+from asyncflow.types import Array, Batch, GroupMeta, Ragged
 
-log = logging.getLogger(__name__)
-
-
-class WireColumn(msgspec.Struct, array_like=True):
-    """A column in a message; `offsets` where it is ragged."""
-
-    name: str
-    values: np.ndarray
-    offsets: np.ndarray | None = None
+NOTICES_KEPT = 4096
+TOKENS_REMEMBERED = 65536
+FACTS = "facts"
 
 
-class WireBatch(msgspec.Struct, array_like=True):
-    """A `Batch` in a message: its arrays travel as raw frames."""
+class Facts(msgspec.Struct):
+    """What must outlive a process and is no column: per task the steps that have ended, and whether it is closed; the rows that
+    have been dropped from groups that are still there."""
 
-    indices: np.ndarray
-    groups: np.ndarray
-    columns: list[WireColumn]
+    ended_steps: dict[str, list[int]] = {}
+    closed: list[str] = []
+    dropped: dict[int, list[int]] = {}
 
-    @classmethod
-    def of(cls, batch: Batch) -> WireBatch:
-        columns = [
-            WireColumn(name, v.values, v.offsets) if isinstance(v, Ragged) else WireColumn(name, v)
-            for name, v in batch.columns.items()
-        ]
-        return cls(batch.indices, batch.groups, columns)
 
-    def batch(self) -> Batch:
-        columns = {c.name: c.values if c.offsets is None else Ragged(c.values, c.offsets) for c in self.columns}
-        return Batch(self.indices, self.groups, columns)
+class UnitStatus(msgspec.Struct):
+    """`away`: the tasks whose controllers are silent."""
+
+    rows: int
+    held_bytes: int
+    away: list[str]
+    room: RoomState
 
 
 class StorageUnit:
-    """One unit over one storage backend."""
+    """One unit over one storage backend. `open` first, `close` at the end."""
 
     def __init__(
         self,
         storage: Storage,
-        columns: Iterable[Column],
-        controllers: Mapping[str, Controller],
+        schema: Schema,
         *,
         notify_timeout_seconds: float = 5.0,
+        capacity_rows: int | None = None,
+        capacity_bytes: int | None = None,
+        snapshot_dir: Path | None = None,
     ) -> None:
-        self.storage = storage
-        self._controllers = dict(controllers)
-        self._notify_timeout_seconds = notify_timeout_seconds
-        marks = [Column(f"done/{name}", "uint8") for name in controllers]
-        storage.declare([*columns, *marks])
+        """`snapshot_dir`: where snapshots are written; without it there are none."""
+        self.storage, self.schema = storage, schema
+        self._index = Index(schema.group_bits)
+        self._room = Room(capacity_rows, capacity_bytes)
+        self._row_bytes: dict[int, int] = {}  # group -> what each of its rows has reserved
+        self._facts = Facts()
+        self._log = NoticeLog(uuid.uuid4().hex[:12], notify_timeout_seconds, NOTICES_KEPT, self._everything)
+        self._ended_leases: dict[str, dict[int, None]] = {}  # task -> leases that are over, oldest first
+        self._writers: dict[tuple[str, int], int] = {}  # (task, row) -> the lease that completed it, the latest ones
+        self._snapshot_dir = snapshot_dir
+        self._token_columns = {c.name: c.per for c in schema.columns if c.counts_tokens}
+        self._interest = {t.name: schema.mask((*t.reads, *t.outputs, DEAD, FILTERED)) for t in schema.tasks}
+
+    async def open(self) -> None:
+        """Open the storage and take up what has outlived an earlier process."""
+        await self.storage.open(self.schema)
+        async for stored in self.storage.recover():
+            self._take_up(stored.metas, stored.rows, stored.columns)
+            await self._weigh(stored.rows, stored.columns)
+        if (facts := await self.storage.kept(FACTS)) is not None:
+            self._facts = msgspec.msgpack.decode(facts, type=Facts)
+            await self._drop(np.array([row for rows in self._facts.dropped.values() for row in rows], np.int64))
+
+    async def close(self) -> None:
+        self._log.close()
+        await self.storage.close()
+
+    # -- what clients ask ---------------------------------------------------------------------------------------------------
 
     @remote
-    async def put(self, batch: WireBatch, metas: list[GroupMeta]) -> None:
-        """Admit groups (`metas`) with the columns that they come with."""
-        self.storage.write(batch.batch())
-        await self._notify(metas, batch.indices.tolist(), [c.name for c in batch.columns], None)
+    async def put(self, metas: list[GroupMeta], batch: WireBatch, row_bytes: int) -> np.ndarray:
+        """Admit groups, and store columns of theirs or of rows already there.
+
+        Waits for room for the new groups: each of their rows reserves `row_bytes` besides what it comes with. Returns
+        bool [n]: False for a row that is not there, or that has one of the columns already; it keeps what it has. Raises
+        `ValueError` naming what does not fit.
+        """
+        columns = batch.batch()
+        self.schema.check_metas(metas)
+        self.schema.check(columns)
+        new = [meta for meta in metas if meta.group not in self._index.metas]
+        if new:
+            reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
+            await self._room.reserve(reserved, reserved * each)
+            new = self._admit(new, each)
+            if surplus := reserved - _num_rows(new):  # admitted by another request meanwhile
+                self._room.release(surplus, surplus * each)
+        return await self._store(columns, new)
 
     @remote
     async def complete(self, token: Token, batch: WireBatch) -> np.ndarray:
-        """Store a task's outputs and acknowledge its lease.
+        """Store a task's outputs for rows of a lease, and so acknowledge it.
 
-        Returns bool [n]: False where another lease was first. A lease that is over, or no longer holds all of the rows, stores
-        nothing: its rows are somebody else's, or have been dropped and would never be freed.
+        Returns bool [n]: False for a row whose outputs are not kept, because the lease is over, another one was first, or the row
+        has been dropped.
         """
-        try:
-            await self._controllers[token.task].check(token, batch.indices.tolist())
-        except StaleToken:
-            return np.zeros(len(batch.indices), bool)
-        stored = self.storage.write(batch.batch())
-        await self._notify([], batch.indices.tolist(), [c.name for c in batch.columns], token)
+        columns = batch.batch()
+        self.schema.check(columns)
+        task, rows = token.task, columns.indices.tolist()
+        incarnation = self._log.incarnation(task)
+        if incarnation not in (None, token.incarnation) or token.lease in self._ended_leases.get(task, ()):
+            return np.zeros(len(rows), bool)
+        stored = await self._store(columns, [])
+        for i, row in enumerate(rows):
+            if stored[i]:
+                self._writers[task, row] = token.lease
+            elif self._writers.get((task, row)) == token.lease:  # the same request again, its answer was lost
+                stored[i] = True
+        while len(self._writers) > TOKENS_REMEMBERED:
+            del self._writers[next(iter(self._writers))]
         return stored
 
     @remote
-    async def read(self, indices: np.ndarray, columns: list[str]) -> WireBatch:
-        """The columns of rows. Raises `LookupError` naming what is not there."""
-        return WireBatch.of(self.storage.read(indices, columns))
+    async def end(self, rows: np.ndarray, mark: str, reasons: list[str]) -> None:
+        """Mark rows `dead` or `filtered`, for all tasks, each with its reason."""
+        if mark not in (DEAD, FILTERED):
+            raise ValueError(f"a row ends as {DEAD!r} or {FILTERED!r}, not as {mark!r}")
+        texts = Ragged.from_arrays([np.frombuffer(reason.encode(), np.uint8) for reason in reasons], "uint8")
+        batch = Batch(rows, np.unique(rows >> self.schema.group_bits), {mark: texts})
+        self.schema.check(batch)
+        await self._store(batch, [])
 
     @remote
-    async def drop(self, indices: np.ndarray) -> None:
-        """Free rows."""
-        self.storage.drop(indices)
+    async def read(self, indices: np.ndarray, columns: list[str]) -> WireBatch:
+        """The columns of rows, in the order asked. Raises `LookupError` naming the first row and column not there."""
+        if missing := self._index.first_without(indices, self.schema.mask(columns)):
+            row, lacking = missing
+            name = next(c for c in columns if self.schema.mask([c]) & lacking)
+            raise LookupError(f"row {row} has no column {name!r}")
+        return WireBatch.of(await self.storage.read(indices, columns))
 
-    async def _notify(self, metas: Sequence[GroupMeta], rows: list[int], columns: list[str], token: Token | None) -> None:
-        notices = {
-            asyncio.ensure_future(controller.notify(list(metas), rows, columns, token)): name
-            for name, controller in self._controllers.items()
-        }
-        taken, late = await asyncio.wait(notices, timeout=self._notify_timeout_seconds)
-        for notice in taken:
-            notice.result()  # raises what the controller has raised
-        for notice in late:
-            log.error("controller %r has not taken a notice within %s s", notices[notice], self._notify_timeout_seconds)
+    @remote
+    async def present(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the rows that are there."""
+        return self._index.present(rows)
+
+    @remote
+    async def drop(self, rows: np.ndarray) -> None:
+        """Free rows, here and in all controllers. Unknown ones are passed over."""
+        dropped = await self._drop(rows)
+        if len(dropped):
+            await self._log.post(Notice(rows=dropped.tobytes(), is_drop=True))
+
+    @remote
+    async def end_step(self, task: str, step: int) -> None:
+        """No more rows of this step will come for the task."""
+        ended = self._facts.ended_steps.setdefault(task, [])
+        if step not in ended:
+            ended.append(step)
+            await self._keep_facts()
+        await self._log.post(Notice(task=task, ended_step=step))
+
+    @remote
+    async def close_task(self, task: str) -> None:
+        """The end of a task's stream, for all its consumers, now and later."""
+        if task not in self._facts.closed:
+            self._facts.closed.append(task)
+            await self._keep_facts()
+        await self._log.post(Notice(task=task, is_closed=True))
+
+    @remote
+    async def status(self) -> UnitStatus:
+        return UnitStatus(self._index.num_rows, self.storage.nbytes, self._log.away(), self._room.state())
+
+    # -- what controllers ask -----------------------------------------------------------------------------------------------
+
+    @remote
+    def follow(self, task: str, incarnation: str, epoch: str, acked: int, ended_leases: list[int]) -> Awaitable[News]:
+        """See `NoticeLog.follow`. `ended_leases`: completions under these are refused from now on."""
+        if ended_leases:
+            ended = self._ended_leases.setdefault(task, {})
+            ended.update(dict.fromkeys(ended_leases))
+            while len(ended) > TOKENS_REMEMBERED:
+                del ended[next(iter(ended))]
+        if self._log.incarnation(task) not in (None, incarnation):
+            self._ended_leases.pop(task, None)  # its predecessor's leases are refused by their incarnation
+        return self._log.follow(task, incarnation, self._interest[self.schema.task(task).name], epoch, acked)
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------------
+
+    @remote
+    async def snapshot(self, name: str) -> SnapshotFile:
+        """Write all rows to `name` in the snapshot directory: whole or not at all, and kept when the machine stops."""
+        path = self._snapshot_path(name)
+        return await write_snapshot(path, self.schema, self._index, self.storage, msgspec.msgpack.encode(self._facts))
+
+    @remote
+    async def restore(self, name: str) -> int:
+        """Take up the rows of a snapshot. Returns how many there are. Raises `ValueError` when the file is damaged."""
+        facts, frames = read_snapshot(self._snapshot_path(name), self.schema)
+        count = 0
+        for metas, batch in frames:
+            each = _bytes_per_row(metas, batch)
+            new = self._admit(metas, each)
+            self._room.take(_num_rows(new), _num_rows(new) * each)
+            await self._store(batch, new)
+            count += _num_rows(new)
+        self._facts = msgspec.msgpack.decode(facts, type=Facts)
+        dropped = [row for rows in self._facts.dropped.values() for row in rows]
+        await self.drop(np.array(dropped, np.int64))
+        await self._keep_facts()
+        for notice in self._told_facts():
+            await self._log.post(notice)
+        return count - len(dropped)
+
+    def _snapshot_path(self, name: str) -> Path:
+        if self._snapshot_dir is None:
+            raise ValueError("this unit has no snapshot directory; give it one (queue.snapshot_dir)")
+        if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
+            raise ValueError(f"{name!r} is no name for a snapshot: letters, digits, '.', '_' and '-'")
+        return self._snapshot_dir / name
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _drop(self, rows: Array) -> Array:
+        """Forget rows and free them. Returns those that were there."""
+        dropped, gone = self._index.drop(rows)
+        if not len(dropped):
+            return dropped
+        groups, counts = np.unique(dropped >> self.schema.group_bits, return_counts=True)
+        freed = sum(self._row_bytes.get(g, 0) * n for g, n in zip(groups.tolist(), counts.tolist(), strict=True))
+        numbers = {meta.group for meta in gone}
+        was_partial = any(self._facts.dropped.pop(group, None) for group in numbers)
+        partial = [row for row in dropped.tolist() if row >> self.schema.group_bits not in numbers]
+        for row in partial:
+            self._facts.dropped.setdefault(row >> self.schema.group_bits, []).append(row)
+        for group in numbers:
+            self._row_bytes.pop(group, None)
+        if partial:  # before they are freed: should this process die in between, they are not to come back
+            await self._keep_facts()
+        await self.storage.drop(dropped, np.array(sorted(numbers), np.int64))
+        if was_partial and not partial:
+            await self._keep_facts()
+        self._room.release(len(dropped), freed)
+        return dropped
+
+    async def _keep_facts(self) -> None:
+        await self.storage.keep(FACTS, msgspec.msgpack.encode(self._facts))
+
+    def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
+        """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
+        new = self._index.admit(metas)
+        self._row_bytes.update((meta.group, each) for meta in new)
+        return new
+
+    async def _store(self, batch: Batch, new: list[GroupMeta]) -> Array:
+        """Store what is not there yet, all of a row's columns or none, and tell the controllers."""
+        by_row = [name for name in batch.columns if self.schema.column(name).per == "row"]
+        row_mask = self.schema.mask(by_row)
+        group_mask = self.schema.mask(name for name in batch.columns if name not in by_row)
+        free = self._index.claim(batch.indices, row_mask) if row_mask else np.zeros(len(batch.indices), bool)
+        groups = batch.groups.tolist()
+        free_groups = np.array(self._index.claim_groups(groups, group_mask) if group_mask else [False] * len(groups), bool)
+        if not new and not free.any() and not free_groups.any():
+            return free
+        rows, numbers = batch.indices[free], batch.groups[free_groups].tolist()
+        is_written = False
+        try:
+            await self._write(batch, new, free, free_groups, row_mask, group_mask)
+            is_written = True
+        finally:
+            self._index.settle(rows, row_mask, is_written=is_written)
+            self._index.settle_groups(numbers, group_mask, is_written=is_written)
+        await self._sweep(rows)
+        self._count_tokens(batch, rows, free, numbers, free_groups)
+        await self._tell(new, self._index.present(rows), row_mask, self._index.rows_of(numbers), group_mask)
+        return free
+
+    async def _write(
+        self, batch: Batch, new: list[GroupMeta], free: Array, free_groups: Array, row_mask: int, group_mask: int
+    ) -> None:
+        """Hand the storage what is free of the batch; a batch whose columns are not wanted for any entry goes without them."""
+        wanted = {n: v for n, v in batch.columns.items() if (free if self.schema.column(n).per == "row" else free_groups).any()}
+        rows = np.flatnonzero(free) if row_mask else np.arange(0)
+        groups = np.flatnonzero(free_groups) if group_mask else np.arange(0)
+        await self.storage.write(new, take(self.schema, Batch(batch.indices, batch.groups, wanted), rows, groups))
+
+    async def _sweep(self, rows: Array) -> None:
+        """Free what has been dropped while it was being written."""
+        there = self._index.present(rows)
+        if len(there) < len(rows):
+            gone = np.setdiff1d(rows, there)
+            groups = [g for g in np.unique(gone >> self.schema.group_bits).tolist() if g not in self._index.metas]
+            await self.storage.drop(gone, np.array(groups, np.int64))
+
+    def _count_tokens(self, batch: Batch, rows: Array, free: Array, groups: list[int], free_groups: Array) -> None:
+        for name, per in self._token_columns.items():
+            values = batch.columns.get(name)
+            if not isinstance(values, Ragged):
+                continue
+            if per == "row":
+                self._index.add_tokens(rows, values.lengths[free])
+            else:
+                for group, length in zip(groups, values.lengths[free_groups].tolist(), strict=True):
+                    of_group = self._index.rows_of([group])
+                    self._index.add_tokens(of_group, np.full(len(of_group), length, np.int64))
+
+    async def _tell(self, new: list[GroupMeta], rows: Array, row_mask: int, of_groups: Array, group_mask: int) -> None:
+        """One notice for the rows' columns and one for their groups', or one for both where they are of the same rows."""
+        parts = [(of_groups, group_mask), (rows, row_mask)]
+        if np.array_equal(rows, of_groups):
+            parts = [(rows, row_mask | group_mask)]
+        parts = [part for part in parts if len(part[0])] or [(rows, 0)]
+        answers = [self._log.post(self._notice(new if i == 0 else [], *part)) for i, part in enumerate(parts)]
+        for answer in answers:
+            await answer
+
+    def _notice(self, metas: list[GroupMeta], rows: Array, mask: int) -> Notice:
+        tokens = self._index.tokens(rows).tobytes() if self._token_columns else b""
+        return Notice(metas, rows.tobytes(), mask, tokens)
+
+    def _everything(self) -> list[Notice]:
+        notices = [Notice(metas=list(self._index.metas.values()))]
+        for rows, mask, tokens in self._index.records():
+            notices.append(Notice(rows=rows.tobytes(), mask=mask, tokens=tokens.tobytes() if self._token_columns else b""))
+        return notices + self._told_facts()
+
+    def _told_facts(self) -> list[Notice]:
+        ended = [Notice(task=task, ended_step=step) for task, steps in self._facts.ended_steps.items() for step in steps]
+        return ended + [Notice(task=task, is_closed=True) for task in self._facts.closed]
+
+    def _take_up(self, metas: Sequence[GroupMeta], rows: Array, columns: Sequence[str]) -> None:
+        """Recovered rows: in the index as if they had just been written."""
+        self._room.take(_num_rows(self._admit(metas, 0)), 0)
+        mask = self.schema.mask(columns)
+        groups = np.unique(rows >> self.schema.group_bits).tolist()
+        self._index.settle_groups(groups, mask & self.schema.group_mask, is_written=True)
+        self._index.settle(rows, mask & ~self.schema.group_mask, is_written=True)
+
+    async def _weigh(self, rows: Array, columns: Sequence[str]) -> None:
+        counted = [name for name in self._token_columns if name in columns]
+        if counted and len(rows):
+            batch = await self.storage.read(rows, counted)
+            everything, groups = np.ones(len(rows), bool), batch.groups.tolist()
+            self._count_tokens(batch, rows, everything, groups, np.ones(len(groups), bool))
 
 
-def rows_of(groups: Iterable[GroupMeta], group_bits: int) -> Array:
-    """int64: the rows of groups, in order."""
-    return np.array([(m.group << group_bits) + sample for m in groups for sample in range(m.size)], np.int64)
+def _num_rows(metas: Iterable[GroupMeta]) -> int:
+    return sum(meta.size for meta in metas)
+
+
+def _bytes_per_row(metas: Sequence[GroupMeta], batch: Batch) -> int:
+    rows = _num_rows(metas)
+    return -(-sum(values.nbytes for values in batch.columns.values()) // rows) if rows else 0

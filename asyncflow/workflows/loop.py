@@ -82,13 +82,14 @@ async def feed(
         if evaluation.is_due(step):
             metas, prompts, temperatures = evaluation.admission(step)
             await ledger.open(metas)
-            await queue.put(metas, admission(metas, prompts, temperatures))
+            await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
         if not await ledger.may_admit(step):
             return
         size, interval = shape.prompts_per_step, schedule.interval(step)
         metas = [GroupMeta(step * size + i, shape.group_size, step, interval) for i in range(size)]
         await ledger.open(metas)
-        await queue.put(metas, admission(metas, source.take(size), [shape.temperature] * size))  # 4: take B prompts
+        prompts = admission(metas, source.take(size), [shape.temperature] * size)
+        await queue.put(metas, prompts, row_bytes=shape.row_bytes)  # 4: take B prompts
 
 
 async def produce(by: Producer, leased: Leased, request: Request) -> None:

@@ -25,15 +25,15 @@ import numpy as np
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
 from asyncflow.rewards.base import Sample
 from asyncflow.transfer_queue.client import Leased
-from asyncflow.transfer_queue.table import TaskSpec
+from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, Values
 from asyncflow.workflows.ledger import Consumed
 
 COLUMNS = (
-    Column("prompt_ids", "int64", ragged=True, per="group"),
+    Column("prompt_ids", "int64", ragged=True, per="group", counts_tokens=True),
     Column("example", "uint8", ragged=True, per="group"),
     Column("temperature", "float32", per="group"),
-    Column("response_ids", "int64", ragged=True),
+    Column("response_ids", "int64", ragged=True, counts_tokens=True),
     Column("rollout_logprobs", "float32", ragged=True),
     Column("loss_mask", "uint8", ragged=True),
     Column("version_spans", "int64", ragged=True),
@@ -45,14 +45,15 @@ RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_sp
 EVALUATION_GROUPS = 1 << 40  # evaluation prompts are numbered from here, so that they shift no training prompt's noise
 
 
-def tasks(lease_seconds: float, max_failures: int) -> tuple[TaskSpec, ...]:
-    """The queue's tasks: rollout makes responses, train and eval read whole groups of them."""
-    specs = (
+def schema(group_bits: int, lease_seconds: float, max_failures: int) -> Schema:
+    """The queue's columns and tasks: rollout makes responses, train and eval read whole groups of them."""
+    tasks = (
         TaskSpec("rollout", PROMPT_COLUMNS, RESPONSE_COLUMNS, whole_groups=False),
-        TaskSpec("train", ("prompt_ids", *RESPONSE_COLUMNS), purpose="train"),
-        TaskSpec("eval", RESPONSE_COLUMNS, purpose="eval"),
+        TaskSpec("train", ("prompt_ids", *RESPONSE_COLUMNS), purpose="train", sampler="whole_groups"),
+        TaskSpec("eval", RESPONSE_COLUMNS, purpose="eval", sampler="whole_groups"),
     )
-    return tuple(msgspec.structs.replace(spec, lease_seconds=lease_seconds, max_failures=max_failures) for spec in specs)
+    timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
+    return Schema(COLUMNS, tuple(timed), group_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class Shape:
     max_new_tokens: int
     rows_per_micro_batch: int
     num_rollout_workers: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row's response columns take at most: ids, log-probs and mask per token; spans and scalars."""
+        return self.max_new_tokens * (8 + 4 + 1) + 256
 
 
 @dataclass(frozen=True, slots=True)

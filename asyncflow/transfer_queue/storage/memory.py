@@ -1,105 +1,97 @@
-"""Columns in this process's memory."""
+"""Columns in this process's memory: the fastest storage, gone with the process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import numpy as np
 
-from asyncflow.types import Array, Batch, Column, Ragged, Values
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.base import Stored
+from asyncflow.transfer_queue.storage.segments import ColumnSegments, Keys
+from asyncflow.types import Array, Batch, GroupMeta
+
+
+def groups_of(rows: Array, group_bits: int) -> Array:
+    """int64: the groups of rows, each once, in the order of first appearance."""
+    groups = rows >> group_bits
+    steps = groups[1:] - groups[:-1]
+    if bool((steps >= 0).all()):  # so equal ones are neighbours
+        return groups[np.concatenate(([True], steps > 0))] if len(groups) else groups
+    _, first = np.unique(groups, return_index=True)
+    return groups[np.sort(first)]
 
 
 class MemoryStorage:
-    """Every entry is kept as an array of its own, so that dropping a row frees it."""
+    """See `segments.py`. Nothing is awaited, so calls never overlap."""
 
-    def __init__(self, group_bits: int) -> None:
-        self._group_bits = group_bits
-        self._columns: dict[str, Column] = {}
-        self._rows: dict[int, dict[str, Array]] = {}
-        self._groups: dict[int, dict[str, Array]] = {}
-        self._rows_of_group: dict[int, set[int]] = {}
-        self._nbytes = 0
+    is_durable = False
+
+    def __init__(self, unit: int = 0) -> None:
+        """`unit`, which every storage is told, makes no difference to this one."""
+        self._group_bits = 0
+        self._columns: dict[str, ColumnSegments] = {}
+        self._facts: dict[str, bytes] = {}
+
+    async def open(self, schema: Schema) -> None:
+        self._group_bits = schema.group_bits
+        self._columns = {column.name: ColumnSegments(column) for column in schema.columns}
+
+    async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
+        indices, groups = batch.indices, batch.groups
+        try:
+            if len(indices) == 1 and len(groups) == 1:
+                row, group = int(indices[0]), int(groups[0])
+                for name, values in batch.columns.items():
+                    column = self._columns[name]
+                    column.add_one(row if column.per == "row" else group, values)
+                return
+            keys = {"row": Keys(indices), "group": Keys(groups)}
+            for name, values in batch.columns.items():
+                column = self._columns[name]
+                column.add(keys[column.per], values)
+        except BaseException:  # out of memory, most likely: all of a batch or nothing
+            self._remove(indices, groups, batch.columns)
+            raise
+
+    async def read(self, indices: Array, columns: Sequence[str]) -> Batch:
+        """As the contract says. Values of 64 KiB and more may come as read-only views of what is stored."""
+        rows, groups = Keys(indices), groups_of(indices, self._group_bits)
+        of_groups = Keys(groups) if any(self._columns[name].per == "group" for name in columns) else None
+        found = {}
+        for name in columns:
+            column = self._columns[name]
+            found[name] = column.read(rows if column.per == "row" or of_groups is None else of_groups)
+        return Batch(indices, groups, found)
+
+    async def drop(self, rows: Array, groups: Array) -> None:
+        self._remove(np.unique(rows), np.unique(groups), self._columns)
+
+    async def recover(self) -> AsyncIterator[Stored]:
+        for nothing in list[Stored]():
+            yield nothing
+
+    async def keep(self, name: str, value: bytes) -> None:
+        self._facts[name] = value
+
+    async def kept(self, name: str) -> bytes | None:
+        return self._facts.get(name)
 
     @property
     def nbytes(self) -> int:
-        return self._nbytes
+        return sum(column.nbytes for column in self._columns.values())
 
-    def declare(self, columns: Iterable[Column]) -> None:
-        self._columns.update({column.name: column for column in columns})
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory kept for values and for finding them: what it has above `nbytes` is overhead and waste."""
+        return sum(column.held_bytes for column in self._columns.values())
 
-    def write(self, batch: Batch) -> Array:
-        by_row, by_group = self._split(batch)
-        stored = np.ones(len(batch), bool)
-        for i, index in enumerate(batch.indices.tolist()):
-            row = self._rows.setdefault(index, {})
-            if any(name in row for name in by_row):
-                stored[i] = False
-                continue
-            self._put(row, by_row, i)
-            self._rows_of_group.setdefault(index >> self._group_bits, set()).add(index)
-        for i, number in enumerate(batch.groups.tolist() if by_group else []):
-            group = self._groups.setdefault(number, {})
-            self._put(group, {name: values for name, values in by_group.items() if name not in group}, i)
-        return stored
+    async def close(self) -> None:
+        self._columns.clear()
+        self._facts.clear()
 
-    def read(self, indices: Array, columns: Sequence[str]) -> Batch:
-        rows = indices.tolist()
-        groups = list(dict.fromkeys(index >> self._group_bits for index in rows))
-        gathered: dict[str, Values] = {}
-        for name in columns:
-            column = self._declared(name)
-            held, keys = (self._rows, rows) if column.per == "row" else (self._groups, groups)
-            missing = next((key for key in keys if name not in held.get(key, {})), None)
-            if missing is not None:
-                raise LookupError(f"{column.per} {missing} has no column {name!r}")
-            arrays = [held[key][name] for key in keys]
-            gathered[name] = Ragged.from_arrays(arrays, column.dtype) if column.ragged else np.array(arrays, column.dtype)
-        return Batch(indices, np.array(groups, np.int64), gathered)
-
-    def drop(self, indices: Array) -> None:
-        for index in indices.tolist():
-            row = self._rows.pop(index, None)
-            if row is None:
-                continue
-            self._nbytes -= sum(array.nbytes for array in row.values())
-            number = index >> self._group_bits
-            siblings = self._rows_of_group[number]
-            siblings.discard(index)
-            if not siblings:
-                del self._rows_of_group[number]
-                self._nbytes -= sum(array.nbytes for array in self._groups.pop(number, {}).values())
-
-    def _declared(self, name: str) -> Column:
-        if name not in self._columns:
-            raise ValueError(f"column {name!r} is not declared; declared are {', '.join(sorted(self._columns))}")
-        return self._columns[name]
-
-    def _split(self, batch: Batch) -> tuple[dict[str, Values], dict[str, Values]]:
-        """The batch's row columns and group columns, each checked against its declaration."""
-        by_row: dict[str, Values] = {}
-        by_group: dict[str, Values] = {}
-        for name, values in batch.columns.items():
-            column = self._declared(name)
-            keys = batch.indices if column.per == "row" else batch.groups
-            where = f"{column.per} {keys[0] if len(keys) else '?'}, column {name!r}"
-            if isinstance(values, Ragged) != column.ragged:
-                raise ValueError(f"{where}: declared {'ragged' if column.ragged else 'dense'}, written otherwise")
-            array = values.values if isinstance(values, Ragged) else values
-            if array.dtype.name != column.dtype or array.ndim != 1:
-                raise ValueError(f"{where}: declared {column.dtype} [n], written {array.dtype.name} with {array.ndim} dimensions")
-            if isinstance(values, Ragged):
-                offsets = values.offsets
-                if offsets.dtype != np.int64 or offsets.ndim != 1 or not len(offsets):
-                    raise ValueError(f"{where}: offsets are to be int64 [n + 1]")
-                if offsets[0] != 0 or offsets[-1] != len(array) or (np.diff(offsets) < 0).any():
-                    raise ValueError(f"{where}: offsets do not start at 0, rise and end at {len(array)}")
-            if len(values) != len(keys):
-                raise ValueError(f"{where}: {len(values)} entries for {len(keys)} {column.per}s")
-            (by_row if column.per == "row" else by_group)[name] = values
-        return by_row, by_group
-
-    def _put(self, entry: dict[str, Array], columns: dict[str, Values], i: int) -> None:
-        for name, values in columns.items():
-            array = values[i].copy() if isinstance(values, Ragged) else np.asarray(values[i])
-            entry[name] = array
-            self._nbytes += array.nbytes
+    def _remove(self, rows: Array, groups: Array, names: Iterable[str]) -> None:
+        keys = {"row": Keys(rows), "group": Keys(groups)}
+        for name in names:
+            if (column := self._columns.get(name)) is not None:
+                column.remove(keys[column.per])

@@ -1,0 +1,190 @@
+"""Who is where: the directory of a queue's controllers and units, and the connections to them, made anew when they are lost.
+
+A process that serves the queue registers under a name, `controller/<task>` or `unit/<number>`, with the address that it listens
+at; one that is restarted registers again, at another address perhaps. Everybody else learns of it by `describe`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transport import ConnectionLost, Credentials, Peer, proxy, remote
+
+T = TypeVar("T")
+
+HERE = ""
+"""The address of what is served by the process that serves the directory."""
+
+
+class Description(msgspec.Struct):
+    """A queue, as a newcomer has to know it. `version` rises with every change of `places` (name -> address)."""
+
+    version: int
+    schema: Schema
+    places: dict[str, str]
+
+
+class Directory:
+    """One per queue."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.current = Description(0, schema, {})
+        self._changed = asyncio.Event()
+
+    @remote
+    async def describe(self, after: int) -> Description:
+        """The queue, as soon as its version is above `after` (-1: at once)."""
+        while self.current.version <= after:
+            await self._changed.wait()
+        return self.current
+
+    @remote
+    async def register(self, name: str, address: str) -> None:
+        """`name` is served at `address` from now on. Raises `ValueError` for a name that is none."""
+        kind, _, which = name.partition("/")
+        if kind == "controller":
+            self.current.schema.task(which)
+        elif kind != "unit" or not which.isdecimal():
+            raise ValueError(f"{name!r} is no place in a queue: controller/<task> or unit/<number>")
+        self.add(name, address)
+
+    def next_unit(self) -> int:
+        """The lowest number that no unit has had yet."""
+        taken = [int(name.removeprefix("unit/")) for name in self.current.places if name.startswith("unit/")]
+        return max(taken, default=-1) + 1
+
+    def add(self, name: str, address: str = HERE) -> None:
+        """The same, for the process that serves the directory."""
+        old = self.current
+        self.current = Description(old.version + 1, old.schema, {**old.places, name: address})
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Places:
+    """The controllers and units of a queue, by name: objects of this process, or proxies that connect again when they must.
+
+    A call through a proxy that finds nobody is repeated until `patience_seconds` have passed, looking at the directory each time;
+    all requests of the queue may be repeated. Then it raises `ConnectionLost` naming who did not come back.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        name: str,
+        *,
+        peer: Peer | None = None,
+        here: Mapping[str, object] | None = None,
+        credentials: Credentials | None = None,
+        patience_seconds: float = 60.0,
+        known: Description | None = None,
+    ) -> None:
+        """`peer`: the connection to the directory's process. `here`: what this process serves itself."""
+        self._directory, self._name, self._peer = directory, name, peer
+        self.known = known
+        self._here = {} if here is None else here
+        self._credentials = credentials
+        self._patience_seconds = patience_seconds
+        self._peers: dict[str, Peer] = {}
+        self._dialling: dict[str, asyncio.Lock] = {}
+        self._proxies: dict[str, Any] = {}
+
+    @property
+    def schema(self) -> Schema:
+        return self._description.schema
+
+    @property
+    def _description(self) -> Description:
+        if self.known is None:
+            raise RuntimeError("`learn` first")
+        return self.known
+
+    async def learn(self, after: int = -1) -> Description:
+        """Look at the directory: at once, or when it is newer than version `after`."""
+        self.known = await self._directory.describe(after)
+        return self.known
+
+    async def changes(self) -> AsyncIterator[list[int]]:
+        """The numbers of the units: now, and whenever there is a new one."""
+        description, told = await self.learn(), None
+        while True:
+            if (units := self.units) != told:
+                told = units
+                yield units
+            description = await self.learn(description.version)
+
+    @property
+    def units(self) -> list[int]:
+        """The numbers of the units known by now."""
+        return sorted(int(name.removeprefix("unit/")) for name in self._description.places if name.startswith("unit/"))
+
+    def get(self, interface: type[T], name: str) -> T:
+        """What is served under `name`."""
+        if name in self._here:
+            return cast(T, self._here[name])
+        if name not in self._proxies:
+            self._proxies[name] = self._patient_proxy(interface, name)
+        return cast(T, self._proxies[name])
+
+    async def close(self) -> None:
+        """Hang up (the connection to the directory stays)."""
+        for peer in self._peers.values():
+            await peer.close()
+
+    def _patient_proxy(self, interface: type[T], name: str) -> T:
+        class PatientProxy:
+            pass
+
+        for method, function in inspect.getmembers(interface, inspect.isfunction):
+            if getattr(function, "__remote__", False):
+                setattr(PatientProxy, method, functools.partialmethod(_call, self, interface, name, method))
+        return cast(T, PatientProxy())
+
+    async def call(self, interface: type, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        """One request, repeated while nobody answers."""
+        give_up, pause = asyncio.get_running_loop().time() + self._patience_seconds, 0.02
+        while True:
+            try:
+                peer = await self._dial(name)
+                return await peer.call(interface, name, method, arguments)
+            except ConnectionLost as error:
+                if self._peer is not None and self._peer.is_lost:
+                    raise  # the queue itself is gone
+                if asyncio.get_running_loop().time() + pause > give_up:
+                    raise ConnectionLost(f"{name} has not come back within {self._patience_seconds:g} s: {error}") from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+            await self.learn()
+
+    async def _dial(self, name: str) -> Peer:
+        if name not in self._description.places:
+            await self.learn()
+        address = self._description.places.get(name)
+        if address is None:
+            raise ConnectionLost(f"{name} is not registered")
+        if address == HERE:
+            if self._peer is None:
+                raise ConnectionLost(f"{name} is not served here")
+            return self._peer
+        async with self._dialling.setdefault(address, asyncio.Lock()):
+            peer = self._peers.get(address)
+            if peer is None or peer.is_lost:
+                peer = await Peer.connect(address, self._name, credentials=self._credentials, timeout_seconds=5.0)
+                self._peers[address] = peer
+            return peer
+
+
+async def _call(_self: object, places: Places, interface: type, name: str, method: str, *arguments: Any) -> Any:
+    return await places.call(interface, name, method, arguments)
+
+
+def remote_directory(peer: Peer) -> Directory:
+    """The directory served at the other end of a connection."""
+    return proxy(Directory, peer, "directory")

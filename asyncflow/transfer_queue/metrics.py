@@ -1,0 +1,81 @@
+"""The queue's state as metrics: in Prometheus' text form, and as the `queue/...` columns of a run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from asyncflow.transfer_queue.controller import TaskStatus
+from asyncflow.transfer_queue.unit import UnitStatus
+
+STATES = ("waiting", "ready", "leased", "done", "dead", "filtered")
+TOTALS = {
+    "done_total": "rows done",
+    "dead_total": "rows given up",
+    "filtered_total": "rows taken out",
+    "redelivered": "rows delivered again",
+}
+
+
+def prometheus_text(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]) -> str:
+    """All of it, for a scrape or for node_exporter's textfile collector."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(tasks, units))
+    return generate_latest(registry).decode()
+
+
+def run_metrics(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]) -> dict[str, float]:
+    """One row of the run's own metrics, see docs/metrics.md."""
+    row: dict[str, float] = {}
+    for name, task in tasks.items():
+        row |= {f"queue/{name}/{state}": float(task.counts[state]) for state in ("ready", "leased", "done_total", "dead_total")}
+        row[f"queue/{name}/filtered_total"] = float(task.counts["filtered_total"])
+        row[f"queue/{name}/redelivered"] = float(task.counts["redelivered"])
+        row[f"queue/{name}/oldest_ready_seconds"] = task.oldest_ready_seconds
+    row["queue/held_bytes"] = float(sum(unit.held_bytes for unit in units.values()))
+    row["queue/rows"] = float(sum(unit.rows for unit in units.values()))
+    row["queue/admission_wait_seconds"] = sum(unit.room.waited_seconds for unit in units.values())
+    return row
+
+
+class _Collector(Collector):
+    def __init__(self, tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]) -> None:
+        self._tasks, self._units = tasks, units
+
+    def collect(self) -> Iterator[Metric]:
+        rows = GaugeMetricFamily("asyncflow_queue_rows", "Rows of a task by state", labels=["task", "state"])
+        oldest = GaugeMetricFamily("asyncflow_queue_oldest_ready_seconds", "Age of a task's oldest ready row", labels=["task"])
+        parked = GaugeMetricFamily("asyncflow_queue_parked_requests", "Lease requests that wait", labels=["task"])
+        totals = {k: CounterMetricFamily(f"asyncflow_queue_{k.removesuffix('_total')}", f"{v} by a task", labels=["task"])
+                  for k, v in TOTALS.items()}  # fmt: skip
+        for name, task in self._tasks.items():
+            for state in STATES:
+                rows.add_metric([name, state], task.counts[state])
+            for key, family in totals.items():
+                family.add_metric([name], task.counts[key])
+            oldest.add_metric([name], task.oldest_ready_seconds)
+            parked.add_metric([name], task.parked)
+        yield from (rows, oldest, parked, *totals.values())
+        yield from self._units_families()
+
+    def _units_families(self) -> Iterator[Metric]:
+        gauges = {
+            "rows_held": ("Rows on a storage unit", lambda unit: unit.rows),
+            "held_bytes": ("Bytes of values on a storage unit", lambda unit: unit.held_bytes),
+            "reserved_bytes": ("Bytes reserved at admission", lambda unit: unit.room.reserved_bytes),
+            "reserved_rows": ("Rows reserved at admission", lambda unit: unit.room.reserved_rows),
+            "admissions_waiting": ("Admissions that wait for room", lambda unit: unit.room.waiting),
+            "longest_admission_wait_seconds": ("Longest wait for room", lambda unit: unit.room.longest_wait_seconds),
+        }
+        for key, (text, value) in gauges.items():
+            family = GaugeMetricFamily(f"asyncflow_queue_unit_{key}", text, labels=["unit"])
+            for number, unit in self._units.items():
+                family.add_metric([str(number)], value(unit))
+            yield family
+        waited = CounterMetricFamily("asyncflow_queue_unit_admission_wait_seconds", "Seconds admissions waited", labels=["unit"])
+        for number, unit in self._units.items():
+            waited.add_metric([str(number)], unit.room.waited_seconds)
+        yield waited

@@ -1,0 +1,207 @@
+"""What units tell controllers, numbered, so that a stored row is never invisible.
+
+A controller follows a unit: it asks for what came after notice n, and by asking acknowledges n. A writer is answered when all
+controllers in session have acknowledged its notice. One that is silent for too long is *away*: nobody waits for it any more, and
+when it is back it gets what it has missed, from the log, or, if that does not reach back so far or one of the two has been
+restarted meanwhile, everything there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from asyncflow.types import GroupMeta, RunError, crosses
+
+log = logging.getLogger(__name__)
+
+
+@crosses
+class Superseded(RunError):
+    """Another controller has taken the task over."""
+
+
+class Notice(msgspec.Struct, array_like=True, omit_defaults=True):
+    """These groups are new; these rows (int64 bytes) have these columns, or, if `is_drop`, are no more.
+
+    `tokens` (int32 bytes, or nothing): what the rows weigh by now. `ended_step` and `is_closed` concern the task `task`.
+    """
+
+    metas: list[GroupMeta] = []
+    rows: bytes = b""
+    mask: int = 0
+    tokens: bytes = b""
+    is_drop: bool = False
+    task: str = ""
+    ended_step: int | None = None
+    is_closed: bool = False
+
+
+class News(msgspec.Struct, array_like=True):
+    """Notices up to number `last` of a unit's `epoch` (one life of its process). `is_full`: what is not in them is not there."""
+
+    epoch: str
+    last: int
+    is_full: bool
+    notices: list[Notice]
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A writer, and how many controllers have not acknowledged its notice yet."""
+
+    future: asyncio.Future[None]
+    left: int
+
+
+@dataclass(slots=True)
+class _Follower:
+    """A task's controller, as a unit knows it."""
+
+    task: str
+    incarnation: str
+    interest: int  # the columns that it is told of
+    acked: int = 0
+    asking: asyncio.Future[News] | None = None
+    waiting: deque[tuple[int, float, _Waiter]] = field(default_factory=deque)  # (notice, since, writer)
+    is_away: bool = False
+
+
+class NoticeLog:
+    """The notices of one unit and the controllers that follow it. `snapshot()` makes the notices that tell everything."""
+
+    def __init__(self, epoch: str, timeout_seconds: float, keep: int, snapshot: Callable[[], list[Notice]]) -> None:
+        self.epoch = epoch
+        self._timeout_seconds, self._snapshot = timeout_seconds, snapshot
+        self._log: deque[Notice] = deque(maxlen=keep)
+        self._last = 0
+        self._followers: dict[str, _Follower] = {}
+        self._retired: set[tuple[str, str]] = set()  # (task, incarnation)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def incarnation(self, task: str) -> str | None:
+        """Of the controller that follows, or followed last."""
+        follower = self._followers.get(task)
+        return follower.incarnation if follower is not None else None
+
+    def away(self) -> list[str]:
+        """Tasks whose controllers are silent."""
+        return [follower.task for follower in self._followers.values() if follower.is_away]
+
+    def post(self, notice: Notice) -> asyncio.Future[None]:
+        """Number a notice and tell it. The future is done when all controllers in session have acknowledged it."""
+        loop = asyncio.get_running_loop()
+        self._last += 1
+        self._log.append(notice)
+        waiter = _Waiter(loop.create_future(), 0)
+        for follower in self._followers.values():
+            if follower.is_away:
+                continue
+            if _concerns(notice, follower):
+                waiter.left += 1
+                follower.waiting.append((self._last, loop.time(), waiter))
+                self._answer(follower)
+            elif follower.asking is not None and follower.acked == self._last - 1:
+                follower.acked = self._last  # nothing in it for this one
+        if not waiter.left:
+            waiter.future.set_result(None)
+        elif self._timer is None:
+            self._timer = loop.call_later(self._timeout_seconds, self._look_for_silent)
+        return waiter.future
+
+    def follow(self, task: str, incarnation: str, interest: int, epoch: str, acked: int) -> asyncio.Future[News]:
+        """What came after notice `acked` of `epoch`, as soon as there is something; acknowledges `acked`.
+
+        Everything, when `epoch` is another one, when the log does not reach back so far, or when the controller is a new one.
+        Raises `Superseded` for one that a newer one has replaced.
+        """
+        follower = self._followers.get(task)
+        if (task, incarnation) in self._retired:
+            raise Superseded(f"another controller has taken task {task!r} over")
+        is_known = follower is not None and follower.incarnation == incarnation and epoch == self.epoch
+        if follower is not None and not is_known:
+            self._leave(follower)
+            if follower.incarnation != incarnation:
+                self._retire(follower)
+        if follower is None or not is_known:
+            follower = self._followers[task] = _Follower(task, incarnation, interest)
+        if follower.is_away:
+            log.warning("the controller of task %r is back", task)
+            follower.is_away = False
+        if follower.asking is not None and not follower.asking.done():
+            follower.asking.cancel()  # it has asked again over a new connection
+        follower.asking = asyncio.get_running_loop().create_future()
+        self._acknowledge(follower, acked if is_known else 0)
+        if not is_known or acked < self._last - len(self._log):
+            news = News(self.epoch, self._last, True, self._snapshot())
+            asked, follower.asking = follower.asking, None
+            asked.set_result(news)
+            return asked
+        asked = follower.asking
+        self._answer(follower)
+        return asked
+
+    def _answer(self, follower: _Follower) -> None:
+        if follower.asking is None or follower.asking.done():
+            return
+        missed = self._last - follower.acked
+        tail = [self._log[-i] for i in range(missed, 0, -1)] if missed < 64 else list(self._log)[-missed:]
+        notices = [notice for notice in tail if _concerns(notice, follower)]
+        if not notices:
+            follower.acked = self._last
+            return
+        asked, follower.asking = follower.asking, None
+        asked.set_result(News(self.epoch, self._last, False, notices))
+
+    def _acknowledge(self, follower: _Follower, acked: int) -> None:
+        follower.acked = max(follower.acked, acked)
+        while follower.waiting and follower.waiting[0][0] <= acked:
+            _release(follower.waiting.popleft()[2])
+
+    def _retire(self, follower: _Follower) -> None:
+        self._retired.add((follower.task, follower.incarnation))
+        if follower.asking is not None and not follower.asking.done():
+            follower.asking.set_exception(Superseded(f"another controller has taken task {follower.task!r} over"))
+
+    def _leave(self, follower: _Follower) -> None:
+        """Nobody waits for this controller any more."""
+        while follower.waiting:
+            _release(follower.waiting.popleft()[2])
+
+    def _look_for_silent(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer, now = None, loop.time()
+        for follower in self._followers.values():
+            if follower.waiting and follower.waiting[0][1] + self._timeout_seconds <= now + 1e-3:
+                log.warning("the controller of task %r has not taken a notice within %s s", follower.task, self._timeout_seconds)
+                follower.is_away = True
+                self._leave(follower)
+        since = min((f.waiting[0][1] for f in self._followers.values() if f.waiting), default=None)
+        if since is not None:
+            self._timer = loop.call_at(since + self._timeout_seconds, self._look_for_silent)
+
+    def close(self) -> None:
+        """Let everybody go."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for follower in self._followers.values():
+            self._leave(follower)
+            if follower.asking is not None:
+                follower.asking.cancel()
+
+
+def _concerns(notice: Notice, follower: _Follower) -> bool:
+    if notice.task:
+        return notice.task == follower.task
+    return bool(notice.mask & follower.interest or notice.metas or notice.is_drop)
+
+
+def _release(waiter: _Waiter) -> None:
+    waiter.left -= 1
+    if not waiter.left and not waiter.future.done():
+        waiter.future.set_result(None)

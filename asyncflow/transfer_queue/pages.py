@@ -1,0 +1,424 @@
+"""The rows of one task, without a Python object per row or per group: pages of flat arrays, and the queues of what is ready. Pure.
+
+    page      2^page_bits rows and their groups; made by the first group admitted into it, freed with its last row
+    kind      (step, is evaluation, interval low, interval high, purpose): what requests tell groups apart by. A page holds the
+              number of each group's kind; a kind holds the queue of its ready groups.
+    move      the one way in which a row changes its state. It keeps every count, and every queue, in agreement.
+
+A column has two faces on the same memory: the singular is an `array.array`, whose items are read and written three times faster
+than numpy's; the plural is a numpy array for whole batches. Up to `SCALAR` rows go one by one, more go through numpy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from itertools import pairwise
+
+import numpy as np
+
+from asyncflow.types import Array, GroupMeta, Interval
+
+SCALAR = 16
+MIN_PAGE_BITS = 12
+CHUNK = 1024
+CHUNK_SECONDS = 0.1  # groups that became ready within it may share a timestamp
+KindKey = tuple[int, bool, int, int, str]  # step, is evaluation, interval low, interval high, purpose
+
+
+class State(IntEnum):
+    """Ordered: a notice only ever raises a row's state, so the order in which notices arrive does not matter."""
+
+    WAITING = 1
+    READY = 2
+    LEASED = 3
+    DONE = 4
+    FILTERED = 5
+    DEAD = 6
+
+
+ABSENT = 0
+WAITING, READY, LEASED, DONE, FILTERED, DEAD = (int(state) for state in State)
+
+
+class Page:
+    """`first`: the index of its first row, `first_group`: the number of its first group, `num_rows`: the rows that are known."""
+
+    # fmt: off
+    __slots__ = (  # noqa: RUF023 - in pairs
+        "delivery", "deliveries", "failure", "failures", "first", "first_group", "kind", "kinds", "known", "knowns", "lease",
+        "leases", "live", "lives", "mask", "masks", "num_rows", "queued", "queueds", "ready", "readies", "size", "sizes", "state",
+        "states", "token", "tokens", "unit", "units",
+    )
+    # fmt: on
+
+    def __init__(self, number: int, page_bits: int, group_bits: int) -> None:
+        self.first, self.first_group = number << page_bits, number << (page_bits - group_bits)
+        self.num_rows = 0
+        rows, groups = 1 << page_bits, 1 << (page_bits - group_bits)
+        self.mask, self.masks = _column("Q", rows)
+        self.state, self.states = _column("B", rows)
+        self.lease, self.leases = _column("q", rows)  # 0: none; of a LEASED row: picked, and not handed out yet
+        self.token, self.tokens = _column("i", rows)
+        self.delivery, self.deliveries = _column("I", rows)
+        self.failure, self.failures = _column("H", rows)
+        count = "H" if group_bits < 16 else "I"
+        self.size, self.sizes = _column(count, groups)
+        self.known, self.knowns = _column(count, groups)  # rows not dropped
+        self.live, self.lives = _column(count, groups)  # rows waiting, ready or leased
+        self.ready, self.readies = _column(count, groups)
+        self.kind, self.kinds = _column("i", groups)  # 0: an unknown group
+        self.unit, self.units = _column("i", groups)
+        self.queued, self.queueds = _column("B", groups)
+
+
+def _column(typecode: str, length: int) -> tuple[array[int], Array]:
+    flat = array(typecode, bytes(array(typecode).itemsize * length))
+    return flat, np.frombuffer(flat, flat.typecode)
+
+
+class _Chunk:
+    """Groups of a queue in order; those before `head` have been taken. `since`: when the first of them became ready."""
+
+    __slots__ = ("groups", "head", "since")
+
+    def __init__(self, groups: Iterable[int], since: float) -> None:
+        self.groups = array("q", groups)
+        self.head = 0
+        self.since = since
+
+
+class Kind:
+    """The groups of one key, and the queue of the ready ones among them.
+
+    An entry of the queue counts if its group's `queued` flag is set: a group chosen out of turn leaves its entry behind, to be
+    passed over. `num_entries` counts entries, `num_queued` groups whose flag is set, `num_available` the ready rows in these.
+    """
+
+    __slots__ = ("chunks", "interval", "key", "num_available", "num_entries", "num_groups", "num_queued", "number")
+
+    def __init__(self, number: int, key: KindKey) -> None:
+        self.number, self.key, self.interval = number, key, Interval(key[2], key[3])
+        self.chunks: deque[_Chunk] = deque()
+        self.num_groups = self.num_entries = self.num_queued = self.num_available = 0
+
+    def push(self, groups: Sequence[int], now: float, is_first: bool) -> None:
+        self.num_entries += len(groups)
+        if is_first:  # times never fall along the queue, so that its head tells how long anything has waited
+            self.chunks.appendleft(_Chunk(groups, min(now, self.chunks[0].since) if self.chunks else now))
+            return
+        last = self.chunks[-1] if self.chunks else None
+        if last is not None and now - last.since <= CHUNK_SECONDS and len(last.groups) < CHUNK:
+            last.groups.extend(groups)
+        else:
+            self.chunks.append(_Chunk(groups, now))
+
+    def entries(self) -> Iterator[int]:
+        for chunk in self.chunks:
+            yield from chunk.groups[chunk.head :] if chunk.head else chunk.groups
+
+    def head(self) -> int:
+        chunk = self.chunks[0]
+        return chunk.groups[chunk.head]
+
+    def pop(self) -> None:
+        chunk = self.chunks[0]
+        chunk.head += 1
+        self.num_entries -= 1
+        if chunk.head == len(chunk.groups):
+            self.chunks.popleft()
+
+
+class Pages:
+    """All rows of a task. `on_leave(lease, rows, tokens)` hears that rows of these tokens have left a lease."""
+
+    def __init__(self, group_bits: int, whole_groups: bool, on_leave: Callable[[int, int, int], None]) -> None:
+        self.group_bits = group_bits
+        self.page_bits = max(MIN_PAGE_BITS, group_bits)
+        self.counts = [0] * (len(State) + 1)  # rows by state; the first is of no meaning
+        self.totals = [0] * (len(State) + 1)  # how many rows ever came into each state
+        self.num_kinds_made = 0
+        self._whole = whole_groups
+        self._on_leave = on_leave
+        self._pages: dict[int, Page] = {}
+        self._kinds: dict[int, Kind] = {}
+        self._kind_of: dict[KindKey, Kind] = {}
+        self._active: list[KindKey] = []  # sorted: the keys of kinds that have ready groups
+
+    # -- finding ------------------------------------------------------------------------------------------------------------
+
+    def page_of(self, row: int) -> Page | None:
+        return self._pages.get(row >> self.page_bits)
+
+    def page_of_group(self, group: int) -> Page | None:
+        return self._pages.get(group >> (self.page_bits - self.group_bits))
+
+    def __iter__(self) -> Iterator[Page]:
+        """In the order of their rows."""
+        return (self._pages[number] for number in sorted(self._pages))
+
+    def split(self, rows: Array, *, backwards: bool = False) -> Iterator[tuple[Page, int, int]]:
+        """The known pages of sorted rows, each with the position of its first row and the one after its last."""
+        numbers = rows >> self.page_bits
+        inner = [] if numbers[0] == numbers[-1] else (np.flatnonzero(np.diff(numbers)) + 1).tolist()
+        parts = list(pairwise([0, *inner, len(rows)]))
+        for start, stop in reversed(parts) if backwards else parts:
+            page = self._pages.get(int(numbers[start]))
+            if page is not None:
+                yield page, start, stop
+
+    def meta(self, page: Page, group: int) -> GroupMeta:
+        position = group - page.first_group
+        kind = self._kinds[page.kind[position]]
+        return GroupMeta(group, page.size[position], kind.key[0], kind.interval, kind.key[4])
+
+    # -- admitting ----------------------------------------------------------------------------------------------------------
+
+    def admit(self, metas: Iterable[GroupMeta], unit: int) -> None:
+        """Groups that are known already are passed over, and so are repetitions."""
+        by_key: dict[KindKey, list[GroupMeta]] = {}
+        for m in metas:
+            interval = m.interval
+            key = (m.step, m.purpose != "train", interval.low, interval.high, m.purpose)
+            if key in by_key:
+                by_key[key].append(m)
+            else:
+                by_key[key] = [m]
+        for key, of_key in by_key.items():
+            if len(of_key) <= SCALAR:
+                for m in of_key:
+                    self._admit_one(key, m.group, m.size, unit)
+            else:
+                self._admit_many(key, of_key, unit)
+
+    def _admit_one(self, key: KindKey, group: int, size: int, unit: int) -> None:
+        first = group << self.group_bits
+        page = self._pages.get(first >> self.page_bits) or self._new_page(first >> self.page_bits)
+        position = group - page.first_group
+        if page.kind[position]:
+            return
+        kind = self._kind(key)
+        kind.num_groups += 1
+        page.kind[position], page.unit[position] = kind.number, unit
+        page.size[position] = page.known[position] = page.live[position] = size
+        page.states[first - page.first : first - page.first + size] = WAITING
+        page.num_rows += size
+        self.counts[WAITING] += size
+
+    def _admit_many(self, key: KindKey, metas: list[GroupMeta], unit: int) -> None:
+        numbers, at = np.unique(np.fromiter((m.group for m in metas), np.int64, len(metas)), return_index=True)
+        sizes = np.fromiter((m.size for m in metas), np.int64, len(metas))[at]
+        pages = numbers >> (self.page_bits - self.group_bits)
+        for number in np.unique(pages).tolist():
+            page = self._pages.get(number) or self._new_page(number)
+            here = pages == number
+            positions, size = numbers[here] - page.first_group, sizes[here]
+            new = page.kinds[positions] == 0
+            positions, size = positions[new], size[new]
+            if not len(positions):
+                continue
+            kind = self._kind(key)
+            kind.num_groups += len(positions)
+            page.kinds[positions], page.units[positions] = kind.number, unit
+            page.sizes[positions] = page.knowns[positions] = page.lives[positions] = size
+            samples = np.arange(int(size.max()))
+            slots = ((positions << self.group_bits)[:, None] + samples)[samples < size[:, None]]
+            page.states[slots] = WAITING
+            page.num_rows += len(slots)
+            self.counts[WAITING] += len(slots)
+
+    def _new_page(self, number: int) -> Page:
+        page = self._pages[number] = Page(number, self.page_bits, self.group_bits)
+        return page
+
+    def _kind(self, key: KindKey) -> Kind:
+        kind = self._kind_of.get(key)
+        if kind is None:
+            self.num_kinds_made += 1
+            kind = self._kind_of[key] = self._kinds[self.num_kinds_made] = Kind(self.num_kinds_made, key)
+        return kind
+
+    # -- moving -------------------------------------------------------------------------------------------------------------
+
+    def move_one(self, page: Page, slot: int, new: int) -> None:
+        """Give a known row another state; ABSENT forgets it. `settle` its group afterwards (a batch settles once)."""
+        old = page.state[slot]
+        page.state[slot] = new
+        self.counts[old] -= 1
+        self.counts[new] += 1
+        self.totals[new] += 1
+        position = slot >> self.group_bits
+        if old == LEASED:
+            lease = page.lease[slot]
+            if lease:
+                page.lease[slot] = 0
+                self._on_leave(lease, 1, page.token[slot])
+        if (old == READY) != (new == READY):
+            change = 1 if new == READY else -1
+            page.ready[position] += change
+            if page.queued[position]:
+                self._kinds[page.kind[position]].num_available += change
+        if old <= LEASED and not WAITING <= new <= LEASED:
+            page.live[position] -= 1
+        if new == ABSENT:
+            page.mask[slot] = page.token[slot] = page.delivery[slot] = page.failure[slot] = 0
+            page.known[position] -= 1
+            page.num_rows -= 1
+
+    def settle(self, page: Page, groups: Iterable[int], now: float, *, is_first: bool = False) -> None:
+        """Groups of a page after their rows have moved: queue those that are ready now, at the front of their queue if `is_first`,
+        unqueue those that are not any more, and forget those (and a page) without rows."""
+        ready: dict[int, list[int]] = {}
+        for group in groups:
+            position = group - page.first_group
+            number, num_ready = page.kind[position], page.ready[position]
+            is_ready = num_ready > 0 and (not self._whole or num_ready == page.live[position])
+            if is_ready and not page.queued[position]:
+                page.queued[position] = 1
+                ready.setdefault(number, []).append(group)
+                self._kinds[number].num_available += num_ready
+            elif not is_ready and page.queued[position]:
+                page.queued[position] = 0
+                self._unqueue(self._kinds[number], 1, num_ready)
+            if number and not page.known[position]:
+                page.kind[position] = 0
+                self._forget_groups(self._kinds[number], 1)
+        for number, of_kind in ready.items():
+            self._queue(self._kinds[number], of_kind, now, is_first)
+        self._free_if_empty(page)
+
+    def move_many(self, page: Page, slots: Array, old: Array, new: Array, now: float, *, is_first: bool = False) -> None:
+        """`move_one` and `settle` for many rows: sorted slots of one page, each once, with their states before and after."""
+        page.states[slots] = new
+        for state, (less, more) in enumerate(zip(*(np.bincount(x, minlength=7).tolist() for x in (old, new)), strict=True)):
+            self.counts[state] += more - less
+            self.totals[state] += more
+        leaves = slots[old == LEASED]
+        if len(leaves):
+            leases = page.leases[leaves]
+            page.leases[leaves] = 0
+            self.report(leases, np.ones(len(leaves), np.int64), page.tokens[leaves])
+        groups = slots >> self.group_bits
+        starts = np.flatnonzero(np.diff(groups, prepend=-1))
+        touched = groups[starts]
+        change = np.add.reduceat((new == READY).astype(np.int64) - (old == READY), starts)
+        num_ended = np.add.reduceat(((old <= LEASED) & ((new > LEASED) | (new == ABSENT))).astype(np.int64), starts)
+        num_ready = page.readies[touched] + change
+        num_live = page.lives[touched] - num_ended
+        page.readies[touched], page.lives[touched] = num_ready, num_live
+        is_ready = (num_ready > 0) & (num_ready == num_live) if self._whole else num_ready > 0
+        was_queued = page.queueds[touched] != 0
+        page.queueds[touched] = is_ready
+        is_gone = np.zeros(len(touched), bool)
+        absent = new == ABSENT
+        if absent.any():
+            gone = slots[absent]
+            page.masks[gone] = page.tokens[gone] = page.deliveries[gone] = page.failures[gone] = 0
+            page.num_rows -= len(gone)
+            num_known = page.knowns[touched] - np.add.reduceat(absent.astype(np.int64), starts)
+            page.knowns[touched] = num_known
+            is_gone = num_known == 0
+        offered = np.where(is_ready, num_ready, 0) - np.where(was_queued, num_ready - change, 0)
+        kinds = page.kinds[touched]
+        page.kinds[touched[is_gone]] = 0
+        for number in [int(kinds[0])] if (kinds == kinds[0]).all() else np.unique(kinds).tolist():
+            kind, here = self._kinds[number], kinds == number
+            kind.num_available += int(offered[here].sum())
+            fresh = touched[here & is_ready & ~was_queued]
+            if len(fresh):
+                self._queue(kind, (fresh + page.first_group).tolist(), now, is_first)
+            if num_off := int((here & was_queued & ~is_ready).sum()):
+                self._unqueue(kind, num_off, 0)
+            if num_gone := int((here & is_gone).sum()):
+                self._forget_groups(kind, num_gone)
+        self._free_if_empty(page)
+
+    def report(self, leases: Array, num_rows: Array, tokens: Array) -> None:
+        """Tell `on_leave` of rows and tokens, added up by lease; of those of no lease nobody hears."""
+        held = leases > 0
+        found, at = np.unique(leases[held], return_inverse=True)
+        rows, weights = np.bincount(at, num_rows[held]), np.bincount(at, tokens[held])  # exact: far below 2^53
+        for lease, n, weight in zip(found.tolist(), rows.tolist(), weights.tolist(), strict=True):
+            self._on_leave(lease, int(n), int(weight))
+
+    def _queue(self, kind: Kind, groups: list[int], now: float, is_first: bool) -> None:
+        if not kind.num_queued:
+            insort(self._active, kind.key)
+        kind.num_queued += len(groups)
+        kind.push(groups, now, is_first)
+
+    def _unqueue(self, kind: Kind, num_groups: int, num_rows: int) -> None:
+        kind.num_queued -= num_groups
+        kind.num_available -= num_rows
+        if not kind.num_queued:
+            kind.chunks.clear()
+            kind.num_entries = 0
+            del self._active[bisect_left(self._active, kind.key)]
+        elif kind.num_entries > 2 * kind.num_queued + CHUNK:
+            kept = dict.fromkeys(group for group in kind.entries() if self._is_queued(kind, group))
+            kind.chunks = deque([_Chunk(kept, kind.chunks[0].since)])
+            kind.num_entries = len(kept)
+
+    def _forget_groups(self, kind: Kind, num_groups: int) -> None:
+        kind.num_groups -= num_groups
+        if not kind.num_groups:
+            del self._kinds[kind.number], self._kind_of[kind.key]
+
+    def _free_if_empty(self, page: Page) -> None:
+        if not page.num_rows:
+            self._pages.pop(page.first >> self.page_bits, None)
+
+    # -- what is ready ------------------------------------------------------------------------------------------------------
+
+    def matching(self, step: int | None, installed: int | None) -> Iterator[Kind]:
+        """Kinds with ready groups, first things first. The kind just yielded may lose its last one meanwhile, others may not."""
+        i = 0 if step is None else bisect_left(self._active, (step,))
+        while i < len(self._active) and (step is None or self._active[i][0] == step):
+            key = self._active[i]
+            if installed is None or key[2] <= installed <= key[3]:
+                yield self._kind_of[key]
+            if i < len(self._active) and self._active[i] is key:
+                i += 1
+
+    def head(self, kind: Kind) -> tuple[Page, int]:
+        """The first ready group of a kind that has one, and its page."""
+        while True:
+            group = kind.head()
+            if self._is_queued(kind, group):
+                return self._pages[group >> (self.page_bits - self.group_bits)], group
+            kind.pop()
+
+    def first(self, kind: Kind, count: int) -> list[int]:
+        """The first `count` ready groups of a kind."""
+        found: dict[int, None] = {}  # a group that was chosen out of turn and came back has two entries
+        for group in kind.entries():
+            if len(found) == count:
+                break
+            if self._is_queued(kind, group):
+                found[group] = None
+        return list(found)
+
+    def ready_slots(self, page: Page, group: int) -> list[int]:
+        start = (group << self.group_bits) - page.first
+        stop = start + page.size[group - page.first_group]
+        if stop - start > SCALAR:
+            slots: list[int] = (np.flatnonzero(page.states[start:stop] == READY) + start).tolist()
+            return slots
+        state = page.state
+        return [slot for slot in range(start, stop) if state[slot] == READY]
+
+    def since(self) -> float | None:
+        """When the ready group that has waited longest became ready (to within `CHUNK_SECONDS`); None without one."""
+        for key in self._active:
+            self.head(self._kind_of[key])
+        return min((self._kind_of[key].chunks[0].since for key in self._active), default=None)
+
+    def _is_queued(self, kind: Kind, group: int) -> bool:
+        page = self._pages.get(group >> (self.page_bits - self.group_bits))
+        if page is None:
+            return False
+        position = group - page.first_group
+        return bool(page.queued[position]) and page.kind[position] == kind.number

@@ -1,0 +1,189 @@
+"""A whole transfer queue in one process: its directory, its controllers and its units; others may join it.
+
+    queue = TransferQueue(Schema(columns, tasks, group_bits=3), [MemoryStorage()])
+    async with queue.running():
+        client = queue.client()
+
+`services` are what a `transport.Server` serves, so that other processes get in: clients with `TransferQueueClient.connect`, units
+and controllers of their own with `node.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.directory import Directory, Places
+from asyncflow.transfer_queue.metrics import prometheus_text
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.snapshot import SnapshotFile
+from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transport import remote
+
+
+class Manifest(msgspec.Struct):
+    """A snapshot of a whole queue: one file for each unit. It is written last, so without it there is no snapshot."""
+
+    name: str
+    files: list[SnapshotFile]
+
+
+class TransferQueue:
+    """`callbacks`: by task, the keyword arguments `on_done`, `on_dead` and `on_lost` of its controller."""
+
+    def __init__(
+        self,
+        schema: Schema,
+        storages: Sequence[Storage],
+        *,
+        tasks: Sequence[str] | None = None,
+        callbacks: Mapping[str, Mapping[str, Callable[..., None]]] | None = None,
+        notify_timeout_seconds: float = 5.0,
+        capacity_rows: int | None = None,
+        capacity_bytes: int | None = None,
+        snapshot_dir: Path | None = None,
+        patience_seconds: float = 60.0,
+    ) -> None:
+        """`storages`: one for each unit of this process, maybe none. `tasks`: whose controllers run in this process (all).
+
+        `capacity_rows` and `capacity_bytes` are each unit's.
+        """
+        self.schema = schema
+        self._unit_options: dict[str, Any] = {
+            "notify_timeout_seconds": notify_timeout_seconds,
+            "capacity_rows": capacity_rows,
+            "capacity_bytes": capacity_bytes,
+            "snapshot_dir": snapshot_dir,
+        }
+        self._snapshot_dir = snapshot_dir
+        self.directory = Directory(schema)
+        self.services: dict[str, object] = {"directory": self.directory, "queue": self}
+        self._here: dict[str, object] = {}
+        self.places = Places(
+            self.directory, "queue", here=self._here, patience_seconds=patience_seconds, known=self.directory.current
+        )
+        self.controllers: dict[str, Controller] = {}
+        for name in [task.name for task in schema.tasks] if tasks is None else tasks:
+            self.controllers[name] = Controller(name, schema, **(callbacks or {}).get(name, {}))
+            self._serve(f"controller/{name}", self.controllers[name])
+        self.units: list[StorageUnit] = []
+        for storage in storages:
+            self._add(StorageUnit(storage, schema, **self._unit_options))
+
+    async def open(self) -> None:
+        """Open the units' storages."""
+        await asyncio.gather(*(unit.open() for unit in self.units))
+
+    async def run(self) -> None:
+        """For ever: have the controllers of this process follow all units, those that join later too. `open` first."""
+        await follow_all(list(self.controllers.values()), self.places)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[TransferQueue]:
+        """`open`, and `run` beside the block; closed at its end."""
+        await self.open()
+        following = asyncio.create_task(self.run())
+        try:
+            yield self
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+            await self.close()
+
+    async def close(self) -> None:
+        """Answer whoever waits, and let go of the storages."""
+        for controller in self.controllers.values():
+            controller.close()
+        for unit in self.units:
+            await unit.close()
+        await self.places.close()
+
+    def client(self) -> TransferQueueClient:
+        """A client in this process."""
+        return TransferQueueClient(self.places)
+
+    async def add_unit(self, storage: Storage) -> int:
+        """Let a unit join the live queue: groups put from now on go to it too. Returns its number."""
+        unit = StorageUnit(storage, self.schema, **self._unit_options)
+        await unit.open()
+        return self._add(unit)
+
+    def abandon(self, client: str) -> None:
+        """A client has gone: what it held is delivered again."""
+        for controller in self.controllers.values():
+            controller.abandon(client)
+
+    @remote
+    async def snapshot(self, name: str) -> Manifest:
+        """Write all rows of all units to the snapshot directory, without stopping the queue. Leases are not in it."""
+        units = [(number, self.places.get(StorageUnit, f"unit/{number}")) for number in self.places.units]
+        files = await asyncio.gather(*(unit.snapshot(f"{name}.unit-{number}") for number, unit in units))
+        manifest = Manifest(name, list(files))
+        path = self._manifest(name)
+        partial = path.with_name(path.name + ".partial")
+        with partial.open("wb") as file:
+            file.write(msgspec.json.encode(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        return manifest
+
+    @remote
+    async def restore(self, name: str) -> int:
+        """Take up the rows of a snapshot; their leases are over. Returns how many rows there are.
+
+        Raises `ValueError` when there is no whole snapshot of this name.
+        """
+        try:
+            manifest = msgspec.json.decode(self._manifest(name).read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ValueError(f"there is no snapshot {name!r}: {error}") from error
+        numbers, count = self.places.units, 0
+        for i, file in enumerate(manifest.files):
+            count += await self.places.get(StorageUnit, f"unit/{numbers[i % len(numbers)]}").restore(file.name)
+        return count
+
+    @remote
+    async def metrics(self) -> str:
+        """The state of tasks and units in Prometheus' text form."""
+        return prometheus_text(*await self.client().status())
+
+    def _manifest(self, name: str) -> Path:
+        if self._snapshot_dir is None:
+            raise ValueError("this queue has no snapshot directory; give it one (queue.snapshot_dir)")
+        if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
+            raise ValueError(f"{name!r} is no name for a snapshot: letters, digits, '.', '_' and '-'")
+        return self._snapshot_dir / f"{name}.json"
+
+    def _add(self, unit: StorageUnit) -> int:
+        number = self.directory.next_unit()
+        self.units.append(unit)
+        self._serve(f"unit/{number}", unit)
+        return number
+
+    def _serve(self, name: str, service: object) -> None:
+        self._here[name] = self.services[name] = service
+        self.directory.add(name)
+        self.places.known = self.directory.current
+
+
+async def follow_all(controllers: Sequence[Controller], places: Places) -> None:
+    """For ever: controllers follow all units that there are, and those that join later."""
+    followed: set[int] = set()
+    async with asyncio.TaskGroup() as tasks:
+        async for units in places.changes():
+            for number in set(units) - followed:
+                unit = places.get(StorageUnit, f"unit/{number}")
+                for controller in controllers:
+                    tasks.create_task(controller.follow(number, unit), name=f"{controller.spec.name} follows unit {number}")
+            followed.update(units)

@@ -1,0 +1,86 @@
+"""How much a unit may hold: admitted rows reserve their largest size, and admission waits for room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import msgspec
+
+
+class RoomState(msgspec.Struct):
+    """What is reserved, who waits, and the seconds that all admissions have waited so far."""
+
+    reserved_rows: int
+    reserved_bytes: int
+    waiting: int
+    waited_seconds: float
+    longest_wait_seconds: float
+
+
+class Room:
+    """First come, first served: a small admission does not overtake a large one. No limit where one is None."""
+
+    def __init__(self, capacity_rows: int | None, capacity_bytes: int | None) -> None:
+        self._capacity_rows, self._capacity_bytes = capacity_rows, capacity_bytes
+        self._rows = self._bytes = 0
+        self._waiting: deque[tuple[int, int, float, asyncio.Future[None]]] = deque()
+        self._waited_seconds = self._longest_wait_seconds = 0.0
+
+    async def reserve(self, rows: int, num_bytes: int) -> None:
+        """Wait until there is room. Raises `ValueError` when there could never be."""
+        for what, asked, capacity in (("rows", rows, self._capacity_rows), ("bytes", num_bytes, self._capacity_bytes)):
+            if capacity is not None and asked > capacity:
+                raise ValueError(
+                    f"an admission of {asked} {what} cannot fit into a storage unit of {capacity} {what}; "
+                    f"admit less at once, or raise queue.capacity_{what}"
+                )
+        if not self._waiting and self._fits(rows, num_bytes):
+            self._take(rows, num_bytes)
+            return
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        entry = (rows, num_bytes, loop.time(), turn)
+        self._waiting.append(entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn had come in the very moment in which it went
+                self.release(rows, num_bytes)
+            elif entry in self._waiting:
+                self._waiting.remove(entry)
+                self._admit()
+            raise
+        finally:
+            waited = loop.time() - entry[2]
+            self._waited_seconds += waited
+            self._longest_wait_seconds = max(self._longest_wait_seconds, waited)
+
+    def take(self, rows: int, num_bytes: int) -> None:
+        """Count what is there already, whether it fits or not (recovered rows)."""
+        self._take(rows, num_bytes)
+
+    def release(self, rows: int, num_bytes: int) -> None:
+        """Rows have gone."""
+        self._rows -= rows
+        self._bytes -= num_bytes
+        self._admit()
+
+    def state(self) -> RoomState:
+        return RoomState(self._rows, self._bytes, len(self._waiting), self._waited_seconds, self._longest_wait_seconds)
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(*self._waiting[0][:2]):
+            rows, num_bytes, _, turn = self._waiting.popleft()
+            if not turn.done():
+                self._take(rows, num_bytes)
+                turn.set_result(None)
+
+    def _take(self, rows: int, num_bytes: int) -> None:
+        self._rows += rows
+        self._bytes += num_bytes
+
+    def _fits(self, rows: int, num_bytes: int) -> bool:
+        return (self._capacity_rows is None or self._rows + rows <= self._capacity_rows) and (
+            self._capacity_bytes is None or self._bytes + num_bytes <= self._capacity_bytes
+        )

@@ -1,0 +1,8 @@
+"""Who gets which ready rows. Contract in `base.py`, one sampler per file, chosen by a task's `sampler` and `sampler_options`."""
+
+SAMPLERS = {
+    "oldest": "asyncflow.transfer_queue.sampler.oldest:Oldest",
+    "whole_groups": "asyncflow.transfer_queue.sampler.whole_groups:WholeGroups",
+    "shortest_queue": "asyncflow.transfer_queue.sampler.shortest_queue:ShortestQueue",
+    "token_balanced": "asyncflow.transfer_queue.sampler.token_balanced:TokenBalanced",
+}

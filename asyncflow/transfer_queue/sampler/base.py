@@ -1,0 +1,26 @@
+"""The contract of a sampler. Pure, like the table that it chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from asyncflow.transfer_queue.table import Pick, Table, Want
+
+
+class Sampler(Protocol):
+    """Chooses what parked requests get. It may not keep anything that the table would have to hear of."""
+
+    def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+        """Which parked requests (worker name, want; oldest first) can be served now, and with what: position, pick.
+
+        Called after every change, so it is to be cheap when nothing can be served. Each pick is out of the ready rows when it is
+        yielded: the caller hands it out or puts it back. No position comes twice, no pick is empty.
+        """
+        ...
+
+
+def is_enough(table: Table, want: Want) -> bool:
+    """Whether as many rows are ready as a request waits for: `at_least`, or one if there will be no more of its step."""
+    needed = 1 if table.is_over(want) else max(1, want.at_least)
+    return table.available(want, needed) >= needed

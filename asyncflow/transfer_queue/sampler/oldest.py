@@ -1,0 +1,15 @@
+"""First come, first served: requests in the order of their arrival, rows in the order of their readiness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from asyncflow.transfer_queue.sampler.base import is_enough
+from asyncflow.transfer_queue.table import Pick, Table, Want
+
+
+class Oldest:
+    def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+        for position, (_, want) in enumerate(wants):
+            if is_enough(table, want) and (pick := table.take(want)) is not None:
+                yield position, pick

@@ -1,0 +1,141 @@
+"""Data-parallel ranks that wait for each other get rounds of equal weight: max / mean tokens per rank near 1.
+
+waits for: a request of every rank for the same step, and enough ready rows for all; or the end of the step, for whatever is left
+
+A round has `per_rank` items for each rank: rows where the request limits rows and the task may split groups, otherwise groups. It
+is made of layers of one item per rank. Each layer starts from the oldest item left, so that nothing waits for ever, and takes the
+`ranks - 1` others of most similar length among the next `window` items that are ready. Layers are then dealt out, heaviest first
+and each layer's longest item to the lightest rank so far (longest processing time first: Graham, 1969), and pairs are swapped between
+ranks while that lightens the heaviest.
+
+Where no more is ready than the round needs (the tail of a step, a slow producer) there is nothing to choose among: the same items are
+partitioned as well as swaps can. With one group per rank a round is as uneven as its anchor is odd: nothing in the window may
+resemble the longest group of a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from asyncflow.transfer_queue.table import Pick, Table, Want
+
+MAX_SWAPS = 200
+
+
+class TokenBalanced:
+    """`ranks`: how many there are; a request says its own in `Want.rank`. `window`: how many items a round may look beyond its own
+    number. A request needs a limit of rows or groups; where ranks ask for different numbers the least counts. A limit of tokens is
+    not looked at."""
+
+    def __init__(self, ranks: int, window: int = 256) -> None:
+        if ranks < 1 or window < 0:
+            raise ValueError(f"{ranks} ranks and a window of {window}: at least 1 rank is needed, and no less than 0")
+        self.ranks, self.window = ranks, window
+
+    def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+        """Raises `ValueError` for a request of a rank that is not, or without a limit of rows or groups."""
+        parked: dict[tuple[int | None, int | None], list[list[int]]] = {}
+        for position, (_, want) in enumerate(wants):
+            if not 0 <= want.rank < self.ranks:
+                raise ValueError(f"a request of rank {want.rank}: there are {self.ranks}")
+            if not want.rows and not want.groups:
+                raise ValueError("token_balanced needs a request to limit its rows or its groups")
+            parked.setdefault((want.step, want.installed), [[] for _ in range(self.ranks)])[want.rank].append(position)
+        for by_rank in parked.values():
+            for together in zip(*by_rank, strict=False):
+                picks = self._round(table, [wants[position][1] for position in together])
+                if picks is None:
+                    break
+                yield from ((position, pick) for position, pick in zip(together, picks, strict=True) if pick)
+
+    def _round(self, table: Table, wants: list[Want]) -> list[Pick] | None:
+        """What each rank gets, or None while there is too little for all."""
+        is_last = table.is_over(wants[0])
+        needed = 1 if is_last else max(self.ranks, *(want.at_least for want in wants))
+        if table.available(wants[0], needed) < needed:
+            return None
+        of_rows = not table.spec.whole_groups and all(want.rows for want in wants)
+        per_rank = min(_num_items(table, want, of_rows) for want in wants)
+        ready = table.peek(wants[0], self.ranks * per_rank + self.window)
+        if of_rows:
+            items = [pair for group in ready for pair in zip(group.rows, group.tokens, strict=True)]
+            items = items[: self.ranks * per_rank + self.window]
+        else:
+            items = [(group.group, sum(group.tokens)) for group in ready]
+        if len(items) < self.ranks * per_rank and not is_last:
+            return None
+        bins = balance([weight for _, weight in items], self.ranks, per_rank)
+        take = table.take_rows if of_rows else table.take_exactly
+        return [take([items[i][0] for i in bin_]) for bin_ in bins]
+
+
+def _num_items(table: Table, want: Want, of_rows: bool) -> int:
+    if of_rows:
+        return want.rows
+    head = table.peek(want, 1)
+    by_rows = max(1, want.rows // len(head[0].rows)) if want.rows else want.groups
+    return min(by_rows, want.groups) if want.groups else by_rows
+
+
+def balance(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
+    """Positions in `weights` (oldest first) for each rank, `per_rank` each, with the oldest among them; fewer if there are fewer."""
+    if len(weights) <= ranks * per_rank:
+        layers = _tail(weights, ranks)
+    else:
+        layers = _layers(weights, ranks, per_rank)
+    bins: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for layer in sorted(layers, key=lambda layer: -sum(weights[i] for i in layer)):
+        lightest = sorted(range(ranks), key=loads.__getitem__)
+        for i, rank in zip(sorted(layer, key=lambda i: -weights[i]), lightest, strict=False):
+            bins[rank].append(i)
+            loads[rank] += weights[i]
+    _swap(weights, bins, loads)
+    return [sorted(bin_) for bin_ in bins]
+
+
+def _tail(weights: Sequence[int], ranks: int) -> list[list[int]]:
+    """Everything, by length."""
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    return [order[start : start + ranks] for start in range(0, len(order), ranks)]
+
+
+def _layers(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
+    """`per_rank` times the oldest item left and its `ranks - 1` fellows in the narrowest run of lengths that it is in."""
+    left = sorted((weight, i) for i, weight in enumerate(weights))
+    is_used = [False] * len(weights)
+    layers: list[list[int]] = []
+    oldest = 0
+    for _ in range(per_rank):
+        while is_used[oldest]:
+            oldest += 1
+        at = bisect_left(left, (weights[oldest], oldest))
+        starts = range(max(0, at - ranks + 1), min(at, len(left) - ranks) + 1)
+        start = min(starts, key=lambda s: left[s + ranks - 1][0] - left[s][0])
+        layer = [i for _, i in left[start : start + ranks]]
+        del left[start : start + ranks]
+        for i in layer:
+            is_used[i] = True
+        layers.append(layer)
+    return layers
+
+
+def _swap(weights: Sequence[int], bins: list[list[int]], loads: list[int]) -> None:
+    """Swap items of the heaviest rank for lighter ones of another, the best swap each time, while that lightens the heavier of both."""
+    for _ in range(MAX_SWAPS):
+        heavy = max(range(len(bins)), key=loads.__getitem__)
+        best = (loads[heavy], 0, 0, 0)
+        for rank, bin_ in enumerate(bins):
+            for a, i in enumerate(bins[heavy]):
+                for b, j in enumerate(bin_):
+                    less = weights[i] - weights[j]
+                    if less > 0 and (after := max(loads[heavy] - less, loads[rank] + less)) < best[0]:
+                        best = (after, rank, a, b)
+        after, rank, a, b = best
+        if after == loads[heavy]:
+            return
+        less = weights[bins[heavy][a]] - weights[bins[rank][b]]
+        bins[heavy][a], bins[rank][b] = bins[rank][b], bins[heavy][a]
+        loads[heavy] -= less
+        loads[rank] += less

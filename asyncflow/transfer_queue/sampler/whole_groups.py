@@ -1,0 +1,19 @@
+"""`oldest`, for algorithms whose advantages compare the rows of a group: it refuses a task that would split one.
+
+Which rows make a group is told by their group number, never by where they lie: rows may come, fail and be dropped in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from asyncflow.transfer_queue.sampler.oldest import Oldest
+from asyncflow.transfer_queue.table import Pick, Table, Want
+
+
+class WholeGroups(Oldest):
+    def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+        """Raises `ValueError` for a task that is not of whole groups."""
+        if not table.spec.whole_groups:
+            raise ValueError(f"the sampler whole_groups is chosen for task {table.spec.name!r}, which may split groups")
+        return super().assign(table, wants)

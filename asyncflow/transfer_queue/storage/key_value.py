@@ -1,0 +1,330 @@
+"""Columns in a key-value store: a write becomes one packed value for each of its groups; where everything is, is kept here.
+
+    <prefix>/unit-<u>/group/<group>/<serial>    what one write said of a group: its rows' columns, its own, its meta if it is new
+    <prefix>/unit-<u>/dropped/<group>           the rows of a group that have been dropped, while the group is still there
+    <prefix>/unit-<u>/fact/<name>               a fact of the unit's own
+
+A value is deleted when nothing of it is wanted any more, and written anew without the rest when that has become more than half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.base import Stored
+from asyncflow.transfer_queue.storage.memory import groups_of
+from asyncflow.transfer_queue.storage.packed import pack, unpack
+from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, RunError, UserError, Values
+
+FETCH_KEYS = 64  # values fetched at once by `recover`
+
+
+class KeyValue(Protocol):
+    """A key-value store. Every call has a deadline and raises `RunError`, saying what to do, when the store does not answer."""
+
+    is_durable: bool
+    address: str
+    """Where it is, for messages: no password."""
+
+    async def open(self) -> None: ...
+
+    async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
+        """Set values and delete keys: all or nothing where the store can do that; otherwise the deletions last."""
+        ...
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """In one round trip; None for a key that is not there."""
+        ...
+
+    def keys(self, prefix: str) -> AsyncIterator[str]:
+        """The keys that begin so, each once."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class _Value:
+    """What is known of a stored value, which is one group's. `rows`: row -> its position and its bytes, of those that are there."""
+
+    __slots__ = ("columns", "group_columns", "has_meta", "is_gone", "key", "nbytes", "num_stored", "rows")
+
+    def __init__(self, key: str, batch: Batch, has_meta: bool, schema: Schema) -> None:
+        self.key, self.has_meta, self.is_gone = key, has_meta, False
+        self.columns = frozenset(batch.columns)
+        self.group_columns = frozenset(name for name in batch.columns if schema.column(name).per == "group")
+        of_rows = self.columns - self.group_columns
+        rows = batch.indices.tolist() if of_rows else []
+        sizes = sum((_entry_bytes(batch.columns[name]) for name in of_rows), np.zeros(len(rows), np.int64)).tolist()
+        self.rows = dict(zip(rows, enumerate(sizes), strict=True))
+        self.num_stored = len(rows)
+        self.nbytes = sum(sizes) + sum(batch.columns[name].nbytes for name in self.group_columns)
+
+    @property
+    def serves_group(self) -> bool:
+        """Whether it has to stay for as long as its group does."""
+        return self.has_meta or bool(self.group_columns)
+
+    def forget(self, rows: Iterable[int]) -> None:
+        self.nbytes -= sum(self.rows.pop(row, (0, 0))[1] for row in rows)
+
+
+class KeyValueStorage:
+    """The storage contract over a `KeyValue`."""
+
+    def __init__(self, store: KeyValue, prefix: str, unit: int = 0) -> None:
+        """Raises `UserError` when `prefix` has characters that could mean something to the store."""
+        if not re.fullmatch(r"[A-Za-z0-9._:/-]+", prefix):
+            raise UserError(f"the storage prefix {prefix!r} is to be made of letters, digits and . _ : / -")
+        self.is_durable = store.is_durable
+        self._store = store
+        self._prefix = f"{prefix}/unit-{unit}/"
+        self._session, self._serials = uuid.uuid4().hex[:8], itertools.count()
+        self._schema = Schema((), (), 1)
+        self._values: dict[int, list[_Value]] = {}
+        self._dropped: dict[int, set[int]] = {}
+        self._facts: set[str] = set()
+        self._strays: set[str] = set()  # values of writes that failed: they may be there all the same
+        self._dropping = asyncio.Lock()
+
+    async def open(self, schema: Schema) -> None:
+        self._schema = schema
+        await self._store.open()
+
+    async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
+        of_group = {meta.group: [meta] for meta in metas}
+        packed: dict[str, bytes] = {}
+        values: list[tuple[int, _Value]] = []
+        for group, part in _by_group(batch, self._schema):
+            meta = of_group.get(group, [])
+            value = _Value(self._new_key(group), part, bool(meta), self._schema)
+            packed[value.key] = b"".join(pack(part, meta))
+            values.append((group, value))
+        strays = list(self._strays)
+        try:
+            await self._store.change(packed, strays)
+        except BaseException:
+            self._strays.update(packed)
+            raise
+        self._strays.difference_update(strays)
+        for group, value in values:
+            self._values.setdefault(group, []).append(value)
+
+    async def read(self, indices: Array, columns: Sequence[str]) -> Batch:
+        """As the contract says. Raises `RunError` when the store has lost a value or damaged it."""
+        groups = groups_of(indices, self._schema.group_bits)
+        while True:
+            places = {name: self._places(indices, groups, name) for name in columns}
+            wanted = list({value.key: value for at in places.values() for value, _ in at}.values())
+            fetched = await self._store.get_many([value.key for value in wanted])
+            lost = [value for value, packed in zip(wanted, fetched, strict=True) if packed is None]
+            if not lost:
+                break
+            if not all(value.is_gone for value in lost):  # those that are gone have been written anew meanwhile
+                raise RunError(f"{self._store.address} has lost {lost[0].key}: is it out of memory, or shared with another run?")
+        batches = {value.key: self._unpacked(value.key, packed)[1] for value, packed in zip(wanted, fetched, strict=True)}
+        return Batch(
+            indices, groups, {name: _assembled(self._schema.column(name), found, batches) for name, found in places.items()}
+        )
+
+    async def drop(self, rows: Array, groups: Array) -> None:
+        going = set(groups.tolist())
+        of_group: dict[int, set[int]] = {}
+        for row in rows.tolist():
+            if (group := row >> self._schema.group_bits) not in going:
+                of_group.setdefault(group, set()).add(row)
+        async with self._dropping:  # of two at once each would write anew what the other lets go
+            gone = [value for group in going for value in self._values.get(group, ())]
+            changed: dict[str, bytes] = {}
+            anew: dict[int, list[_Value]] = {}
+            for group, dropped in of_group.items():
+                if group not in self._values:
+                    continue
+                anew[group] = []
+                for value in self._values[group]:
+                    left = value.rows.keys() - dropped
+                    if not left and not value.serves_group:
+                        gone.append(value)
+                    elif len(left) < len(value.rows) and 2 * len(left) < value.num_stored:
+                        smaller, changed_bytes = await self._without(group, value, dropped)
+                        changed[smaller.key] = changed_bytes
+                        anew[group].append(smaller)
+                        gone.append(value)
+                    else:
+                        anew[group].append(value)
+                changed[self._tomb(group)] = msgspec.msgpack.encode(sorted(dropped | self._dropped.get(group, set())))
+            empty = [group for group, values in anew.items() if not values]
+            for group in empty:
+                del changed[self._tomb(group)]
+            tombs = [self._tomb(group) for group in (*going, *empty) if group in self._dropped]
+            known = {group: {value.key for value in self._values[group]} for group in anew}
+            if changed or gone or tombs:
+                await self._store.change(changed, [value.key for value in gone] + tombs)
+            for value in gone:
+                value.is_gone = True
+            for group, values in anew.items():
+                for value in values:
+                    value.forget(of_group[group])
+                self._dropped.setdefault(group, set()).update(of_group[group])
+                self._values[group] = values + [value for value in self._values[group] if value.key not in known[group]]
+            for group in (*going, *empty):
+                self._dropped.pop(group, None)
+                if group in going or not self._values[group]:
+                    self._values.pop(group, None)
+
+    async def recover(self) -> AsyncIterator[Stored]:
+        """Raises `RunError` naming the value that is damaged, or that is not of this schema."""
+        if not self.is_durable:
+            return
+        keys = sorted([key async for key in self._store.keys(self._prefix)])
+        self._facts = {key for key in keys if key.startswith(f"{self._prefix}fact/")}
+        tombs = [key for key in keys if key.startswith(f"{self._prefix}dropped/")]
+        for key, packed in zip(tombs, await self._store.get_many(tombs), strict=True):
+            self._dropped[int(key.rpartition("/")[2])] = set(msgspec.msgpack.decode(packed or b"\x90", type=list[int]))
+        metas: dict[int, GroupMeta] = {}
+        stored = [key for key in keys if key.startswith(f"{self._prefix}group/")]
+        for start in range(0, len(stored), FETCH_KEYS):
+            some = stored[start : start + FETCH_KEYS]
+            for key, packed in zip(some, await self._store.get_many(some), strict=True):
+                found, batch = self._unpacked(key, packed, is_checked=True)
+                group = int(batch.groups[0])
+                value = _Value(key, batch, bool(found), self._schema)
+                value.forget(self._dropped.get(group, ()))
+                self._values.setdefault(group, []).append(value)
+                metas.update({meta.group: meta for meta in found})
+        for group in self._values.keys() - metas.keys():
+            raise RunError(f"{self._store.address} has rows of group {group} under {self._prefix} and no longer the group itself")
+        for recovered in self._alike(metas):
+            yield recovered
+
+    async def keep(self, name: str, value: bytes) -> None:
+        key = f"{self._prefix}fact/{name}"
+        await self._store.change({key: msgspec.msgpack.encode(value)}, ())  # encoded: some stores take no empty values
+        self._facts.add(key)
+
+    async def kept(self, name: str) -> bytes | None:
+        found = (await self._store.get_many([f"{self._prefix}fact/{name}"]))[0]
+        return None if found is None else msgspec.msgpack.decode(found, type=bytes)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for values in self._values.values() for value in values)
+
+    async def close(self) -> None:
+        """What is not durable would only fill the store, and is deleted."""
+        try:
+            if not self.is_durable:
+                keys = [value.key for values in self._values.values() for value in values]
+                await self._store.change({}, [*keys, *map(self._tomb, self._dropped), *self._facts, *self._strays])
+        finally:
+            await self._store.close()
+
+    def _new_key(self, group: int) -> str:
+        return f"{self._prefix}group/{group}/{self._session}-{next(self._serials)}"
+
+    def _tomb(self, group: int) -> str:
+        return f"{self._prefix}dropped/{group}"
+
+    def _unpacked(self, key: str, packed: bytes | None, is_checked: bool = False) -> tuple[list[GroupMeta], Batch]:
+        try:
+            metas, batch = unpack(packed or b"")
+            if is_checked:
+                self._schema.check(batch)
+                self._schema.check_metas(metas)
+        except ValueError as error:
+            raise RunError(f"{self._store.address}: {key} cannot be used: {error}") from error
+        return metas, batch
+
+    def _places(self, indices: Array, groups: Array, name: str) -> list[tuple[_Value, int]]:
+        """For each entry of a column, the value that has it and the position there. Raises `LookupError` when there is none."""
+        if self._schema.column(name).per == "group":
+            return [(self._value_with(group, name, None), 0) for group in groups.tolist()]
+        bits = self._schema.group_bits
+        found = [(self._value_with(row >> bits, name, row), row) for row in indices.tolist()]
+        return [(value, value.rows[row][0]) for value, row in found]
+
+    def _value_with(self, group: int, name: str, row: int | None) -> _Value:
+        for value in self._values.get(group, ()):
+            if name in value.columns and (row is None or row in value.rows):
+                return value
+        raise LookupError(f"group {group} has no column {name!r}" if row is None else f"row {row} has no column {name!r}")
+
+    async def _without(self, group: int, value: _Value, dropped: set[int]) -> tuple[_Value, bytes]:
+        """A value anew, without the rows that are being dropped or have been."""
+        metas, batch = self._unpacked(value.key, (await self._store.get_many([value.key]))[0])
+        left = np.array([at for row, (at, _) in value.rows.items() if row not in dropped], np.int64)
+        names = value.columns if len(left) else value.group_columns
+        columns = {n: batch.columns[n] if n in value.group_columns else _taken(batch.columns[n], left) for n in names}
+        part = Batch(batch.indices[left], batch.groups, columns)
+        return _Value(self._new_key(group), part, value.has_meta, self._schema), b"".join(pack(part, metas))
+
+    def _alike(self, metas: Mapping[int, GroupMeta]) -> Iterator[Stored]:
+        """All rows that are there, those with the same columns together."""
+        alike: dict[frozenset[str], tuple[dict[int, GroupMeta], list[int]]] = {}
+        for group, values in self._values.items():
+            of_group = frozenset(name for value in values for name in value.group_columns)
+            first, dropped = group << self._schema.group_bits, self._dropped.get(group, set())
+            for row in range(first, first + metas[group].size):
+                if row not in dropped:
+                    names = of_group.union(*(value.columns for value in values if row in value.rows))
+                    of_kind, rows = alike.setdefault(names, ({}, []))
+                    of_kind[group] = metas[group]
+                    rows.append(row)
+        for names, (of_kind, rows) in alike.items():
+            columns = [column.name for column in self._schema.columns if column.name in names]
+            yield Stored(list(of_kind.values()), np.array(rows, np.int64), columns)
+
+
+def _entry_bytes(values: Values) -> Array:
+    """int64 [n]: the bytes of each entry."""
+    if isinstance(values, Ragged):
+        return values.lengths * (values.values.itemsize * prod(values.values.shape[1:]))
+    return np.full(len(values), values.itemsize * prod(values.shape[1:]), np.int64)
+
+
+def _taken(values: Values, where: Array) -> Values:
+    return values.take(where) if isinstance(values, Ragged) else values[where]
+
+
+def _by_group(batch: Batch, schema: Schema) -> Iterator[tuple[int, Batch]]:
+    """Each group's part of a batch, with one entry of the group columns."""
+    of_rows = batch.indices >> schema.group_bits
+    order = np.argsort(of_rows, kind="stable")
+    ordered = of_rows[order]
+    lows, highs = np.searchsorted(ordered, batch.groups, "left").tolist(), np.searchsorted(ordered, batch.groups, "right").tolist()
+    for at, (group, low, high) in enumerate(zip(batch.groups.tolist(), lows, highs, strict=True)):
+        rows, itself = order[low:high], np.array([at])
+        columns = {}
+        for name, values in batch.columns.items():
+            where = rows if schema.column(name).per == "row" else itself
+            if len(where):
+                columns[name] = _taken(values, where)
+        yield group, Batch(batch.indices[rows], batch.groups[itself], columns)
+
+
+def _assembled(column: Column, places: Sequence[tuple[_Value, int]], batches: Mapping[str, Batch]) -> Values:
+    """The entries at places, copied, neighbours together."""
+    runs: list[tuple[str, int, int]] = []
+    for value, position in places:
+        if runs and runs[-1][0] == value.key and runs[-1][2] == position:
+            runs[-1] = (value.key, runs[-1][1], position + 1)
+        else:
+            runs.append((value.key, position, position + 1))
+    empty = np.empty((0, *column.shape), column.dtype)
+    if not column.ragged:
+        return np.concatenate([empty, *(batches[key].dense(column.name)[low:high] for key, low, high in runs)])
+    arrays, lengths = [empty], [np.zeros(1, np.int64)]
+    for key, low, high in runs:
+        ragged = batches[key].ragged(column.name)
+        arrays.append(ragged.values[ragged.offsets[low] : ragged.offsets[high]])
+        lengths.append(np.diff(ragged.offsets[low : high + 1]))
+    return Ragged(np.concatenate(arrays), np.cumsum(np.concatenate(lengths)))

@@ -1,0 +1,103 @@
+"""Columns in a Mooncake store: the memory of many machines as one, reached over TCP or RDMA.
+
+Left out: recovery. The memory that a unit lends to the store goes with the unit, and a store cannot list its keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
+from asyncflow.types import RunError, UserError
+
+
+class MooncakeStorage(KeyValueStorage):
+    """`KeyValueStorage` over a Mooncake store. A write is not a transaction: one that fails may leave values, deleted later."""
+
+    def __init__(
+        self,
+        master: str = "127.0.0.1:50051",
+        metadata: str = "P2PHANDSHAKE",
+        hostname: str = "127.0.0.1",
+        protocol: str = "tcp",
+        devices: str = "",
+        segment_bytes: int = 4 << 30,
+        buffer_bytes: int = 256 << 20,
+        prefix: str = "asyncflow",
+        timeout_seconds: float = 30.0,
+        unit: int = 0,
+    ) -> None:
+        """`master`: the address of `mooncake_master`; `metadata`: that of its metadata server, or `P2PHANDSHAKE` for none.
+        `hostname`: where other machines reach this one; `protocol`: `tcp` or `rdma`, the latter over `devices`. The unit lends
+        `segment_bytes` of memory to the store, and moves values through `buffer_bytes`: what one write says of one group is to
+        fit into them. Raises `UserError` when the package is missing or does not load."""
+        arguments = (hostname, metadata, segment_bytes, buffer_bytes, protocol, devices, master)
+        super().__init__(MooncakeKeyValue(arguments, f"the mooncake master at {master}", timeout_seconds), prefix, unit)
+
+
+class MooncakeKeyValue:
+    """A `KeyValue` in a Mooncake store. `arguments` are those of `MooncakeDistributedStore.setup`."""
+
+    is_durable = False
+
+    def __init__(self, arguments: tuple[str, str, int, int, str, str, str], address: str, timeout_seconds: float) -> None:
+        try:
+            from mooncake import store  # only where it is chosen
+        except ImportError as error:
+            hint = "" if isinstance(error, ModuleNotFoundError) else f"; it is there and does not load: {error}"
+            raise UserError(f"the mooncake storage needs a package: pip install 'asyncflow-rl[mooncake]'{hint}") from error
+        self.address = address
+        self._arguments, self._timeout_seconds = arguments, timeout_seconds
+        self._chunk_bytes = arguments[3] // 2
+        self._store: Any = store.MooncakeDistributedStore()
+        self._config: Any = store.ReplicateConfig()
+        self._config.with_hard_pin = True  # a queue's values are its only copy: none may be evicted
+
+    async def open(self) -> None:
+        if code := await self._call(self._store.setup, *self._arguments):
+            raise RunError(f"{self.address} was not reached or took no segment of this unit's memory (code {code}): is it running?")
+
+    async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
+        for some in self._chunks(values):
+            if code := await self._call(self._store.upsert_batch, some, [values[key] for key in some], self._config):
+                size = sum(len(values[key]) for key in some)
+                raise RunError(f"{self.address} did not take {size} bytes (code {code}): raise segment_bytes or buffer_bytes")
+        if gone:  # by force: a value that has just been read is protected for some seconds otherwise
+            await self._call(self._store.batch_remove, list(gone), True)
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        found: list[bytes] = await self._call(self._store.get_batch, list(keys))
+        return [value or None for value in found]
+
+    async def keys(self, prefix: str) -> AsyncIterator[str]:
+        """None: the store cannot list them."""
+        for nothing in list[str]():
+            yield nothing
+
+    async def close(self) -> None:
+        await self._call(self._store.close)
+
+    def _chunks(self, values: Mapping[str, bytes]) -> Iterator[list[str]]:
+        """The keys of values that fit through the buffer together."""
+        some: list[str] = []
+        room = self._chunk_bytes
+        for key, value in values.items():
+            if some and len(value) > room:
+                yield some
+                some, room = [], self._chunk_bytes
+            some.append(key)
+            room -= len(value)
+        if some:
+            yield some
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """In a thread: the store's calls block."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await asyncio.to_thread(function, *arguments)
+        except TimeoutError as error:
+            raise RunError(f"{self.address} did not answer within {self._timeout_seconds:g} s: is it running?") from error
