@@ -103,7 +103,7 @@ class TransferQueueClient:
         rank: int = 0,
         columns: Sequence[str] | None = None,
     ) -> Leased | None:
-        """Ready rows with the columns that the task reads (or these `columns` alone); waits until there are some.
+        """Ready rows with the columns that the task reads, or these `columns` alone, or none; waits until there are some.
 
         `groups`, `rows`, `tokens`: at most so many, one group if none is given. `at_least`: wait for so many rows, unless the step
         has no more. `installed`: only groups that this policy version may generate. `step`: only groups of this step. None when the
@@ -118,12 +118,27 @@ class TransferQueueClient:
             lease = await self._controller(task).lease(want)
             if lease is None:
                 return None
-            batch = await self._read(lease, reads)
-            if batch is None and (there := await self._still_there(lease)) is not None:
-                lease, batch = there, await self._read(there, reads)
-            if batch is not None:
+            if (leased := await self.fetch(lease, reads)) is not None:
+                lease = leased.lease
                 self._held[lease.token] = set(lease.indices)  # not sooner: a lease never seen by its asker is not kept alive
-                return Leased(lease, batch)
+                return leased
+
+    async def fetch(self, lease: Lease, columns: Sequence[str]) -> Leased | None:
+        """These columns of a lease's rows, also for somebody whom its holder has told of it.
+
+        Rows dropped meanwhile are left out, of the lease too; None if all were. Raises `LookupError` naming a row and a column that
+        it does not have.
+        """
+        while True:
+            try:
+                return Leased(lease, await self._read(lease, columns))
+            except LookupError:
+                there = await self._still_there(lease)
+                if there is None:
+                    return None
+                if there.indices == lease.indices:
+                    raise
+                lease = there
 
     async def stream(self, task: str, step: int | None = None, **wanted: int) -> AsyncIterator[Leased]:
         """What becomes ready, in that order, until the step or the task ends; the next lease is fetched while this one is worked on.
@@ -232,16 +247,15 @@ class TransferQueueClient:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    async def _read(self, lease: Lease, columns: Sequence[str]) -> Batch | None:
-        """None when some of it was dropped while the lease was on its way."""
+    async def _read(self, lease: Lease, columns: Sequence[str]) -> Batch:
+        """Raises `LookupError` when some of it was dropped while the lease was on its way, or is not there yet."""
         rows = np.array(lease.indices, np.int64)
         groups = np.array([meta.group for meta in lease.groups], np.int64)
+        if not columns:
+            return Batch(rows, groups, {})
         unit_of = self._units_of(lease, rows)
         numbers = np.unique(unit_of).tolist()
-        try:
-            parts = await asyncio.gather(*(self._unit(n).read(rows[unit_of == n], list(columns)) for n in numbers))
-        except LookupError:
-            return None
+        parts = await asyncio.gather(*(self._unit(n).read(rows[unit_of == n], list(columns)) for n in numbers))
         return concatenate(self.schema, [part.batch() for part in parts], rows, groups)
 
     async def _still_there(self, lease: Lease) -> Lease | None:

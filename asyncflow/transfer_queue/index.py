@@ -80,6 +80,13 @@ class Index:
                 free[where] = is_free
         return free
 
+    def is_claimed(self, rows: Array, mask: int, groups: Sequence[int], group_mask: int) -> bool:
+        """Whether one of these columns, of rows or of groups, is being written."""
+        bits = np.uint64(mask)
+        if any(page is not None and (page.claims[at] & bits).any() for _, page, at in self._split(rows)):
+            return True
+        return any(number in self._groups and self._groups[number][2] & group_mask for number in groups)
+
     def settle(self, rows: Array, mask: int, *, is_written: bool) -> None:
         """End a claim: the columns are there now, or they are not. Rows dropped meanwhile are passed over."""
         bits = np.uint64(mask)

@@ -76,8 +76,17 @@ class Page:
 
 
 def _column(typecode: str, length: int) -> tuple[array[int], Array]:
-    flat = array(typecode, bytes(array(typecode).itemsize * length))
+    flat = array(typecode, [0]) * length  # made from bytes it would have room to spare
     return flat, np.frombuffer(flat, flat.typecode)
+
+
+def span(positions: Array) -> slice | Array:
+    """Sorted positions that follow each other as a slice, which is several times faster (rows put together do)."""
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first == len(positions) - 1 else positions
+
+
+_FIRST = np.zeros(1, np.int64)
 
 
 class _Chunk:
@@ -105,9 +114,9 @@ class Kind:
         self.chunks: deque[_Chunk] = deque()
         self.num_groups = self.num_entries = self.num_queued = self.num_available = 0
 
-    def push(self, groups: Sequence[int], now: float, is_first: bool) -> None:
+    def push(self, groups: Sequence[int] | array[int], now: float, is_first: bool) -> None:
         self.num_entries += len(groups)
-        if is_first:  # times never fall along the queue, so that its head tells how long anything has waited
+        if is_first:  # no earlier time may be behind a later one: the head tells how long anything has waited
             self.chunks.appendleft(_Chunk(groups, min(now, self.chunks[0].since) if self.chunks else now))
             return
         last = self.chunks[-1] if self.chunks else None
@@ -282,7 +291,8 @@ class Pages:
                 self._kinds[number].num_available += num_ready
             elif not is_ready and page.queued[position]:
                 page.queued[position] = 0
-                self._unqueue(self._kinds[number], 1, num_ready)
+                self._kinds[number].num_available -= num_ready
+                self._unqueue(self._kinds[number], 1)
             if number and not page.known[position]:
                 page.kind[position] = 0
                 self._forget_groups(self._kinds[number], 1)
@@ -292,49 +302,79 @@ class Pages:
 
     def move_many(self, page: Page, slots: Array, old: Array, new: Array, now: float, *, is_first: bool = False) -> None:
         """`move_one` and `settle` for many rows: sorted slots of one page, each once, with their states before and after."""
-        page.states[slots] = new
-        for state, (less, more) in enumerate(zip(*(np.bincount(x, minlength=7).tolist() for x in (old, new)), strict=True)):
-            self.counts[state] += more - less
-            self.totals[state] += more
-        leaves = slots[old == LEASED]
-        if len(leaves):
-            leases = page.leases[leaves]
-            page.leases[leaves] = 0
-            self.report(leases, np.ones(len(leaves), np.int64), page.tokens[leaves])
+        pairs = old << 3 | new
+        for pair in np.unique(pairs).tolist():
+            self.move_alike(page, slots[pairs == pair], pair >> 3, pair & 7, now, is_first=is_first)
+
+    def move_alike(self, page: Page, slots: Array, old: int, new: int, now: float, *, is_first: bool = False) -> None:
+        """`move_many` for rows that are all in one state and are all to be in one other."""
+        num_rows, where = len(slots), span(slots)
+        page.states[where] = new
+        self.counts[old] -= num_rows
+        self.counts[new] += num_rows
+        self.totals[new] += num_rows
+        if old == LEASED:
+            leases = page.leases[where].copy()
+            page.leases[where] = 0
+            self.report(leases, np.ones(num_rows, np.int64), page.tokens[where])
         groups = slots >> self.group_bits
-        starts = np.flatnonzero(np.diff(groups, prepend=-1))
-        touched = groups[starts]
-        change = np.add.reduceat((new == READY).astype(np.int64) - (old == READY), starts)
-        num_ended = np.add.reduceat(((old <= LEASED) & ((new > LEASED) | (new == ABSENT))).astype(np.int64), starts)
-        num_ready = page.readies[touched] + change
-        num_live = page.lives[touched] - num_ended
-        page.readies[touched], page.lives[touched] = num_ready, num_live
-        is_ready = (num_ready > 0) & (num_ready == num_live) if self._whole else num_ready > 0
-        was_queued = page.queueds[touched] != 0
-        page.queueds[touched] = is_ready
-        is_gone = np.zeros(len(touched), bool)
-        absent = new == ABSENT
-        if absent.any():
-            gone = slots[absent]
-            page.masks[gone] = page.tokens[gone] = page.deliveries[gone] = page.failures[gone] = 0
-            page.num_rows -= len(gone)
-            num_known = page.knowns[touched] - np.add.reduceat(absent.astype(np.int64), starts)
-            page.knowns[touched] = num_known
-            is_gone = num_known == 0
-        offered = np.where(is_ready, num_ready, 0) - np.where(was_queued, num_ready - change, 0)
-        kinds = page.kinds[touched]
-        page.kinds[touched[is_gone]] = 0
-        for number in [int(kinds[0])] if (kinds == kinds[0]).all() else np.unique(kinds).tolist():
-            kind, here = self._kinds[number], kinds == number
-            kind.num_available += int(offered[here].sum())
-            fresh = touched[here & is_ready & ~was_queued]
-            if len(fresh):
-                self._queue(kind, (fresh + page.first_group).tolist(), now, is_first)
-            if num_off := int((here & was_queued & ~is_ready).sum()):
-                self._unqueue(kind, num_off, 0)
-            if num_gone := int((here & is_gone).sum()):
-                self._forget_groups(kind, num_gone)
+        starts = np.concatenate((_FIRST, np.flatnonzero(groups[1:] != groups[:-1]) + 1))
+        of_group = np.diff(starts, append=num_rows) if len(starts) < num_rows else 1
+        touched = groups[starts] if len(starts) < num_rows else groups
+        at = span(touched)
+        num_before, was_queued = page.readies[at].copy(), page.queueds[at] != 0
+        num_ready = num_before + of_group if new == READY else num_before - of_group if old == READY else num_before
+        page.readies[at] = num_ready
+        if old <= LEASED and not WAITING <= new <= LEASED:
+            page.lives[at] -= np.asarray(of_group, page.lives.dtype)
+        is_ready = num_ready > 0
+        if self._whole:
+            is_ready &= num_ready == page.lives[at]
+        kinds = page.kinds[at].copy()
+        is_gone = None
+        if new == ABSENT:
+            page.masks[where] = page.tokens[where] = page.deliveries[where] = page.failures[where] = 0
+            page.num_rows -= num_rows
+            page.knowns[at] -= np.asarray(of_group, page.knowns.dtype)
+            is_gone = page.knowns[at] == 0
+            page.kinds[touched[is_gone]] = 0
+        if is_gone is not None or was_queued.any() or is_ready.any():
+            page.queueds[at] = is_ready
+            is_one = bool((kinds == kinds[0]).all())
+            for number in [int(kinds[0])] if is_one else np.unique(kinds).tolist():
+                here = slice(None) if is_one else kinds == number
+                kind, was, now_ready = self._kinds[number], was_queued[here], is_ready[here]
+                kind.num_available += int(num_ready[here].sum(where=now_ready)) - int(num_before[here].sum(where=was))
+                fresh = touched[here][now_ready & ~was]
+                if len(fresh):
+                    self._queue(kind, array("q", (fresh + page.first_group).tobytes()), now, is_first)
+                if num_off := int((was & ~now_ready).sum()):
+                    self._unqueue(kind, num_off)
+                if is_gone is not None and (num_gone := int(is_gone[here].sum())):
+                    self._forget_groups(kind, num_gone)
         self._free_if_empty(page)
+
+    def pick(self, page: Page, group: int, slots: list[int]) -> list[int]:
+        """Ready rows of a queued group become leased, by no lease yet: `move_one` and `settle`, and faster. Returns the rows."""
+        num_rows, position = len(slots), group - page.first_group
+        if num_rows <= SCALAR:
+            state = page.state
+            for slot in slots:
+                state[slot] = LEASED
+        else:
+            page.states[slots] = LEASED
+        self.counts[READY] -= num_rows
+        self.counts[LEASED] += num_rows
+        page.ready[position] -= num_rows
+        kind = self._kinds[page.kind[position]]
+        kind.num_available -= num_rows
+        if not page.ready[position]:
+            page.queued[position] = 0
+            if kind.head() == group:
+                kind.pop()
+            self._unqueue(kind, 1)
+        first = page.first
+        return [first + slot for slot in slots]
 
     def report(self, leases: Array, num_rows: Array, tokens: Array) -> None:
         """Tell `on_leave` of rows and tokens, added up by lease; of those of no lease nobody hears."""
@@ -344,15 +384,14 @@ class Pages:
         for lease, n, weight in zip(found.tolist(), rows.tolist(), weights.tolist(), strict=True):
             self._on_leave(lease, int(n), int(weight))
 
-    def _queue(self, kind: Kind, groups: list[int], now: float, is_first: bool) -> None:
+    def _queue(self, kind: Kind, groups: Sequence[int] | array[int], now: float, is_first: bool) -> None:
         if not kind.num_queued:
             insort(self._active, kind.key)
         kind.num_queued += len(groups)
         kind.push(groups, now, is_first)
 
-    def _unqueue(self, kind: Kind, num_groups: int, num_rows: int) -> None:
+    def _unqueue(self, kind: Kind, num_groups: int) -> None:
         kind.num_queued -= num_groups
-        kind.num_available -= num_rows
         if not kind.num_queued:
             kind.chunks.clear()
             kind.num_entries = 0
@@ -385,10 +424,15 @@ class Pages:
 
     def head(self, kind: Kind) -> tuple[Page, int]:
         """The first ready group of a kind that has one, and its page."""
+        shift, number = self.page_bits - self.group_bits, kind.number
         while True:
-            group = kind.head()
-            if self._is_queued(kind, group):
-                return self._pages[group >> (self.page_bits - self.group_bits)], group
+            chunk = kind.chunks[0]
+            group = chunk.groups[chunk.head]
+            page = self._pages.get(group >> shift)
+            if page is not None:
+                position = group - page.first_group
+                if page.queued[position] and page.kind[position] == number:
+                    return page, group
             kind.pop()
 
     def first(self, kind: Kind, count: int) -> list[int]:
@@ -403,8 +447,11 @@ class Pages:
 
     def ready_slots(self, page: Page, group: int) -> list[int]:
         start = (group << self.group_bits) - page.first
-        stop = start + page.size[group - page.first_group]
-        if stop - start > SCALAR:
+        size = page.size[group - page.first_group]
+        if size == 1:
+            return [start] if page.state[start] == READY else []
+        stop = start + size
+        if size > SCALAR:
             slots: list[int] = (np.flatnonzero(page.states[start:stop] == READY) + start).tolist()
             return slots
         state = page.state

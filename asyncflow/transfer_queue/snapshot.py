@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from asyncflow.transfer_queue.index import Index
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
-from asyncflow.types import Batch, Column, GroupMeta
+from asyncflow.types import Array, Batch, Column, GroupMeta
 
 MAGIC = b"AFQS1\n"
 ENTRIES_A_FRAME = 1024
@@ -39,15 +39,24 @@ class _Header(msgspec.Struct):
 
 
 async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Storage, facts: bytes) -> SnapshotFile:
-    """Write what a unit has now; rows dropped while it is being written may be missing. Other requests are served meanwhile."""
+    """Write what a unit has at this moment. Until this returns, nothing may be freed; new rows may come and are not in it."""
+    groups = [(m[i : i + ENTRIES_A_FRAME], mask) for m, mask in index.group_records() for i in range(0, len(m), ENTRIES_A_FRAME)]
+    rows = [(r[i : i + ENTRIES_A_FRAME], mask) for r, mask, _ in index.records() for i in range(0, len(r), ENTRIES_A_FRAME)]
+    count, a_row_of = index.num_rows, _a_row_of_each_group([r for r, _ in rows], schema.group_bits)
     header = msgspec.msgpack.encode(_Header(list(schema.columns), schema.group_bits, facts))
-    partial, rows = path.with_name(path.name + ".partial"), 0
+    partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("wb") as file:
         file.write(MAGIC + len(header).to_bytes(8, "little") + header)
-        async for metas, batch in _frames(schema, index, storage):
-            await asyncio.to_thread(write_frame, file, metas, batch)
-            rows += len(batch)
+        for metas, mask in groups:
+            names = _names(schema, mask, "group")
+            numbers = np.array([meta.group for meta in metas], np.int64)
+            of_each = np.array([a_row_of[meta.group] for meta in metas], np.int64)
+            columns = (await storage.read(of_each, names)).columns if names else {}
+            await asyncio.to_thread(write_frame, file, metas, Batch(np.empty(0, np.int64), numbers, columns))
+        for indices, mask in rows:
+            if names := _names(schema, mask, "row"):
+                await asyncio.to_thread(write_frame, file, [], await storage.read(indices, names))
         file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())
         size = file.tell()
@@ -57,7 +66,7 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
         os.fsync(directory)  # the new name, too, is on the disk
     finally:
         os.close(directory)
-    return SnapshotFile(path.name, index.num_rows, size)
+    return SnapshotFile(path.name, count, size)
 
 
 def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[list[GroupMeta], Batch]]]:
@@ -86,20 +95,11 @@ def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[lis
     return header.facts, frames()
 
 
-async def _frames(schema: Schema, index: Index, storage: Storage) -> AsyncIterator[tuple[list[GroupMeta], Batch]]:
-    """Groups first, with their columns, then rows with theirs. What is there is looked at now, and read piece by piece."""
-    groups = [(metas[i : i + ENTRIES_A_FRAME], m) for metas, m in index.group_records() for i in range(0, len(metas), ENTRIES_A_FRAME)]
-    rows = [(r[i : i + ENTRIES_A_FRAME], m) for r, m, _ in index.records() for i in range(0, len(r), ENTRIES_A_FRAME)]
-    none = np.empty(0, np.int64)
-    for metas, mask in groups:
-        live = [meta for meta in metas if meta.group in index.metas]
-        names = [column.name for column in schema.columns if schema.mask([column.name]) & mask]
-        of_each = [index.rows_of([meta.group])[:1] for meta in live]
-        columns = (await storage.read(np.concatenate(of_each), names)).columns if live and names else {}
-        yield live, Batch(none, np.array([meta.group for meta in live], np.int64), columns)
-    for indices, mask in rows:
-        there = index.present(indices)
-        names = [c.name for c in schema.columns if c.per == "row" and schema.mask([c.name]) & mask]
-        if len(there) and names:
-            batch = await storage.read(there, names)
-            yield [], batch
+def _names(schema: Schema, mask: int, per: str) -> list[str]:
+    return [column.name for column in schema.columns if column.per == per and schema.mask([column.name]) & mask]
+
+
+def _a_row_of_each_group(rows: list[Array], group_bits: int) -> dict[int, int]:
+    everything = np.concatenate(rows) if rows else np.empty(0, np.int64)
+    groups, first = np.unique(everything >> group_bits, return_index=True)
+    return dict(zip(groups.tolist(), everything[first].tolist(), strict=True))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, State
+from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, State, span
 from asyncflow.transfer_queue.schema import DEAD as DEAD_MARK
 from asyncflow.transfer_queue.schema import FILTERED as FILTERED_MARK
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
@@ -151,7 +151,8 @@ class Table:
     def notify(self, rows: Array, mask: int, tokens: Array | None, now: float) -> list[int]:
         """These rows (int64 [n]) now have the columns of `mask`, and `tokens` (integers [n]) altogether.
 
-        Returns the rows that this makes done, sorted. Repeating a notice changes nothing, nor in the end does another order. Unknown rows are passed over.
+        Returns the rows that this makes done, sorted. Repeating a notice changes nothing, nor in the end does another order.
+        Unknown rows are passed over.
         """
         self._now = max(self._now, now)
         rows, tokens = _sorted_once(rows, tokens)
@@ -203,20 +204,23 @@ class Table:
         return found
 
     def take(self, want: Want) -> Pick | None:
-        """The next rows for a want, until the first of its limits; None if there are none. One row (or, where groups are not split,
-        one group) is taken even if it alone exceeds a limit. Raises `ValueError` for a want without a limit."""
+        """The next rows for a want, until the first of its limits; None if there are none.
+
+        One row (or, where groups are not split, one group) is taken even if it alone exceeds a limit. Raises `ValueError` for a
+        want without a limit.
+        """
         if want.groups <= 0 and want.rows <= 0 and want.tokens <= 0:
             raise ValueError("a request needs a limit: groups, rows or tokens")
         pages, pick = self._pages, Pick()
-        rows_left, tokens_left = want.rows or _NO_LIMIT, want.tokens or _NO_LIMIT
+        groups, rows_left, tokens_left = (limit or _NO_LIMIT for limit in (want.groups, want.rows, want.tokens))
         for kind in pages.matching(want.step, want.installed):
             while kind.num_queued:
-                if len(pick) == (want.groups or _NO_LIMIT):
+                if len(pick) == groups:
                     return pick
                 page, group = pages.head(kind)
                 token, slots = page.token, pages.ready_slots(page, group)
                 if self.spec.whole_groups:
-                    num_fitting, weight = len(slots), sum([token[slot] for slot in slots])
+                    num_fitting, weight = len(slots), sum([token[slot] for slot in slots]) if want.tokens else 0
                     if pick and (num_fitting > rows_left or weight > tokens_left):
                         return pick
                 else:
@@ -228,20 +232,21 @@ class Table:
                         num_fitting += 1
                     if not num_fitting:
                         return pick
-                rows_left, tokens_left = max(rows_left - num_fitting, 0), max(tokens_left - weight, 0)
-                pick.append((group, self._pick(page, group, slots[:num_fitting])))
-                if num_fitting < len(slots) or not rows_left or (not tokens_left and want.tokens):
+                rows_left -= num_fitting
+                tokens_left -= weight
+                pick.append((group, pages.pick(page, group, slots[:num_fitting])))
+                if num_fitting < len(slots) or rows_left <= 0 or tokens_left <= 0:
                     return pick
         return pick or None
 
     def take_exactly(self, groups: Sequence[int]) -> Pick:
-        """All ready rows of these groups, in or out of turn. Raises `ValueError` for a group that is not ready; none is taken then."""
-        pages = [self._page_of_ready(group) for group in groups]
-        return [(g, self._pick(p, g, self._pages.ready_slots(p, g))) for g, p in zip(groups, pages, strict=True)]
+        """All ready rows of these groups, in or out of turn. Raises `ValueError` where one is not ready; none is taken then."""
+        page_of = {group: self._page_of_ready(group) for group in groups}
+        return [(group, self._pages.pick(page, group, self._pages.ready_slots(page, group))) for group, page in page_of.items()]
 
     def take_rows(self, rows: Sequence[int]) -> Pick:
-        """These ready rows, in or out of turn, for a task that may split groups. Raises `ValueError` where a row is not ready,
-        or where a group that is to be handed out as a whole would be split; none is taken then."""
+        """These ready rows, in or out of turn. Raises `ValueError` where a row is not ready, or where a group that is to be
+        handed out as a whole would be split; none is taken then."""
         by_group: dict[int, list[int]] = {}
         for row in rows:
             by_group.setdefault(row >> self._bits, []).append(row)
@@ -254,7 +259,7 @@ class Table:
             pick.append((group, chosen))
         for group, chosen in pick:
             page = self._page_of_ready(group)
-            self._pick(page, group, [row - page.first for row in chosen])
+            self._pages.pick(page, group, [row - page.first for row in chosen])
         return pick
 
     def put_back(self, pick: Pick) -> None:
@@ -381,8 +386,7 @@ class Table:
         """int64: all known rows that live on a unit, sorted."""
         parts = [np.empty(0, np.int64)]
         for page in self._pages:
-            is_here = (page.kinds > 0) & (page.units == unit)
-            known = (page.states > 0) & np.repeat(is_here, 1 << self._bits)
+            known = (page.states > 0) & np.repeat(page.units == unit, 1 << self._bits)
             parts.append(np.flatnonzero(known) + page.first)
         return np.concatenate(parts)
 
@@ -462,31 +466,27 @@ class Table:
             slots, old, tokens = slots[known], old[known], tokens[known] if tokens is not None else None
             if not len(slots):
                 return []
-        # A slice is several times faster than an index, and what is admitted together is mostly told of together.
-        where: slice | Array = slice(int(slots[0]), int(slots[-1]) + 1) if slots[-1] - slots[0] == len(slots) - 1 else slots
+        where = span(slots)
         there = page.masks[where] | np.uint64(mask)
         page.masks[where] = there
         if tokens is not None:
-            before = page.tokens[where]
-            more = np.maximum(tokens - before, 0)
-            if old.max() >= LEASED and old.min() <= LEASED:
-                self._pages.report(page.leases[where], np.zeros(len(slots), np.int64), -more)
-            page.tokens[where] = before + more
-        if mask & self._dead_mark:
-            least: Array | int = DEAD
-        elif mask & self._filtered_mark:
-            least = FILTERED
-        else:
-            has_inputs = (there & np.uint64(self._reads)) == self._reads
-            least = np.where((there & np.uint64(self._outputs)) == self._outputs, DONE, np.where(has_inputs, READY, WAITING))
-        new = np.maximum(old, least).astype(np.uint8, copy=False)
+            more = np.maximum(tokens - page.tokens[where], 0)
+            leases = page.leases[where]
+            if leases.any():
+                self._pages.report(leases, np.zeros(len(slots), np.int64), -more)
+            page.tokens[where] += more.astype(np.int32)
+        if (there == there[0]).all() and (old == old[0]).all():  # most batches: rows that have come a way together
+            before, after = int(old[0]), self._state(int(there[0]))
+            if after > before:
+                self._pages.move_alike(page, slots, before, after, self._now)
+            return [] if after != DONE or before >= DONE else (slots + page.first).tolist()
+        there, of_each = np.unique(there, return_inverse=True)
+        new = np.maximum(old, np.array([self._state(columns) for columns in there.tolist()], np.uint8)[of_each])
         changed = np.flatnonzero(new != old)
-        if not len(changed):
-            return []
-        if len(changed) < len(slots):
+        if len(changed):
             slots, old, new = slots[changed], old[changed], new[changed]
-        self._pages.move_many(page, slots, old, new, self._now)
-        done: list[int] = (slots[new == DONE] + page.first).tolist()
+            self._pages.move_many(page, slots, old, new, self._now)
+        done: list[int] = (slots[new == DONE] + page.first).tolist() if len(changed) else []
         return done
 
     def _move(self, rows: Array, new: int, *, lease: int | None = None, is_first: bool = False) -> int:
@@ -516,17 +516,6 @@ class Table:
         if page is None or not page.queued[group - page.first_group]:
             raise ValueError(f"group {group} is not ready for task {self.spec.name!r}")
         return page
-
-    def _pick(self, page: Page, group: int, slots: list[int]) -> list[int]:
-        """Take ready rows of a group out of what is ready. No lease holds them until they are handed out."""
-        if len(slots) <= SCALAR:
-            for slot in slots:
-                self._pages.move_one(page, slot, LEASED)
-            self._pages.settle(page, (group,), self._now)
-        else:
-            at, ones = np.sort(np.array(slots)), np.ones(len(slots), np.uint8)
-            self._pages.move_many(page, at, ones * READY, ones * LEASED, self._now)
-        return [page.first + slot for slot in slots]
 
     def _held(self, token: Token) -> _Held:
         held = self._leases.get(token.lease) if token.incarnation == self.incarnation else None

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +28,8 @@ from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.table import Token
 from asyncflow.transport import remote
 from asyncflow.types import Array, Batch, GroupMeta, Ragged
+
+T = TypeVar("T")
 
 NOTICES_KEPT = 4096
 TOKENS_REMEMBERED = 65536
@@ -74,6 +77,13 @@ class StorageUnit:
         self._ended_leases: dict[str, dict[int, None]] = {}  # task -> leases that are over, oldest first
         self._writers: dict[tuple[str, int], int] = {}  # (task, row) -> the lease that completed it, the latest ones
         self._snapshot_dir = snapshot_dir
+        self._snapshotting = asyncio.Lock()  # nothing is freed meanwhile
+        self._unfreed: list[tuple[Array, Array]] = []  # rows, and whole groups, that are dropped and still in the storage
+        self._has_new_facts = False
+        self._under_way: set[asyncio.Task] = set()
+        self._num_writing = 0
+        self._arriving: set[int] = set()  # groups that have been admitted and are being written for the first time
+        self._settled = asyncio.Event()  # set, and replaced, whenever a write is over
         self._token_columns = {c.name: c.per for c in schema.columns if c.counts_tokens}
         self._interest = {t.name: schema.mask((*t.reads, *t.outputs, DEAD, FILTERED)) for t in schema.tasks}
 
@@ -89,6 +99,8 @@ class StorageUnit:
 
     async def close(self) -> None:
         self._log.close()
+        if self._under_way:
+            await asyncio.wait(self._under_way)
         await self.storage.close()
 
     # -- what clients ask ---------------------------------------------------------------------------------------------------
@@ -104,14 +116,8 @@ class StorageUnit:
         columns = batch.batch()
         self.schema.check_metas(metas)
         self.schema.check(columns)
-        new = [meta for meta in metas if meta.group not in self._index.metas]
-        if new:
-            reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
-            await self._room.reserve(reserved, reserved * each)
-            new = self._admit(new, each)
-            if surplus := reserved - _num_rows(new):  # admitted by another request meanwhile
-                self._room.release(surplus, surplus * each)
-        return await self._store(columns, new)
+        new = await self._admitted(metas, columns, row_bytes)
+        return await self._to_its_end(self._store(columns, new))
 
     @remote
     async def complete(self, token: Token, batch: WireBatch) -> np.ndarray:
@@ -126,14 +132,10 @@ class StorageUnit:
         incarnation = self._log.incarnation(task)
         if incarnation not in (None, token.incarnation) or token.lease in self._ended_leases.get(task, ()):
             return np.zeros(len(rows), bool)
-        stored = await self._store(columns, [])
+        stored = await self._to_its_end(self._store(columns, [], token))
         for i, row in enumerate(rows):
-            if stored[i]:
-                self._writers[task, row] = token.lease
-            elif self._writers.get((task, row)) == token.lease:  # the same request again, its answer was lost
+            if self._writers.get((task, row)) == token.lease:  # or the same request again, its answer was lost
                 stored[i] = True
-        while len(self._writers) > TOKENS_REMEMBERED:
-            del self._writers[next(iter(self._writers))]
         return stored
 
     @remote
@@ -144,7 +146,7 @@ class StorageUnit:
         texts = Ragged.from_arrays([np.frombuffer(reason.encode(), np.uint8) for reason in reasons], "uint8")
         batch = Batch(rows, np.unique(rows >> self.schema.group_bits), {mark: texts})
         self.schema.check(batch)
-        await self._store(batch, [])
+        await self._to_its_end(self._store(batch, []))
 
     @remote
     async def read(self, indices: np.ndarray, columns: list[str]) -> WireBatch:
@@ -163,9 +165,7 @@ class StorageUnit:
     @remote
     async def drop(self, rows: np.ndarray) -> None:
         """Free rows, here and in all controllers. Unknown ones are passed over."""
-        dropped = await self._drop(rows)
-        if len(dropped):
-            await self._log.post(Notice(rows=dropped.tobytes(), is_drop=True))
+        await self._to_its_end(self._drop(rows))
 
     @remote
     async def end_step(self, task: str, step: int) -> None:
@@ -173,7 +173,8 @@ class StorageUnit:
         ended = self._facts.ended_steps.setdefault(task, [])
         if step not in ended:
             ended.append(step)
-            await self._keep_facts()
+            self._has_new_facts = True
+        await self._to_its_end(self._keep_facts())
         await self._log.post(Notice(task=task, ended_step=step))
 
     @remote
@@ -181,7 +182,8 @@ class StorageUnit:
         """The end of a task's stream, for all its consumers, now and later."""
         if task not in self._facts.closed:
             self._facts.closed.append(task)
-            await self._keep_facts()
+            self._has_new_facts = True
+        await self._to_its_end(self._keep_facts())
         await self._log.post(Notice(task=task, is_closed=True))
 
     @remote
@@ -208,7 +210,11 @@ class StorageUnit:
     async def snapshot(self, name: str) -> SnapshotFile:
         """Write all rows to `name` in the snapshot directory: whole or not at all, and kept when the machine stops."""
         path = self._snapshot_path(name)
-        return await write_snapshot(path, self.schema, self._index, self.storage, msgspec.msgpack.encode(self._facts))
+        async with self._snapshotting:
+            facts = msgspec.msgpack.encode(self._facts)
+            file = await write_snapshot(path, self.schema, self._index, self.storage, facts)
+        await self._to_its_end(self._free())
+        return file
 
     @remote
     async def restore(self, name: str) -> int:
@@ -224,6 +230,7 @@ class StorageUnit:
         self._facts = msgspec.msgpack.decode(facts, type=Facts)
         dropped = [row for rows in self._facts.dropped.values() for row in rows]
         await self.drop(np.array(dropped, np.int64))
+        self._has_new_facts = True
         await self._keep_facts()
         for notice in self._told_facts():
             await self._log.post(notice)
@@ -238,30 +245,86 @@ class StorageUnit:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    async def _drop(self, rows: Array) -> Array:
-        """Forget rows and free them. Returns those that were there."""
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """What has begun to change something goes on, also when its caller has gone."""
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    async def _drop(self, rows: Array) -> None:
+        """Forget rows, tell of it, and free them; free as well what an earlier request could not."""
         dropped, gone = self._index.drop(rows)
-        if not len(dropped):
-            return dropped
-        groups, counts = np.unique(dropped >> self.schema.group_bits, return_counts=True)
-        freed = sum(self._row_bytes.get(g, 0) * n for g, n in zip(groups.tolist(), counts.tolist(), strict=True))
-        numbers = {meta.group for meta in gone}
-        was_partial = any(self._facts.dropped.pop(group, None) for group in numbers)
-        partial = [row for row in dropped.tolist() if row >> self.schema.group_bits not in numbers]
-        for row in partial:
-            self._facts.dropped.setdefault(row >> self.schema.group_bits, []).append(row)
-        for group in numbers:
-            self._row_bytes.pop(group, None)
-        if partial:  # before they are freed: should this process die in between, they are not to come back
+        told = None
+        if len(dropped):
+            groups, counts = np.unique(dropped >> self.schema.group_bits, return_counts=True)
+            freed = sum(self._row_bytes.get(g, 0) * n for g, n in zip(groups.tolist(), counts.tolist(), strict=True))
+            numbers = {meta.group for meta in gone}
+            for row in dropped.tolist():
+                group = row >> self.schema.group_bits
+                if group not in numbers and row not in self._facts.dropped.get(group, ()):
+                    self._facts.dropped.setdefault(group, []).append(row)
+                    self._has_new_facts = True
+            for group in numbers:
+                self._row_bytes.pop(group, None)
+            self._unfreed.append((dropped, np.array(sorted(numbers), np.int64)))
+            self._room.release(len(dropped), freed)
+            told = self._log.post(Notice(rows=dropped.tobytes(), is_drop=True))
+        await self._free()
+        if told is not None:
+            await told
+
+    async def _free(self) -> None:
+        """Free what has been dropped."""
+        if not self._unfreed:
+            return
+        async with self._snapshotting:
+            await self._keep_facts()  # first: should this process die in between, they are not to come back
+            while self._unfreed:
+                rows, groups = self._unfreed[0]
+                await self.storage.drop(rows, groups)
+                del self._unfreed[0]
+                for group in groups.tolist():
+                    self._has_new_facts |= self._facts.dropped.pop(group, None) is not None
             await self._keep_facts()
-        await self.storage.drop(dropped, np.array(sorted(numbers), np.int64))
-        if was_partial and not partial:
-            await self._keep_facts()
-        self._room.release(len(dropped), freed)
-        return dropped
 
     async def _keep_facts(self) -> None:
-        await self.storage.keep(FACTS, msgspec.msgpack.encode(self._facts))
+        """If they have changed."""
+        if self._has_new_facts:
+            self._has_new_facts = False
+            try:
+                await self.storage.keep(FACTS, msgspec.msgpack.encode(self._facts))
+            except BaseException:
+                self._has_new_facts = True
+                raise
+
+    async def _admitted(self, metas: Sequence[GroupMeta], columns: Batch, row_bytes: int) -> list[GroupMeta]:
+        """Wait for room for those of the groups that are new, and admit them."""
+        while True:
+            while self._arriving and any(meta.group in self._arriving for meta in metas):  # whether they are there is not sure yet
+                await self._settled.wait()
+            new = [meta for meta in metas if meta.group not in self._index.metas]
+            if not new:
+                return []
+            if self._unfreed:  # should one of them come again, the old one has to be freed first
+                await self._to_its_end(self._free())
+                continue
+            reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
+            await self._room.reserve(reserved, reserved * each)
+            if not any(meta.group in self._index.metas for meta in new):
+                break
+            self._room.release(reserved, reserved * each)  # admitted by another request meanwhile
+        new = self._admit(new, each)
+        if surplus := reserved - _num_rows(new):  # of a group that is in the request twice
+            self._room.release(surplus, surplus * each)
+        self._arriving.update(meta.group for meta in new)
+        return new
+
+    def _take_back(self, new: Iterable[GroupMeta]) -> None:
+        """Groups that could not be written have not been admitted."""
+        for meta in new:
+            rows, _ = self._index.drop(self._index.rows_of([meta.group]))
+            self._room.release(len(rows), len(rows) * self._row_bytes.pop(meta.group, 0))
 
     def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
         """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
@@ -269,27 +332,45 @@ class StorageUnit:
         self._row_bytes.update((meta.group, each) for meta in new)
         return new
 
-    async def _store(self, batch: Batch, new: list[GroupMeta]) -> Array:
-        """Store what is not there yet, all of a row's columns or none, and tell the controllers."""
+    async def _store(self, batch: Batch, new: list[GroupMeta], writer: Token | None = None) -> Array:
+        """Store what is not there yet, all of a row's columns or none, and tell the controllers.
+
+        Where somebody else is writing the same just now, wait until it is sure whether that is kept.
+        """
         by_row = [name for name in batch.columns if self.schema.column(name).per == "row"]
         row_mask = self.schema.mask(by_row)
         group_mask = self.schema.mask(name for name in batch.columns if name not in by_row)
-        free = self._index.claim(batch.indices, row_mask) if row_mask else np.zeros(len(batch.indices), bool)
         groups = batch.groups.tolist()
+        while self._num_writing and self._index.is_claimed(batch.indices, row_mask, groups, group_mask):
+            await self._settled.wait()
+        free = self._index.claim(batch.indices, row_mask) if row_mask else np.zeros(len(batch.indices), bool)
         free_groups = np.array(self._index.claim_groups(groups, group_mask) if group_mask else [False] * len(groups), bool)
         if not new and not free.any() and not free_groups.any():
             return free
         rows, numbers = batch.indices[free], batch.groups[free_groups].tolist()
         is_written = False
+        self._num_writing += 1
         try:
             await self._write(batch, new, free, free_groups, row_mask, group_mask)
             is_written = True
         finally:
             self._index.settle(rows, row_mask, is_written=is_written)
             self._index.settle_groups(numbers, group_mask, is_written=is_written)
-        await self._sweep(rows)
+            if not is_written:
+                self._take_back(new)
+            self._num_writing -= 1
+            self._arriving.difference_update(meta.group for meta in new)
+            self._settled.set()
+            self._settled = asyncio.Event()
+        if writer is not None:
+            self._writers.update(((writer.task, row), writer.lease) for row in rows.tolist())
+            while len(self._writers) > TOKENS_REMEMBERED:
+                del self._writers[next(iter(self._writers))]
         self._count_tokens(batch, rows, free, numbers, free_groups)
-        await self._tell(new, self._index.present(rows), row_mask, self._index.rows_of(numbers), group_mask)
+        told = self._tell(new, self._index.present(rows), row_mask, self._index.rows_of(numbers), group_mask)
+        await self._sweep(rows)
+        for answer in told:
+            await answer
         return free
 
     async def _write(
@@ -299,6 +380,13 @@ class StorageUnit:
         wanted = {n: v for n, v in batch.columns.items() if (free if self.schema.column(n).per == "row" else free_groups).any()}
         rows = np.flatnonzero(free) if row_mask else np.arange(0)
         groups = np.flatnonzero(free_groups) if group_mask else np.arange(0)
+        of_rows = np.flatnonzero(np.isin(batch.groups, batch.indices[rows] >> self.schema.group_bits))
+        if len(groups) and not np.isin(of_rows, groups).all():  # the columns of a group are there, those of its rows are not
+            alone = {n: v for n, v in wanted.items() if self.schema.column(n).per == "group"}
+            await self.storage.write(new, take(self.schema, Batch(batch.indices, batch.groups, alone), np.arange(0), groups))
+            wanted, new = {n: v for n, v in wanted.items() if n not in alone}, []
+            groups = of_rows
+        groups = groups if len(groups) else of_rows
         await self.storage.write(new, take(self.schema, Batch(batch.indices, batch.groups, wanted), rows, groups))
 
     async def _sweep(self, rows: Array) -> None:
@@ -307,7 +395,8 @@ class StorageUnit:
         if len(there) < len(rows):
             gone = np.setdiff1d(rows, there)
             groups = [g for g in np.unique(gone >> self.schema.group_bits).tolist() if g not in self._index.metas]
-            await self.storage.drop(gone, np.array(groups, np.int64))
+            self._unfreed.append((gone, np.array(groups, np.int64)))
+            await self._free()
 
     def _count_tokens(self, batch: Batch, rows: Array, free: Array, groups: list[int], free_groups: Array) -> None:
         for name, per in self._token_columns.items():
@@ -321,15 +410,15 @@ class StorageUnit:
                     of_group = self._index.rows_of([group])
                     self._index.add_tokens(of_group, np.full(len(of_group), length, np.int64))
 
-    async def _tell(self, new: list[GroupMeta], rows: Array, row_mask: int, of_groups: Array, group_mask: int) -> None:
+    def _tell(
+        self, new: list[GroupMeta], rows: Array, row_mask: int, of_groups: Array, group_mask: int
+    ) -> list[asyncio.Future[None]]:
         """One notice for the rows' columns and one for their groups', or one for both where they are of the same rows."""
         parts = [(of_groups, group_mask), (rows, row_mask)]
         if np.array_equal(rows, of_groups):
             parts = [(rows, row_mask | group_mask)]
         parts = [part for part in parts if len(part[0])] or [(rows, 0)]
-        answers = [self._log.post(self._notice(new if i == 0 else [], *part)) for i, part in enumerate(parts)]
-        for answer in answers:
-            await answer
+        return [self._log.post(self._notice(new if i == 0 else [], *part)) for i, part in enumerate(parts)]
 
     def _notice(self, metas: list[GroupMeta], rows: Array, mask: int) -> Notice:
         tokens = self._index.tokens(rows).tobytes() if self._token_columns else b""

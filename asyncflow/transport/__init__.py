@@ -10,6 +10,7 @@ queue, ledger or board is in this process or in another one. A request may be pa
     stream.py       byte streams: private unix sockets, TLS
     credentials.py  the key of a run: whoever has it may connect by TLS
     arena.py        memory for large arrays, readable from another process
+    connection.py   a client, as its server sees it
     server.py       Server
     peer.py         Peer, proxy
 

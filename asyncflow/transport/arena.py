@@ -32,7 +32,7 @@ from asyncflow.types import RunError
 
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 64  # keeps the arrays aligned to cache lines; the first word is the generation
-_MAP_NORESERVE = 0x4000  # Linux; the mmap module names it from Python 3.13 on
+_MAP_NORESERVE, _MADV_POPULATE_WRITE = 0x4000, 23  # of Linux; the mmap module does not name them
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
@@ -52,19 +52,20 @@ class Arena:
 
         The capacity is address space: memory is taken as it is used. `keep_bytes` of freed memory are kept.
         """
-        self.path = path
+        self.path = None if path is None else path.absolute()  # clients are told it
         self.capacity_bytes = capacity_bytes + -capacity_bytes % _PAGE
         self.keep_bytes = keep_bytes
         self._fd = -1
+        self._pid = os.getpid()
         if path is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             self._map = mmap.mmap(-1, self.capacity_bytes, flags)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         else:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._fd, self.capacity_bytes)
             self._map = mmap.mmap(self._fd, self.capacity_bytes)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
         self._words = np.frombuffer(self._map, np.uint64)
         self._address = self._words.__array_interface__["data"][0]
         self._lock = threading.Lock()
@@ -95,6 +96,8 @@ class Arena:
         header = _HEADER_BYTES if self.path is not None else 0
         size = num_bytes + header
         size += -size % _PAGE
+        if os.getpid() != self._pid:
+            return np.empty(num_bytes, np.uint8)
         with self._lock:
             self._drain()
             start = self._take(size) if num_bytes else None
@@ -132,9 +135,11 @@ class Arena:
                 self.path.unlink(missing_ok=True)
 
     def _finalize(self, start: int, end: int) -> None:
-        # The garbage collector may run this in any thread and at any time, also inside a method that holds the lock.
-        self._returned.append((start, end))
-        self._settle()
+        # The garbage collector may run this in any thread and at any time, also inside a method that holds the lock. A forked
+        # child has the arrays but not the arena, whose file is its parent's.
+        if os.getpid() == self._pid:
+            self._returned.append((start, end))
+            self._settle()
 
     def _settle(self) -> None:
         while self._returned and self._lock.acquire(blocking=False):
@@ -179,6 +184,8 @@ class Arena:
             os.posix_fallocate(self._fd, start, size)
         except OSError:
             return False
+        with contextlib.suppress(OSError):  # all pages in one call, half the price of one by one; older kernels do without
+            self._map.madvise(_MADV_POPULATE_WRITE, start, size)
         return True
 
 
@@ -266,5 +273,5 @@ def receive_buffer(num_bytes: int) -> np.ndarray:
     global _received
     with _received_lock:
         if _received is None:
-            _received = Arena(64 << 30)
+            _received = Arena(2 << 30)
     return _received.allocate(num_bytes)

@@ -213,8 +213,7 @@ class FrameParser:
                 if not is_reserved and not self._reserve(header_bytes + body_bytes):
                     self.is_blocked = True
                     break
-                is_reserved = False
-                self._begin(header_bytes, body_bytes, at, end)  # takes all that is there
+                self._begin(header_bytes, body_bytes, at, end)  # takes all that is there, and needs more
                 start = end
             self._lengths = None
         if start > 0:

@@ -1,39 +1,29 @@
 """The serving side.
 
-    door (unix, TLS) --accepts--> _Connection: hello, then requests --> services[name].method --> replies, in any order
+    door (unix, TLS) --accepts--> Connection: hello, then requests --> services[name].method --> replies, in any order
 
-consumes: requests
-waits for: the handlers, room for frames that are arriving, and clients that do not read their answers
-is unblocked by: a handler's result, a frame that is complete, a client that reads; the sweep ends what has taken too long
+consumes: new connections
+waits for: them; and looks now and then which of the old ones are late
+is unblocked by: the event loop
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import functools
 import logging
 import socket
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import msgspec
-import numpy as np
-
-from asyncflow.transport import codec
 from asyncflow.transport.arena import Arena
+from asyncflow.transport.connection import Connection, House, Room
 from asyncflow.transport.credentials import Credentials
-from asyncflow.transport.frames import Frame, FrameParser, Limits, encode_frame, new_buffer
-from asyncflow.transport.stream import Stream, TlsStream, UnixStream, listen, parse_address
-from asyncflow.types import CROSSING, UserError
+from asyncflow.transport.frames import Limits
+from asyncflow.transport.stream import TlsStream, UnixStream, listen, parse_address
+from asyncflow.types import UserError
 
 log = logging.getLogger(__name__)
-
-_GREETING = {"header_bytes": 4096, "buffers": 0, "body_bytes": 0}
-"""Limits of what a connection may send before its hello has been answered."""
-_MESSAGE_CHARACTERS = 64 << 10  # of an exception, in a reply
 
 
 class Server:
@@ -55,10 +45,7 @@ class Server:
         """
         self.services = dict(services)
         self.limits = limits or Limits()
-        self.arena = arena
-        self.on_disconnect = on_disconnect
-        self.room = _Room(self.limits.assembly_bytes)
-        self.connections: set[_Connection] = set()
+        self._house = House(self.services, on_disconnect, arena, self.limits, Room(self.limits.assembly_bytes), set())
         self._credentials = credentials
         self._listeners: list[socket.socket] = []
         self._tls_doors: list[asyncio.Server] = []
@@ -96,8 +83,8 @@ class Server:
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
-        cancelled = [task for connection in self.connections for task in connection.tasks()]
-        for connection in list(self.connections):
+        cancelled = [task for connection in self._house.connections for task in connection.tasks()]
+        for connection in list(self._house.connections):
             connection.close("the server has closed")
         if cancelled:
             await asyncio.wait(cancelled, timeout=1.0)  # a handler may take its time, but not hold up the end
@@ -113,7 +100,7 @@ class Server:
             loop.remove_reader(listener)
             loop.call_later(1.0, self._accept_again, listener)
             return
-        connection = _Connection(self, self.arena)
+        connection = Connection(self._house, is_local=True)
         connection.open(UnixStream(accepted, connection, self.limits.unsent_bytes))
 
     def _accept_again(self, listener: socket.socket) -> None:
@@ -122,7 +109,7 @@ class Server:
 
     async def _open_tls(self, host: str, port: int) -> str:
         def protocol() -> TlsStream:
-            connection = _Connection(self, None)
+            connection = Connection(self._house, is_local=False)
             return TlsStream(connection, self.limits.unsent_bytes, connection.open)
 
         door = await asyncio.get_running_loop().create_server(
@@ -140,250 +127,7 @@ class Server:
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in list(self.connections):
+        for connection in list(self._house.connections):
             connection.end_if_late(now)
         period = min(1.0, self.limits.hello_seconds / 4, self.limits.frame_seconds / 4)
         self._sweeping = loop.call_later(period, self._sweep)
-
-
-class _Room:
-    """What arriving frames may take together; first come, first served."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self._waiting: dict[_Connection, int] = {}
-
-    def reserve(self, connection: _Connection, num_bytes: int) -> bool:
-        """False: the connection is told `has_room` when it has what it asked for."""
-        if self._waiting or self.used_bytes + num_bytes > self.capacity_bytes:
-            self._waiting[connection] = num_bytes
-            return False
-        self.used_bytes += num_bytes
-        return True
-
-    def release(self, num_bytes: int) -> None:
-        self.used_bytes -= num_bytes
-        self._admit()
-
-    def forget(self, connection: _Connection) -> None:
-        if self._waiting.pop(connection, None) is not None:
-            self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            connection, num_bytes = next(iter(self._waiting.items()))
-            if self.used_bytes + num_bytes > self.capacity_bytes:
-                return
-            del self._waiting[connection]
-            self.used_bytes += num_bytes
-            asyncio.get_running_loop().call_soon(connection.has_room, num_bytes)
-
-
-class _Connection:
-    """One client. Whatever is wrong with what it sends ends this connection and nothing else."""
-
-    def __init__(self, server: Server, arena: Arena | None) -> None:
-        """`arena`: arrays may be handed over by reference to where they lie in it."""
-        self.name = ""
-        self._server, self._limits = server, server.limits
-        self._arena = arena if arena is not None and arena.path is not None else None
-        self._loop = asyncio.get_running_loop()
-        self._parser = FrameParser(
-            Limits(**_GREETING),
-            server.arena.allocate if server.arena is not None else new_buffer,
-            functools.partial(server.room.reserve, self),
-            server.room.release,
-        )
-        self._stream: Stream | None = None
-        self._is_greeted = self._is_closed = False
-        self._opened_at = self._loop.time()
-        self._frame_began_at: float | None = None
-        self._backlog: deque[Frame] = deque()
-        self._running: dict[int, asyncio.Future[Any]] = {}
-        self._held: dict[int, asyncio.TimerHandle] = {}  # its arguments hold the arrays
-        self._context = contextvars.copy_context()
-        self._handlers: dict[type, Callable[[Any, Sequence[np.ndarray]], None]] = {
-            codec.ReceivedRequest: self._request,
-            codec.Cancel: self._cancel,
-            codec.Taken: self._taken,
-        }
-
-    def open(self, stream: Stream) -> None:
-        self._stream = stream
-        self._server.connections.add(self)
-
-    def tasks(self) -> list[asyncio.Future[Any]]:
-        return [task for task in self._running.values() if isinstance(task, asyncio.Task)]
-
-    def close(self, why: str) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        log.debug("the connection of %r ends: %s", self.name, why)
-        assert self._stream is not None
-        self._stream.close()
-        self._server.connections.discard(self)
-        self._server.room.forget(self)
-        self._parser.close()
-        self._backlog.clear()
-        for timer in self._held.values():
-            timer.cancel()
-        self._held.clear()
-        running, self._running = self._running, {}
-        for future in running.values():  # a parked request dies with its connection
-            future.cancel()
-        if self._is_greeted and self._server.on_disconnect is not None:
-            self._server.on_disconnect(self.name)
-
-    def end_if_late(self, now: float) -> None:
-        limits, began = self._limits, self._frame_began_at
-        if not self._is_greeted and now > self._opened_at + limits.hello_seconds:
-            self.close("it did not say hello")
-        elif began is not None and self._may_read():
-            allowed = limits.frame_seconds + self._parser.frame_bytes / limits.frame_bytes_per_second
-            if now > began + allowed:
-                self.close(f"a frame was not complete after {allowed:.1f} s")
-
-    # What the stream calls
-
-    def get_buffer(self) -> memoryview:
-        return self._parser.get_buffer()
-
-    def advance(self, num_bytes: int) -> None:
-        self._received(self._parser.advance(num_bytes))
-
-    def drained(self) -> None:
-        if not self._is_closed:
-            self._frame_began_at = None  # it was not read meanwhile
-            self._received([])
-
-    def lost(self, why: str) -> None:
-        self.close(why)
-
-    # What the room calls
-
-    def has_room(self, num_bytes: int) -> None:
-        if self._is_closed:
-            self._server.room.release(num_bytes)
-            return
-        self._frame_began_at = None  # the wait was not its sender's fault
-        self._received(self._parser.unblock())
-
-    def _received(self, frames: list[Frame]) -> None:
-        if not self._parser.is_midway:
-            self._frame_began_at = None
-        elif frames or self._frame_began_at is None:
-            self._frame_began_at = self._loop.time()
-        self._backlog.extend(frames)
-        if self._backlog:
-            self._context.run(self._serve)
-        if self._parser.failure and not self._is_closed:
-            self.close(self._parser.failure)
-        if not self._is_closed and self._stream is not None:
-            self._stream.set_reading(self._may_read())
-
-    def _may_read(self) -> bool:
-        # A large frame that has begun is received to its end, so that the room it takes becomes free.
-        return not self._parser.is_blocked and (self._parser.is_assembling or not self._is_held_up())
-
-    def _is_held_up(self) -> bool:
-        """Whether the client must read its answers before more of its requests are read."""
-        return self._stream is not None and self._stream.is_full
-
-    def _serve(self) -> None:
-        while self._backlog and not self._is_closed and not self._is_held_up():
-            header, buffers = self._backlog.popleft()
-            try:
-                message = codec.decode_message(codec.from_client, header)
-            except ValueError as error:
-                self.close(f"it sent no message: {error}")
-                return
-            handler = self._handlers.get(type(message))
-            if self._is_greeted and handler is not None:
-                handler(message, buffers)
-            elif not self._is_greeted and isinstance(message, codec.Hello):
-                self._hello(message)
-            else:
-                self.close(f"it sent a {type(message).__name__} where none belongs")
-
-    def _hello(self, hello: codec.Hello) -> None:
-        self.name, self._is_greeted = hello.name, True
-        codec.client_name.set(hello.name)  # in this connection's context, which is that of all its handlers
-        self._parser.limits = self._limits
-        welcome = codec.Welcome(str(self._arena.path) if self._arena is not None else "")
-        self._send(welcome)
-
-    def _request(self, request: codec.ReceivedRequest, buffers: Sequence[np.ndarray]) -> None:
-        number = request.id
-        if number in self._running:
-            self.close(f"it used the number {number} of a request that is under way")
-            return
-        try:
-            service = self._server.services.get(request.service)
-            if service is None:
-                raise LookupError(f"no service {request.service!r}")
-            method = codec.schema(cast(Any, type(service)), request.method)
-            arguments = codec.decode(method.arguments, request.arguments, buffers, is_writeable=False)
-            result = getattr(service, request.method)(*arguments)
-            future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
-        except Exception as error:  # the answer to the caller, who raises it
-            self._fail(number, error)
-            return
-        if future.done():
-            self._answer(number, future)
-        else:
-            self._running[number] = future
-            future.add_done_callback(functools.partial(self._done, number))
-
-    def _cancel(self, cancel: codec.Cancel, buffers: Sequence[np.ndarray]) -> None:
-        future = self._running.pop(cancel.id, None)
-        if future is not None:
-            future.cancel()
-        else:
-            self._let_go(cancel.id)  # the answer is on its way
-
-    def _taken(self, taken: codec.Taken, buffers: Sequence[np.ndarray]) -> None:
-        self._let_go(taken.id)
-
-    def _let_go(self, number: int, *held: np.ndarray) -> None:
-        timer = self._held.pop(number, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _done(self, number: int, future: asyncio.Future[Any]) -> None:
-        if self._running.get(number) is future:
-            del self._running[number]
-            self._answer(number, future)
-        elif not future.cancelled():
-            future.exception()  # its caller has gone, nobody else is to hear of it
-
-    def _answer(self, number: int, future: asyncio.Future[Any]) -> None:
-        if future.cancelled():
-            self._fail(number, RuntimeError("it was cancelled by its service"))
-            return
-        error = future.exception()
-        if error is not None:
-            self._fail(number, error)
-            return
-        held: list[np.ndarray] = []
-        try:
-            self._send(codec.Reply(number, future.result()), held)
-        except Exception as refused:  # what cannot be sent is an error at the caller
-            self._fail(number, refused)
-            return
-        if held:
-            self._let_go(number)
-            self._held[number] = self._loop.call_later(self._limits.hold_seconds, self._let_go, number, *held)
-
-    def _fail(self, number: int, error: BaseException) -> None:
-        name = next((base.__name__ for base in type(error).__mro__ if base.__name__ in CROSSING), type(error).__name__)
-        message = f"{error}"[: min(_MESSAGE_CHARACTERS, self._limits.header_bytes // 8)]
-        self._send(codec.Reply(number, error=name, message=message.encode(errors="replace").decode()))
-
-    def _send(self, message: msgspec.Struct, held: list[np.ndarray] | None = None) -> None:
-        if self._is_closed or self._stream is None:
-            return
-        arrays: list[np.ndarray] = []
-        header = codec.encode(message, arrays, held if held is not None else [], self._arena)
-        self._stream.write(encode_frame(header, arrays, self._limits))

@@ -220,6 +220,7 @@ class TlsStream(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._unsent = _Unsent(limit_bytes)
         self._is_paused = self._is_closed = False
+        self._is_corked = False  # as in `UnixStream`
 
     @property
     def is_full(self) -> bool:
@@ -229,6 +230,11 @@ class TlsStream(asyncio.BufferedProtocol):
         if self._transport is None:
             return
         self._unsent.add(pieces)
+        if self._is_corked and self._unsent.num_bytes < _MANY_BYTES:
+            return
+        if not self._is_corked:
+            self._is_corked = True
+            asyncio.get_running_loop().call_soon(self._uncork)
         self._send()
 
     def set_reading(self, is_reading: bool) -> None:
@@ -240,6 +246,7 @@ class TlsStream(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def close(self) -> None:
+        self._send()
         self._is_closed = True
         transport, self._transport = self._transport, None
         self._unsent.pieces.clear()
@@ -275,6 +282,10 @@ class TlsStream(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._is_paused = False
+        self._send()
+
+    def _uncork(self) -> None:
+        self._is_corked = False
         self._send()
 
     def _send(self) -> None:

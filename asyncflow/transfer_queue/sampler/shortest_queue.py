@@ -19,7 +19,7 @@ class ShortestQueue:
         open_ = [position for position, (_, want) in enumerate(wants) if is_enough(table, want)]
         load = {wants[position][0]: table.outstanding(wants[position][0]) for position in open_}
         given: dict[int, Pick] = {position: [] for position in open_}
-        spent = {position: (0, 0) for position in open_}
+        spent = dict.fromkeys(open_, (0, 0))
         while open_:
             position = min(open_, key=lambda p: (load[wants[p][0]][::-1], p))
             worker, want = wants[position]
@@ -45,7 +45,7 @@ def _next_group(table: Table, want: Want, given: Pick, spent: tuple[int, int]) -
         return None
     if given:
         first = slice(None if table.spec.whole_groups else 1)
-        if want.rows and len(head[0].rows[first]) > rows_left or want.tokens and sum(head[0].tokens[first]) > tokens_left:
+        if (want.rows and len(head[0].rows[first]) > rows_left) or (want.tokens and sum(head[0].tokens[first]) > tokens_left):
             return None
     left = msgspec.structs.replace(
         want, groups=1, rows=max(rows_left, 1) if want.rows else 0, tokens=max(tokens_left, 1) if want.tokens else 0

@@ -4,11 +4,11 @@ waits for: a request of every rank for the same step, and enough ready rows for 
 
 A round has `per_rank` items for each rank: rows where the request limits rows and the task may split groups, otherwise groups. It
 is made of layers of one item per rank. Each layer starts from the oldest item left, so that nothing waits for ever, and takes the
-`ranks - 1` others of most similar length among the next `window` items that are ready. Layers are then dealt out, heaviest first
-and each layer's longest item to the lightest rank so far (longest processing time first: Graham, 1969), and pairs are swapped between
-ranks while that lightens the heaviest.
+`ranks - 1` others of most similar length among the next `window` items that are ready. Layers are then dealt out, heaviest first,
+the longest item of each to the rank that is lightest so far (longest processing time first: Graham, 1969), and pairs are swapped
+between ranks while that lightens the heaviest.
 
-Where no more is ready than the round needs (the tail of a step, a slow producer) there is nothing to choose among: the same items are
+Where no more is ready than the round needs (the tail of a step, a slow producer) there is nothing to choose among: everything is
 partitioned as well as swaps can. With one group per rank a round is as uneven as its anchor is odd: nothing in the window may
 resemble the longest group of a step.
 """
@@ -79,11 +79,8 @@ def _num_items(table: Table, want: Want, of_rows: bool) -> int:
 
 
 def balance(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
-    """Positions in `weights` (oldest first) for each rank, `per_rank` each, with the oldest among them; fewer if there are fewer."""
-    if len(weights) <= ranks * per_rank:
-        layers = _tail(weights, ranks)
-    else:
-        layers = _layers(weights, ranks, per_rank)
+    """Positions in `weights` (oldest first) for each rank: `per_rank` each, the oldest among them; fewer if there are fewer."""
+    layers = _layers(weights, ranks, per_rank) if len(weights) > ranks * per_rank else _tail(weights, ranks)
     bins: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for layer in sorted(layers, key=lambda layer: -sum(weights[i] for i in layer)):
@@ -122,7 +119,7 @@ def _layers(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]
 
 
 def _swap(weights: Sequence[int], bins: list[list[int]], loads: list[int]) -> None:
-    """Swap items of the heaviest rank for lighter ones of another, the best swap each time, while that lightens the heavier of both."""
+    """Swap an item of the heaviest rank for a lighter one of another, the best pair each time, while the heavier gets lighter."""
     for _ in range(MAX_SWAPS):
         heavy = max(range(len(bins)), key=loads.__getitem__)
         best = (loads[heavy], 0, 0, 0)

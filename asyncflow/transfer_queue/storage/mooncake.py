@@ -6,11 +6,14 @@ Left out: recovery. The memory that a unit lends to the store goes with the unit
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.types import RunError, UserError
+
+NOT_FOUND = -704
 
 
 class MooncakeStorage(KeyValueStorage):
@@ -44,7 +47,7 @@ class MooncakeKeyValue:
 
     def __init__(self, arguments: tuple[str, str, int, int, str, str, str], address: str, timeout_seconds: float) -> None:
         try:
-            from mooncake import store  # only where it is chosen
+            store: Any = importlib.import_module("mooncake.store")  # only where it is chosen; it has no types
         except ImportError as error:
             hint = "" if isinstance(error, ModuleNotFoundError) else f"; it is there and does not load: {error}"
             raise UserError(f"the mooncake storage needs a package: pip install 'asyncflow-rl[mooncake]'{hint}") from error
@@ -65,7 +68,9 @@ class MooncakeKeyValue:
                 size = sum(len(values[key]) for key in some)
                 raise RunError(f"{self.address} did not take {size} bytes (code {code}): raise segment_bytes or buffer_bytes")
         if gone:  # by force: a value that has just been read is protected for some seconds otherwise
-            await self._call(self._store.batch_remove, list(gone), True)
+            codes: list[int] = await self._call(self._store.batch_remove, list(gone), True)
+            if wrong := [code for code in codes if code not in (0, NOT_FOUND)]:
+                raise RunError(f"{self.address} did not delete {len(wrong)} values (code {wrong[0]}): is it running?")
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:

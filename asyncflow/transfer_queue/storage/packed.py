@@ -202,8 +202,6 @@ def _column(body: _Body, column: _PackedColumn, header: _Header) -> Values:
     if column.length_bytes not in (4, 8):
         raise ValueError(f"{name} has lengths of {column.length_bytes} bytes")
     lengths = body.take(f"uint{8 * column.length_bytes}", column.num_entries, (), f"the lengths of {name}")
-    if len(lengths) and int(lengths.max()) > column.num_values:
-        raise ValueError(f"{name} has an entry of {lengths.max()} values, and {column.num_values} in all")
     offsets = np.zeros(column.num_entries + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:], dtype=np.int64)
     if offsets[-1] != column.num_values or bool((offsets[1:] < offsets[:-1]).any()):

@@ -7,124 +7,36 @@ import contextlib
 import os
 import stat
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from asyncflow import transport
-from asyncflow.transfer_queue.table import StaleToken
-from asyncflow.transport import MAGIC, PREFIX, ConnectionLost, Peer, RemoteError, Server, client_name, proxy, remote
+from asyncflow.transport import ConnectionLost, Limits, Peer, RemoteError, Server, proxy, remote
+from asyncflow.transport.codec import DTYPES
+from asyncflow.transport.frames import MAGIC, PREFIX
 from asyncflow.types import RunError, UserError
-
-
-class Parcel(msgspec.Struct):
-    name: str
-    values: np.ndarray
-    more: list[np.ndarray] = []
-
-
-class Echo:
-    """A service with a method for everything that can happen."""
-
-    def __init__(self) -> None:
-        self.parked = self.cancelled = 0
-        self.gate = asyncio.Event()
-
-    @remote
-    async def echo(self, parcel: Parcel) -> Parcel:
-        return parcel
-
-    @remote
-    async def add(self, a: int, b: int = 0) -> int:
-        return a + b
-
-    @remote
-    async def who(self) -> str:
-        return client_name.get()
-
-    @remote
-    async def nothing(self, value: int | None) -> None:
-        pass
-
-    @remote
-    async def fail(self, kind: str) -> None:
-        errors = [UserError, RunError, StaleToken, ValueError, TimeoutError, ZeroDivisionError, UnicodeError]
-        raise {error.__name__: error for error in errors}[kind](f"a {kind}")
-
-    @remote
-    async def park(self) -> int:
-        self.parked += 1
-        try:
-            await self.gate.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.parked -= 1
-        return 7
-
-    @remote
-    async def after(self, seconds: float) -> float:
-        await asyncio.sleep(seconds)
-        return seconds
-
-    @remote
-    async def matrix(self) -> np.ndarray:
-        return np.zeros((2, 2))
-
-    @remote
-    async def zeros(self, count: int) -> np.ndarray:
-        return np.zeros(count, np.uint8)
-
-    async def private(self) -> int:
-        return 1
-
-
-class Bench:
-    """A server with one service, and its clients."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.echo, self.gone = path, Echo(), list[str]()
-        self.server = Server({"echo": self.echo}, self.gone.append)
-        self.peers: list[Peer] = []
-
-    async def peer(self, name: str = "client") -> Peer:
-        self.peers.append(await Peer.connect(self.path, name, timeout_seconds=2))
-        return self.peers[-1]
-
-    async def client(self, name: str = "client") -> Echo:
-        return proxy(Echo, await self.peer(name), "echo")
+from tests.unit.transport.bench import HELLO, Bench, Echo, Parcel, StaleParcel, frame, packed, read_frame, request, until
 
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    made = Bench(tmp_path / "s.sock")
-    await made.server.start(made.path)
-    yield made
-    for peer in made.peers:
-        await peer.close()
-    await made.server.close()
+    async with Bench(tmp_path / "s.sock") as made:
+        yield made
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(2):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
-@pytest.mark.parametrize("dtype", sorted(transport.ARRAY_DTYPES))
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
 async def test_arrays_travel_bitwise(bench: Bench, dtype: str) -> None:
     client = await bench.client()
     values = np.frombuffer(np.random.default_rng(0).bytes(8 * 1001), dtype) if dtype != "bool" else np.arange(1001) % 3 == 0
     strided, empty = values[::-3], np.empty(0, dtype)
-    back = await client.echo(Parcel("x", values, [strided, empty]))
-    for sent, received in zip([values, strided, empty], [back.values, *back.more], strict=True):
+    shaped = [values[:1000].reshape(5, 10, 20), values[:16].reshape(2, 2, 2, 2).T, values[:1].reshape(()), empty.reshape(0, 3)]
+    more = [strided, empty, *shaped]
+    back = await client.echo(Parcel("x", values, more))
+    for sent, received in zip([values, *more], [back.values, *back.more], strict=True):
         assert received.dtype == sent.dtype and received.shape == sent.shape and received.tobytes() == sent.tobytes()
+        assert received.flags.writeable and received.flags.aligned
 
 
 async def test_a_large_array_travels_whole(bench: Bench) -> None:
@@ -133,14 +45,14 @@ async def test_a_large_array_travels_whole(bench: Bench) -> None:
     assert np.array_equal(back.values, values) and back.more[0].tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("values", [np.zeros((2, 3)), np.zeros(()), np.zeros(2, "float16"), np.zeros(2, ">i8")])
+@pytest.mark.parametrize("values", [np.zeros((1, 1, 1, 1, 2)), np.zeros(2, ">i8"), np.zeros(2, complex), np.array(["a"])])
 async def test_an_array_that_would_arrive_as_another_is_refused_where_it_is_sent(bench: Bench, values: np.ndarray) -> None:
     with pytest.raises(TypeError, match="cannot be sent"):
         await (await bench.client()).echo(Parcel("x", values))
 
 
 async def test_an_answer_that_cannot_be_sent_is_an_error_at_the_caller(bench: Bench) -> None:
-    with pytest.raises(RemoteError, match=r"echo\.matrix failed: TypeError: an array of 2 dimensions"):
+    with pytest.raises(RemoteError, match=r"echo\.matrix failed: TypeError: an array of 5 dimensions"):
         await asyncio.wait_for((await bench.client()).matrix(), 2)
 
 
@@ -151,7 +63,7 @@ async def test_numpy_numbers_arrive_as_numbers_and_a_default_argument_must_be_gi
         await client.add(2)
 
 
-@pytest.mark.parametrize("error", [UserError, RunError, StaleToken, ValueError, TimeoutError])
+@pytest.mark.parametrize("error", [UserError, RunError, StaleParcel, ValueError, TimeoutError])
 async def test_the_exceptions_of_a_contract_cross_as_themselves(bench: Bench, error: type[Exception]) -> None:
     with pytest.raises(error) as caught:
         await (await bench.client()).fail(error.__name__)
@@ -268,28 +180,21 @@ async def test_nobody_there_is_said_with_the_address(tmp_path: Path) -> None:
         await Peer.connect(tmp_path / "absent.sock", "client")
 
 
-def frame(header: bytes, *buffers: bytes, magic: bytes = MAGIC, body: int | None = None, count: int | None = None) -> bytes:
-    sizes = [len(b) for b in buffers]
-    prefix = PREFIX.pack(magic, len(header), len(buffers) if count is None else count, sum(sizes) if body is None else body)
-    return prefix + struct.pack(f"<{len(sizes)}Q", *sizes) + header + b"".join(buffers)
-
-
-HELLO = frame(msgspec.msgpack.encode({"type": "hello", "name": "rude"}))
-REQUEST = msgspec.msgpack.encode({"type": "request", "id": 1, "service": "echo", "method": "who", "arguments": []})
+REQUEST = request(1, "who")
 BAD_FRAMES = {
     "magic": frame(b"", magic=b"HTTP"),
-    "header above the limit": PREFIX.pack(MAGIC, transport.MAX_HEADER_BYTES + 1, 0, 0),
-    "buffers above the limit": PREFIX.pack(MAGIC, 1, transport.MAX_BUFFERS + 1, 0),
-    "body above the limit": PREFIX.pack(MAGIC, 1, 1, transport.MAX_BODY_BYTES + 1),
-    "lengths that do not add up": frame(REQUEST, b"abc", body=4),
-    "lengths above the body": PREFIX.pack(MAGIC, len(REQUEST), 2, 6) + struct.pack("<2Q", 2**63, 2**63 + 6) + REQUEST,
+    "header above the limit": PREFIX.pack(MAGIC, Limits().header_bytes + 1, 0, 0),
+    "buffers above the limit": PREFIX.pack(MAGIC, 1, Limits().buffers + 1, 0),
+    "body above the limit": PREFIX.pack(MAGIC, 1, 1, Limits().body_bytes + 1),
+    "lengths that do not add up": frame(REQUEST, b"abc", body=16),
+    "lengths above the body": PREFIX.pack(MAGIC, len(REQUEST), 2, 8) + struct.pack("<2Q", 2**63, 2**63 + 8) + REQUEST,
     "no msgpack": frame(b"\xc1"),
-    "trailing bytes": frame(msgspec.msgpack.encode({"type": "hello", "name": "x"}) + b"x"),
-    "unknown message": frame(msgspec.msgpack.encode({"type": "eval", "code": "1"})),
-    "no UTF-8": frame(b"\x82\xa4type\xa5hello\xa4name\xa1\xff"),
-    "too deep": frame(b"\x82\xa4type\xa7request\xa9arguments" + b"\x91" * 100_000),
+    "trailing bytes": frame(packed("hello", "x") + b"x"),
+    "unknown message": frame(packed("eval", "1")),
+    "no UTF-8": frame(b"\x92\xa5hello\xa1\xff"),
+    "too deep": frame(b"\x95\xa7request\x01\xa1s\xa1m" + b"\x91" * 100_000),
     "a second hello": HELLO,
-    "a reply": frame(msgspec.msgpack.encode({"type": "reply", "id": 1})),
+    "a reply": frame(packed("reply", 1, None, "", "")),
     "cut short": frame(b"abcdef")[:-2],
 }
 
@@ -302,8 +207,8 @@ async def test_a_bad_frame_costs_its_sender_the_connection_and_nobody_else(bench
     other = await bench.client("other")
     parked = asyncio.create_task(other.park())
     await until(lambda: bench.echo.parked == 1)
-    reader, writer = await asyncio.open_unix_connection(bench.path)
-    writer.write((HELLO if greeted else b"") + BAD_FRAMES[kind])
+    reader, writer = await bench.rude(is_greeted=greeted)
+    writer.write(BAD_FRAMES[kind])
     if kind == "cut short":
         writer.write_eof()
     with contextlib.suppress(ConnectionError):
@@ -317,43 +222,37 @@ async def test_a_bad_frame_costs_its_sender_the_connection_and_nobody_else(bench
     assert errors == []
 
 
-async def test_limits_are_checked_before_anything_is_allocated_or_awaited() -> None:
-    """Nothing follows the prefix: a reader that believed it would wait for it."""
-    for kind in ("header above the limit", "buffers above the limit", "body above the limit"):
-        reader = asyncio.StreamReader()
-        reader.feed_data(BAD_FRAMES[kind])
-        with pytest.raises(ConnectionLost, match="limits"):
-            await asyncio.wait_for(transport._read_frame(reader), 0.5)
-
-
 async def test_a_reference_to_an_array_that_is_not_in_the_frame_is_refused(bench: Bench) -> None:
-    reader, writer = await asyncio.open_unix_connection(bench.path)
-    references = [["int64", 2], ["int64", -2], ["object", 0], ["int64", 1]]  # the last is of 3 bytes
-    for i, reference in enumerate(references):
-        arguments = msgspec.Raw(msgspec.msgpack.encode([{"name": "x", "values": reference}]))
-        request = {"type": "request", "id": i, "service": "echo", "method": "echo", "arguments": arguments}
-        writer.write((HELLO if i == 0 else b"") + frame(msgspec.msgpack.encode(request), bytes(8), b"abc"))
+    reader, writer = await bench.rude()
+    references = {
+        "no such buffer": ["int64", [1], 3],
+        "a buffer below": ["int64", [1], -2],
+        "no dtype": ["object", [1], 0],
+        "too few bytes": ["int64", [1], 1],
+        "too many bytes": ["uint8", [2], 1],
+        "negative": ["uint8", [-1, -8], 0],
+        "an overflow": ["uint8", [1 << 32, 1 << 32, 8], 0],
+        "huge and empty": ["uint8", [0, 1 << 62], 2],
+        "too many dimensions": ["uint8", [8, 1, 1, 1, 1], 0],
+        "no shape": ["uint8", 8, 0],
+        "a place in an arena": ["uint8", [8], -1, [0, 8, 0, 0]],
+    }
+    for i, reference in enumerate(references.values()):
+        writer.write(frame(request(i, "echo", {"name": "x", "values": reference}), bytes(8), b"abc", b""))
     for i in range(len(references)):
-        reply, _ = await asyncio.wait_for(transport._read_frame(reader), 1)
-        assert isinstance(reply, transport._Reply) and (reply.id, reply.error) == (i, "ValueError")
+        reply = await asyncio.wait_for(read_frame(reader), 1)
+        assert (reply[0], reply[1], reply[3]) == ("reply", i, "ValueError")
+    writer.write(frame(request(99, "echo", {"name": "x", "values": ["uint8", [2, 1, 4], 0]}), bytes(8), b"abc"))
+    reply = await asyncio.wait_for(read_frame(reader), 1)
+    assert reply[2] == {"name": "x", "values": ["uint8", [2, 1, 4], 0, None], "more": []}
     writer.close()
-
-
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(st.binary(max_size=60) | st.binary(max_size=40).map(lambda tail: frame(b"\x82\xa4type\xa7request" + tail)))
-def test_any_bytes_are_a_message_or_a_lost_connection(content: bytes) -> None:
-    async def read() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(content)
-        reader.feed_eof()
-        with contextlib.suppress(ConnectionLost):
-            await transport._read_frame(reader)
-
-    asyncio.run(read())
 
 
 async def test_a_garbled_answer_ends_the_connection_and_its_requests(tmp_path: Path) -> None:
     async def garble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_frame(reader)
+        writer.write(frame(packed("welcome", "")))
+        await read_frame(reader)
         writer.write(BAD_FRAMES["no UTF-8"])
 
     server = await asyncio.start_unix_server(garble, tmp_path / "s.sock")
@@ -364,17 +263,19 @@ async def test_a_garbled_answer_ends_the_connection_and_its_requests(tmp_path: P
     server.close()
 
 
-async def test_what_is_above_the_limits_is_refused_where_it_is_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = await bench.client()
-    monkeypatch.setattr(transport, "MAX_BODY_BYTES", 1000)
-    with pytest.raises(ValueError, match="above the limits"):
-        await client.echo(Parcel("x", np.zeros(1001, np.uint8)))
-    with pytest.raises(ValueError, match="above the limits"):  # by the server, of its own answer
-        await asyncio.wait_for(client.zeros(1001), 2)
-    monkeypatch.setattr(transport, "MAX_BUFFERS", 2)
-    with pytest.raises(ValueError, match="above the limits"):
-        await client.echo(Parcel("x", np.zeros(1), [np.zeros(1)] * 2))
-    assert len(await client.zeros(1000)) == 1000
+async def test_what_is_above_the_limits_is_refused_where_it_is_sent(tmp_path: Path) -> None:
+    limits = Limits(header_bytes=1000, body_bytes=1000, buffers=2)
+    async with Bench(tmp_path / "s.sock", limits) as bench:
+        client, free = await bench.client(limits=limits), await bench.client()
+        with pytest.raises(ValueError, match="above the limits"):
+            await client.echo(Parcel("x", np.zeros(1001, np.uint8)))
+        with pytest.raises(ValueError, match="above the limits"):
+            await client.echo(Parcel("x", np.zeros(1), [np.zeros(1)] * 2))
+        with pytest.raises(ValueError, match="above the limits"):
+            await client.echo(Parcel("x" * 1000, np.zeros(1)))
+        with pytest.raises(ValueError, match="above the limits"):  # by the server, of its own answer
+            await asyncio.wait_for(free.zeros(1001), 2)
+        assert len(await client.zeros(1000)) == 1000 and not bench.gone
 
 
 async def test_the_socket_is_private_and_replaces_a_stale_one(tmp_path: Path) -> None:
@@ -400,3 +301,108 @@ async def test_a_socket_may_lie_below_a_long_path(tmp_path: Path) -> None:
     assert await (await bench.client()).add(1, 2) == 3
     await bench.peers[0].close()
     await bench.server.close()
+
+
+async def test_a_server_opens_several_doors_and_gains_services(tmp_path: Path) -> None:
+    async with Bench(tmp_path / "s.sock") as bench:
+        second = await bench.server.start(f"unix:{tmp_path / 't.sock'}")
+        assert second == f"unix:{tmp_path / 't.sock'}"
+        peer = await Peer.connect(second, "late")
+        bench.server.services["more"] = Echo()
+        assert await proxy(Echo, peer, "more").who() == "late"
+        await peer.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "/tmp/x", "unix:", "tls:", "tls:host", "tls::1", "tls:host:x", "tls:host:70000", "tcp:host:1"]
+)
+async def test_what_is_no_address_is_said(address: str) -> None:
+    with pytest.raises(UserError, match="is neither unix:"):
+        await Server({}).start(address)
+    with pytest.raises(UserError, match="is neither unix:"):
+        await Peer.connect(address, "client")
+
+
+async def test_without_a_welcome_there_is_no_connection(tmp_path: Path) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    server = await asyncio.start_unix_server(silent, tmp_path / "s.sock")
+    with pytest.raises(ConnectionLost, match=r"s\.sock: no welcome in time"):
+        await Peer.connect(tmp_path / "s.sock", "client", timeout_seconds=0.1)
+    server.close()
+
+
+async def test_nothing_is_served_before_the_hello(bench: Bench) -> None:
+    reader, writer = await bench.rude(is_greeted=False)
+    writer.write(frame(request(1, "who")))
+    assert await asyncio.wait_for(reader.read(), 2) == b"" and bench.gone == []
+    writer.close()
+
+
+async def test_a_future_that_is_done_is_answered_without_a_task(bench: Bench) -> None:
+    one, two = await bench.client("one"), await bench.client("two")
+    assert await asyncio.gather(*(c.who_at_once() for c in (one, two, one))) == ["one", "two", "one"]
+    assert bench.echo.tasks_seen == [None] * 3  # called, and answered, in the callback that received it
+    made: list[object] = []
+    asyncio.get_running_loop().set_task_factory(
+        lambda loop, *args, **options: made.append(args) or asyncio.Task(*args, loop=loop, **options)
+    )
+    assert await one.who_at_once() == "one" and made == []
+    assert await one.who() == "one" and len(made) == 1
+    for is_inside in (False, True):
+        with pytest.raises(ValueError, match="future"):
+            await one.fail_at_once(is_inside)
+
+
+async def test_a_pending_future_is_answered_when_it_is_done(bench: Bench) -> None:
+    client = await bench.client()
+    asked = [asyncio.ensure_future(client.later()) for _ in range(3)]
+    await until(lambda: len(bench.echo.futures) == 3)
+    bench.echo.futures[2].set_result(2)
+    assert await asked[2] == 2 and not asked[0].done()
+    asked[0].cancel()
+    await until(bench.echo.futures[0].cancelled)
+    assert not bench.echo.futures[1].done()
+    bench.echo.futures[1].cancel()  # by its service: its caller must not wait for ever
+    with pytest.raises(RemoteError, match="cancelled by its service"):
+        await asyncio.wait_for(asked[1], 1)
+
+
+async def test_a_pending_future_dies_with_its_connection(bench: Bench) -> None:
+    asked = asyncio.ensure_future((await bench.client()).later())
+    await until(lambda: len(bench.echo.futures) == 1)
+    await bench.peers[0].close()
+    await until(bench.echo.futures[0].cancelled)
+    with pytest.raises(ConnectionLost):
+        await asked
+
+
+async def test_a_method_that_is_no_coroutine_must_say_what_it_promises(bench: Bench) -> None:
+    class Plain:
+        @remote  # type: ignore[type-var]
+        def number(self) -> int:
+            return 1
+
+    bench.server.services["plain"] = Plain()
+    with pytest.raises(TypeError, match="no coroutine and not annotated"):
+        await proxy(Plain, await bench.peer(), "plain").number()  # type: ignore[misc]
+
+
+async def test_a_peer_knows_when_it_is_lost(bench: Bench) -> None:
+    peer = await bench.peer()
+    waiting = asyncio.create_task(peer.wait_lost())
+    await asyncio.sleep(0.01)
+    assert not peer.is_lost and not waiting.done()
+    await bench.server.close()
+    await asyncio.wait_for(waiting, 1)
+    assert peer.is_lost and bench.gone == ["client"]
+
+
+async def test_stored_arrays_are_read_only(bench: Bench) -> None:
+    client = await bench.client()
+    for size in (10, 100_000):
+        assert await client.keep(np.zeros(size)) is False
+        with pytest.raises(ValueError, match="read-only"):
+            bench.echo.kept[-1][0] = 1
+        assert (await client.last()).flags.writeable

@@ -1,0 +1,483 @@
+"""The transfer queue's speed, against the public package TransferQueue, this machine's memcpy and a plain unix socket.
+
+    python benchmarks/transfer_queue.py [--json FILE] [--no-package]
+
+Everything runs in one go, on one machine, and every read is compared with what was written. The public package (0.1.11, over its
+default storage) runs in a virtual environment that is made for it; `--no-package` leaves it out.
+
+The queue under test is a process of its own: controllers and one storage unit over memory, on a private unix socket. Producers and
+consumers are other processes. Rates are medians over repetitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import venv
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.node import serve_unit
+from asyncflow.transfer_queue.queue import TransferQueue
+from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.table import Table, Want
+from asyncflow.transport import Arena, Server
+from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
+from benchmarks.figures import Figure, finish, parser
+
+PACKAGE = "TransferQueue==0.1.11"
+GROUP_BITS = 3
+SIZE = 1 << GROUP_BITS
+READS = ("prompt_ids", "response_ids", "logprobs")
+SCHEMA = Schema(
+    (
+        Column("prompt_ids", "int64", ragged=True),
+        Column("response_ids", "int64", ragged=True),
+        Column("logprobs", "float32", ragged=True),
+        Column("blob", "uint8", shape=(1 << 20,)),
+        Column("x", "int64"),
+    ),
+    (
+        TaskSpec("train", READS, whole_groups=False),
+        TaskSpec("large", ("blob",), whole_groups=False),
+        TaskSpec("meta", ("x",), whole_groups=False),
+    ),
+    GROUP_BITS,
+)
+ARENA_BYTES = 4 << 30
+
+
+# -- the queue's process ----------------------------------------------------------------------------------------------------
+
+
+async def serve(path: str, num_units: int, arena_path: str) -> None:
+    """Controllers and, unless there are to be several, the storage unit; until standard input closes."""
+    queue = TransferQueue(SCHEMA, [MemoryStorage(unit=0)] if num_units == 1 else [])
+    arena = Arena(ARENA_BYTES, Path(arena_path) if arena_path else None)
+    async with queue.running():
+        server = Server(queue.services, queue.abandon, arena=arena)
+        await server.start(Path(path))
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        await server.close()
+
+
+async def unit(hub: str, number: int) -> None:
+    await serve_unit(f"unix:{hub}", number, MemoryStorage(unit=number), Path(f"{hub}.unit{number}"))
+
+
+def start(*arguments: object, wait: bool = True) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--role", *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    if wait:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != b"ready":
+            raise SystemExit(f"{arguments} did not start")
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+@contextlib.asynccontextmanager
+async def a_queue(num_units: int = 1, *, shared: bool = False) -> AsyncIterator[tuple[TransferQueueClient, str, int]]:
+    """A queue in processes of its own: (a client, the queue's socket, its process id)."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/queue.sock"
+        arena = f"/dev/shm/asyncflow-benchmark-{os.getpid()}" if shared else ""
+        processes = [start("serve", path, num_units, arena)]
+        try:
+            if num_units > 1:
+                processes += [start("unit", path, number, wait=False) for number in range(num_units)]
+            client = await TransferQueueClient.connect(f"unix:{path}", "benchmark")
+            await asyncio.wait_for(client.wait_for_units(num_units), 20)
+            yield client, path, processes[0].pid
+            await client.disconnect()
+        finally:
+            for process in processes[::-1]:
+                end(process)
+
+
+# -- payloads ---------------------------------------------------------------------------------------------------------------
+
+
+class Payloads:
+    """Rows numbered on and on."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._next_group = 0
+
+    def admit(self, rows: int) -> tuple[list[GroupMeta], np.ndarray]:
+        count = -(-rows // SIZE)
+        sizes = [SIZE] * (rows // SIZE) + ([rows % SIZE] if rows % SIZE else [])
+        metas = [GroupMeta(self._next_group + i, size, 0, Interval(0, 0)) for i, size in enumerate(sizes)]
+        self._next_group += count
+        return metas, SCHEMA.rows_of(metas)
+
+    def small(self, rows: int) -> tuple[list[GroupMeta], Batch]:
+        """prompt_ids int64 of 64 to 192, response_ids int64 of 128 to 384, logprobs float32 as long."""
+        metas, indices = self.admit(rows)
+        prompts, responses = self._rng.integers(64, 193, rows), self._rng.integers(128, 385, rows)
+        columns = {
+            "prompt_ids": self._ragged(prompts, "int64"),
+            "response_ids": self._ragged(responses, "int64"),
+            "logprobs": self._ragged(responses, "float32"),
+        }
+        return metas, Batch(indices, np.array([m.group for m in metas]), columns)
+
+    def large(self, rows: int) -> tuple[list[GroupMeta], Batch]:
+        metas, indices = self.admit(rows)
+        blob = self._rng.integers(0, 256, (rows, 1 << 20), np.uint8)
+        return metas, Batch(indices, np.array([m.group for m in metas]), {"blob": blob})
+
+    def _ragged(self, lengths: np.ndarray, dtype: str) -> Ragged:
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return Ragged(self._rng.integers(0, 1 << 15, int(offsets[-1])).astype(dtype), offsets)
+
+
+def size_of(batch: Batch) -> int:
+    return sum(values.nbytes for values in batch.columns.values())
+
+
+def check_equal(written: Batch, read: Batch, names: tuple[str, ...]) -> None:
+    """Every byte of every row."""
+    order = np.argsort(read.indices)
+    if not np.array_equal(read.indices[order], written.indices):
+        raise SystemExit("other rows came back than were written")
+    for name in names:
+        a, b = written.columns[name], read.columns[name]
+        if isinstance(a, Ragged):
+            assert isinstance(b, Ragged)
+            same = all(np.array_equal(a[i], b[j]) for i, j in enumerate(order.tolist()))
+        else:
+            same = np.array_equal(a, np.asarray(b)[order])
+        if not same:
+            raise SystemExit(f"column {name} came back changed")
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------------
+
+
+def memcpy_rate() -> float:
+    source, target = np.ones(64 << 20, np.uint8), np.ones(64 << 20, np.uint8)
+    return statistics.median(source.nbytes / seconds for seconds in _times(lambda: np.copyto(target, source), 7))
+
+
+def socket_rate(num_bytes: int) -> float:
+    """Bytes a second through a unix socket from one process to another: copied in, copied out, nothing else."""
+    here, there = socket.socketpair()
+    payload, rates = np.ones(num_bytes, np.uint8), []
+    pid = os.fork()
+    if pid == 0:
+        buffer = memoryview(bytearray(num_bytes))
+        while (got := there.recv_into(buffer)) > 0:
+            while got < num_bytes:
+                got += there.recv_into(buffer[got:])
+            there.sendall(b"k")
+        os._exit(0)
+    there.close()
+    for _ in range(15):
+        start = time.perf_counter()
+        here.sendall(payload)
+        here.recv(1)
+        rates.append(num_bytes / (time.perf_counter() - start))
+    here.close()
+    os.waitpid(pid, 0)
+    return statistics.median(rates[3:])
+
+
+def _times(work: object, repeats: int) -> Iterator[float]:
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()  # type: ignore[operator]
+        yield time.perf_counter() - start
+
+
+async def put_get(
+    client: TransferQueueClient, payloads: Payloads, task: str, rows: int, repeats: int
+) -> tuple[float, float]:
+    """(put, get) in bytes a second. Get is the lease and the data in hand."""
+    puts, gets = [], []
+    for _ in range(repeats):
+        metas, batch = payloads.small(rows) if task == "train" else payloads.large(rows)
+        start = time.perf_counter()
+        await client.put(metas, batch)
+        middle = time.perf_counter()
+        leased = await client.lease(task, rows=rows, at_least=rows)
+        ended = time.perf_counter()
+        assert leased is not None
+        check_equal(batch, leased.batch, client.schema.task(task).reads)
+        puts.append(size_of(batch) / (middle - start))
+        gets.append(size_of(batch) / (ended - middle))
+        await client.drop(leased.lease.indices)
+        del leased
+    return statistics.median(puts[2:]), statistics.median(gets[2:])
+
+
+async def one_row_puts(client: TransferQueueClient, payloads: Payloads, count: int) -> tuple[float, float]:
+    """(puts a second, mean bytes of a row), one after another."""
+    made = [payloads.small(1) for _ in range(count)]
+    start = time.perf_counter()
+    for metas, batch in made:
+        await client.put(metas, batch)
+    rate = count / (time.perf_counter() - start)
+    leased = await client.lease("train", rows=count, at_least=count)
+    assert leased is not None
+    for i in (0, count // 2, count - 1):
+        position = int(np.flatnonzero(leased.batch.indices == made[i][1].indices[0])[0])
+        if not np.array_equal(leased.batch.ragged("response_ids")[position], made[i][1].ragged("response_ids")[0]):
+            raise SystemExit("a row came back changed")
+    await client.drop(leased.lease.indices)
+    return rate, statistics.mean(size_of(batch) for _, batch in made)
+
+
+async def lease_many(path: str, seconds: float, in_flight: int) -> None:
+    """A client that leases 8 rows at a time, metadata only, so many requests in flight; prints its count."""
+    client = await TransferQueueClient.connect(f"unix:{path}", f"leaser-{os.getpid()}")
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    count, stop = 0, time.perf_counter() + seconds
+
+    async def one() -> None:
+        nonlocal count
+        while time.perf_counter() < stop:
+            leased = await client.lease("meta", rows=8, columns=())
+            assert leased is not None and len(leased.lease.indices) == 8
+            count += 1
+
+    await asyncio.gather(*(one() for _ in range(in_flight)))
+    print(count, flush=True)
+    await client.disconnect()
+
+
+async def leases_per_second(client: TransferQueueClient, payloads: Payloads, path: str, num_processes: int) -> float:
+    seconds = 3.0
+    for _ in range(40):
+        metas, indices = payloads.admit(16384)
+        await client.put(metas, Batch(indices, np.array([m.group for m in metas]), {"x": indices}))
+    processes = [start("lease", path, seconds, 16) for _ in range(num_processes)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+    counts = []
+    for process in processes:
+        assert process.stdout is not None
+        counts.append(int(await asyncio.to_thread(process.stdout.readline)))
+        end(process)
+    if sum(counts) * 8 > 40 * 16384 * 0.98:
+        raise SystemExit("the rows ran out: the figure would be too low")
+    return sum(counts) / seconds
+
+
+async def receive(path: str, count: int) -> None:
+    """A consumer that waits for single rows; prints when each one was in hand."""
+    client = await TransferQueueClient.connect(f"unix:{path}", "receiver")
+    print("ready", flush=True)
+    moments = []
+    for _ in range(count):
+        leased = await client.lease("train", rows=1)
+        moments.append((int(leased.lease.indices[0]), time.monotonic()))  # type: ignore[union-attr]
+    print(json.dumps(moments), flush=True)
+    await client.disconnect()
+
+
+async def put_to_received(client: TransferQueueClient, payloads: Payloads, path: str, count: int) -> tuple[float, float, float]:
+    """(p50, p99) in seconds from the call of put to the row in another process's hand, and the mean bytes of a row."""
+    consumer = start("receive", path, count)
+    await asyncio.sleep(0.3)
+    sent, sizes = {}, []
+    for _ in range(count):
+        await asyncio.sleep(0.003)
+        metas, batch = payloads.small(1)
+        sizes.append(size_of(batch))
+        sent[int(batch.indices[0])] = time.monotonic()
+        await client.put(metas, batch)
+    assert consumer.stdout is not None
+    moments = dict(json.loads(await asyncio.to_thread(consumer.stdout.readline)))
+    end(consumer)
+    took = sorted(moments[row] - at for row, at in sent.items())
+    await client.drop(np.array(list(sent)))
+    return took[len(took) // 2], took[int(len(took) * 0.99)], statistics.mean(sizes)
+
+
+async def lease_seconds(num_rows: int) -> float:
+    """Median seconds of a lease of 8 rows over the socket, with so many rows held."""
+    async with a_queue() as (client, _, _):
+        payloads = Payloads(5)
+        for first in range(0, num_rows, 16384):
+            metas, indices = payloads.admit(min(16384, num_rows - first))
+            await client.put(metas, Batch(indices, np.array([m.group for m in metas]), {"x": indices}))
+        times = []
+        for _ in range(120):
+            start = time.perf_counter()
+            await client.lease("meta", rows=8, columns=())
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[20:])
+
+
+def table_bytes_per_row(rows: int) -> float:
+    """Resident bytes of a task's table for each of so many ready rows, in groups of 8."""
+    script = (
+        "import os, psutil, sys; sys.path.insert(0, '.')\n"
+        "from benchmarks.transfer_queue import grow_a_table\n"
+        "me = psutil.Process(); before = me.memory_info().rss\n"
+        f"table = grow_a_table({rows}); print((me.memory_info().rss - before) / {rows})\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
+    return float(out.stdout)
+
+
+def grow_a_table(rows: int) -> Table:
+    table, payloads = Table(SCHEMA.task("meta"), SCHEMA, "benchmark"), Payloads(0)
+    for _ in range(0, rows, 16384):
+        metas, indices = payloads.admit(16384)
+        table.admit(metas, 0)
+        table.notify(indices, SCHEMA.mask(["x"]), None, 0.0)
+    assert table.take(Want(rows=8)) is not None
+    return table
+
+
+async def freed_by_drop() -> float:
+    """Part of the memory of 256 rows of 1 MiB that is given back when 255 of them are dropped."""
+    async with a_queue() as (client, _, pid):
+        process, payloads = psutil.Process(pid), Payloads(6)
+        before = process.memory_info().rss
+        metas, batch = payloads.large(256)
+        await client.put(metas, batch)
+        full = process.memory_info().rss
+        await client.drop(np.delete(batch.indices, 100))
+        left = process.memory_info().rss
+        leased = await client.lease("large", rows=1)
+        assert leased is not None
+        if not np.array_equal(leased.batch.dense("blob")[0], batch.dense("blob")[100]):
+            raise SystemExit("the row that was kept has changed")
+        return (full - left) / (full - before)
+
+
+def the_package() -> dict[str, float]:
+    """Run the public package's side in an environment of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        python = Path(directory) / "bin" / "python"
+        print(f"making a virtual environment with {PACKAGE} ...", flush=True)
+        venv.create(directory, with_pip=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "torch==2.13.0"], check=True)
+        subprocess.run([*pip, PACKAGE], check=True)
+        return run_the_package(python)
+
+
+def run_the_package(python: Path) -> dict[str, float]:
+    script = Path(__file__).with_name("transfer_queue_package.py")
+    out = subprocess.run([str(python), "-P", str(script)], capture_output=True, text=True, timeout=900)
+    line = next((line for line in out.stdout.splitlines() if line.startswith("RESULT ")), None)
+    if line is None:
+        raise SystemExit(f"the package's side failed:\n{out.stdout[-2000:]}\n{out.stderr[-4000:]}")
+    return dict(json.loads(line.removeprefix("RESULT ")))
+
+
+async def measure(package: dict[str, float]) -> list[Figure]:
+    figures = [Figure("memcpy", memcpy_rate() / 1e9, "GB/s")]
+    sockets = {"4 MiB": socket_rate(4 << 20), "16 MiB": socket_rate(16 << 20)}
+    figures += [Figure(f"plain unix socket, {name} messages", rate / 1e9, "GB/s") for name, rate in sockets.items()]
+
+    def against(name: str, value: float, unit: str, key: str, target: str | None, scale: float = 1.0) -> None:
+        figures.append(Figure(name, value / scale, unit))
+        if key in package:
+            figures.append(Figure(f"  the public package's {name}", package[key] / scale, unit))
+            figures.append(Figure(f"  {name} / the public package's", value / package[key], "times", target))
+
+    async with a_queue() as (client, path, _):
+        payloads = Payloads(0)
+        put, get = await put_get(client, payloads, "train", 1024, 17)
+        against("put, 1,024 small rows", put, "MB/s", "put_small", ">= 20", 1e6)
+        against("get, 1,024 small rows", get, "MB/s", "get_small", ">= 20", 1e6)
+        rate, row_bytes = await one_row_puts(client, payloads, 2000)
+        against(f"one-row put ({row_bytes:.0f} B a row)", rate, "a second", "one_row_puts", ">= 10")
+        put, get = await put_get(client, payloads, "large", 16, 17)
+        plain = socket_rate(16 << 20)
+        against("put, 16 rows of 1 MiB", put, "GB/s", "put_large", None, 1e9)
+        figures.append(Figure("  put, 1 MiB rows / plain socket", put / plain, "times", ">= 0.6"))
+        against("get, 16 rows of 1 MiB, by socket", get, "GB/s", "get_large", None, 1e9)
+        figures.append(Figure("  get, 1 MiB rows by socket / plain socket", get / plain, "times", ">= 0.6"))
+        p50, p99, row_bytes = await put_to_received(client, payloads, path, 1000)
+        figures.append(Figure(f"put to received, p50 ({row_bytes:.0f} B a row)", p50 * 1e3, "ms", "<= 1"))
+        figures.append(Figure(f"put to received, p99 ({row_bytes:.0f} B a row)", p99 * 1e3, "ms", "<= 5"))
+        if "latency_p50" in package:
+            figures.append(Figure("  the public package's p50", package["latency_p50"] * 1e3, "ms"))
+            figures.append(Figure("  the public package's p99", package["latency_p99"] * 1e3, "ms"))
+    async with a_queue(shared=True) as (client, _, _):
+        put, get = await put_get(client, Payloads(1), "large", 16, 17)
+        plain = socket_rate(16 << 20)
+        figures.append(Figure("put, 1 MiB rows into shared memory / plain socket", put / plain, "times", ">= 0.6"))
+        figures.append(Figure("get, 16 rows of 1 MiB, by shared memory", get / 1e9, "GB/s"))
+        figures.append(Figure("  get by shared memory / plain socket", get / plain, "times", ">= 1"))
+    async with a_queue() as (client, path, _):
+        rate = await leases_per_second(client, Payloads(2), path, 2)
+        against("leases of 8 rows, metadata only, 2 client processes", rate, "a second", "leases", None)
+        figures[-1 if "leases" not in package else -3] = Figure(
+            "leases of 8 rows, metadata only, 2 client processes", rate, "a second", ">= 5000"
+        )
+    few, many = await lease_seconds(1024), await lease_seconds(1 << 20)
+    figures.append(Figure("a lease with 1,024 rows held", few * 1e6, "us"))
+    figures.append(Figure("  a lease with 1,048,576 rows held / with 1,024", many / few, "times", "<= 1.5"))
+    figures.append(Figure("table memory", table_bytes_per_row(1 << 20), "bytes a row"))
+    figures.append(Figure("freed by dropping 255 of 256 rows of 1 MiB", 100 * await freed_by_drop(), "%", ">= 90"))
+    for num_units in (1, 2, 4):
+        async with a_queue(num_units) as (client, _, _):
+            put, get = await put_get(client, Payloads(3), "train", 1024, 17)
+            where = "a process each" if num_units > 1 else "in the controllers' process"
+            figures.append(Figure(f"put / get, small rows, {num_units} units ({where})", put / 1e6, "MB/s put"))
+            figures.append(Figure("", get / 1e6, "MB/s get"))
+    return figures
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--role"]:
+        role, *rest = sys.argv[2:]
+        threading.stack_size(1 << 20)
+        roles = {
+            "serve": lambda: serve(rest[0], int(rest[1]), rest[2]),
+            "unit": lambda: unit(rest[0], int(rest[1])),
+            "lease": lambda: lease_many(rest[0], float(rest[1]), int(rest[2])),
+            "receive": lambda: receive(rest[0], int(rest[1])),
+        }
+        asyncio.run(roles[role]())
+        return 0
+    arguments = parser(__doc__)
+    arguments.add_argument("--no-package", action="store_true", help="leave the public package out")
+    arguments.add_argument("--package-python", type=Path, help="an interpreter that has the public package already")
+    options = arguments.parse_args()
+    package: dict[str, float] = {}
+    if not options.no_package:
+        package = run_the_package(options.package_python) if options.package_python else the_package()
+    return finish(asyncio.run(measure(package)), options.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

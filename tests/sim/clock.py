@@ -1,0 +1,138 @@
+"""An event loop whose clock jumps to the next timer, and processes that it can stop, freeze and kill.
+
+A process is a context variable: whatever runs in a process's context belongs to it. The callbacks of a process that is paused are kept
+until it goes on; those of one that was killed are thrown away, so that not even its `finally` blocks run, as after `kill -9`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+from asyncio import events
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Deadlock(AssertionError):
+    """Nothing will ever happen again, and the simulation has not ended."""
+
+
+class Process:
+    """What may be paused or killed as one. Restarted under the same name it is another process."""
+
+    def __init__(self, loop: SimLoop, name: str) -> None:
+        self.name = name
+        self.loop = loop
+        self.is_alive, self.is_paused = True, False
+        self.backlog: list[events.Handle] = []
+        self.on_death: list[Callable[[], None]] = []
+        self._context = contextvars.Context()
+        self._context.run(_process.set, self)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call something as this process."""
+        return self._context.copy().run(function, *arguments)
+
+    def start(self, main: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        return self.loop.create_task(main, name=name, context=self._context.copy())
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+        self.loop._ready.extend(self.backlog)
+        self.backlog.clear()
+
+    def kill(self) -> None:
+        self.is_alive = self.is_paused = False
+        self.backlog.clear()
+        for tell in self.on_death:
+            tell()
+
+
+_process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+def current_process() -> Process:
+    """Whose code is running."""
+    process = _process.get()
+    assert process is not None, "this runs in no process"
+    return process
+
+
+class SimLoop(asyncio.BaseEventLoop):
+    """Virtual seconds from 0. No threads: what is sent to an executor runs at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.errors: list[dict[str, Any]] = []
+        self.is_over = False  # everybody runs again, so that every task can end
+        self.set_exception_handler(lambda loop, context: self.errors.append(context))
+
+    def time(self) -> float:
+        return self.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # the caller's
+            future.set_exception(error)
+        return future
+
+    def _run_once(self) -> None:
+        scheduled, ready = self._scheduled, self._ready
+        while scheduled and scheduled[0]._cancelled:
+            heapq.heappop(scheduled)
+        if not ready:
+            if not scheduled:
+                raise Deadlock("nobody has anything to do any more:\n" + self.waiting())
+            self.now = max(self.now, scheduled[0]._when)
+        while scheduled and scheduled[0]._when <= self.now:
+            handle = heapq.heappop(scheduled)
+            handle._scheduled = False
+            ready.append(handle)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            process = handle._context.get(_process)
+            if process is None or self.is_over or (process.is_alive and not process.is_paused):
+                handle._run()
+            elif process.is_alive:
+                process.backlog.append(handle)
+
+    def _write_to_self(self) -> None:
+        """There is no other thread to be woken by."""
+
+    def waiting(self) -> str:
+        """Who waits, and where."""
+        lines = []
+        for task in sorted(asyncio.all_tasks(self), key=lambda task: task.get_name()):
+            at = [f"{f.cr_frame.f_code.co_filename.rpartition('/')[2]}:{f.cr_frame.f_lineno}" for f in _awaited(task.get_coro())]
+            lines.append(f"  {task.get_name()}: {' > '.join(at)}")
+        return "\n".join(lines)
+
+    def finish(self) -> None:
+        """End every task, those of dead processes too."""
+        self.is_over = True
+        for _ in range(20):
+            tasks = sorted((task for task in asyncio.all_tasks(self) if not task.done()), key=lambda task: task.get_name())
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            self.run_until_complete(asyncio.wait(tasks, timeout=30.0))
+        self.close()
+
+
+def _awaited(coroutine: Any) -> list[Any]:
+    """A coroutine, the one that it awaits, and so on."""
+    chain = []
+    while getattr(coroutine, "cr_frame", None) is not None:
+        chain.append(coroutine)
+        coroutine = coroutine.cr_await
+    return chain

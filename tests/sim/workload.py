@@ -1,0 +1,323 @@
+"""The loops that use the queue in a simulation: they put, generate, train, filter and drop, and write in the books what they were told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.transfer_queue.table import StaleToken
+from asyncflow.types import Batch, GroupMeta, Interval, Ragged, RunError
+from tests.sim.clock import current_process
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+T = TypeVar("T")
+
+
+class Loop:
+    """A process that is a client of the queue."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.books, self.plan, self.name = world, world.books, world.plan, name
+        self.rng = random.Random(f"{world.plan.seed}/{name}/{world.lives[name]}")
+        self.life = world.next_life()
+
+    async def main(self) -> None:
+        self.queue = await TransferQueueClient.connect("hub", self.name)
+        await self.queue.wait_for_units(len(self.plan.units))
+        self.start(self.queue.renew_held(), "renews")
+        await self.run()
+
+    async def run(self) -> None:
+        raise NotImplementedError
+
+    def start(self, coroutine: Awaitable[None], what: str) -> None:
+        """Beside the loop; what it raises ends the process."""
+
+        async def guarded() -> None:
+            try:
+                await coroutine
+            except (RunError, LookupError) as error:
+                self.world.has_failed(process, error)
+
+        process = current_process()
+        asyncio.ensure_future(guarded()).set_name(f"{self.name} {what}")
+
+    async def insist(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Again and again while a storage does not answer."""
+        while True:
+            try:
+                return await request()
+            except RunError as error:
+                if type(error) is not RunError:  # a kind of its own means something else
+                    raise
+            await asyncio.sleep(0.1)
+
+    async def think(self, most: float) -> None:
+        await asyncio.sleep(self.rng.random() * most)
+
+
+class Feeder(Loop):
+    """Puts the groups of one step after the other, each again until it is acknowledged."""
+
+    async def run(self) -> None:
+        plan, books = self.plan, self.books
+        for step in range(plan.steps):
+            while step > self.world.version + 1:  # at most one step ahead
+                await asyncio.sleep(0.1)
+            metas = [GroupMeta(g, size, step, Interval(*plan.interval(step))) for g, size in plan.groups_of(step)]
+            books.metas.update({meta.group: meta for meta in metas})
+            missing = [meta for meta in metas if meta.group not in books.acknowledged]
+            together = 1 if plan.capacity_rows is not None else self.rng.choice([1, 2, len(metas)])
+            for start in range(0, len(missing), together):
+                await self._put(missing[start : start + together])
+                await self.think(0.2)
+        self.world.has_fed = True
+
+    async def _put(self, metas: list[GroupMeta]) -> None:
+        groups = np.array([meta.group for meta in metas], np.int64)
+        columns = {"prompt": Ragged.from_arrays([np.full(1 + g % 3, g) for g in groups.tolist()], "int64")}
+        indices = np.empty(0, np.int64)
+        if self.plan.has_tags:
+            indices = self.queue.schema.rows_of(metas)
+            columns["tag"] = indices.astype(np.int32)
+        batch = Batch(indices, groups, columns)
+        await self.insist(lambda: self.queue.put(metas, batch, row_bytes=self.plan.row_bytes))
+        self.books.acknowledged.update(groups.tolist())
+
+
+class Roller(Loop):
+    """Writes the outputs of rows, well or badly."""
+
+    async def run(self) -> None:
+        rng, self.forgets = self.rng, self.rng.random() < 0.3
+        if self.plan.follows_versions:
+            self.start(self._install(), "installs")
+        while True:
+            kind = rng.random()
+            at_least = 1
+            if kind < 0.5:
+                want = {"groups": rng.randint(1, 3)}
+            elif kind < 0.75:
+                want = {"rows": rng.randint(1, 5)}
+            else:
+                want = {"tokens": rng.randint(1, 12)}
+            if self.name == "rollout-1" and rng.random() < 0.3:
+                at_least = 2
+            installed = self.world.version if self.plan.follows_versions else None
+            leased = await self.insist(lambda w=want, a=at_least, i=installed: self.queue.lease("rollout", at_least=a, installed=i, **w))
+            if leased is None:
+                if self.world.is_closed:
+                    return
+                continue
+            self.world.check_lease("rollout", leased, installed, want)
+            await self._work(leased)
+
+    async def _install(self) -> None:
+        """Whenever there is a new version nothing may be generated by the old one any more: parked requests are withdrawn."""
+        seen = self.world.version
+        while True:
+            await asyncio.sleep(0.1)
+            if self.world.version != seen:
+                seen = self.world.version
+                await self.queue.withdraw("rollout")
+
+    async def _work(self, leased: Leased) -> None:
+        rng, rows = self.rng, list(leased.lease.indices)
+        for i, meta in enumerate(leased.batch.groups.tolist()):
+            if leased.batch.ragged("prompt")[i].tolist() != [meta] * (1 + meta % 3):
+                self.books.violated(f"the prompt of group {meta} was read as {leased.batch.ragged('prompt')[i].tolist()}")
+        if self.plan.has_tags and leased.batch.dense("tag").tolist() != rows:
+            self.books.violated(f"the tags of rows {rows} were read as {leased.batch.dense('tag').tolist()}")
+        fate = rng.random()
+        if fate < self.plan.forgetting:  # hangs: the lease runs out
+            self.queue._held.pop(leased.lease.token, None)
+            await asyncio.sleep(self.plan.lease_seconds * (0.5 + rng.random()))
+        rng.shuffle(rows)
+        while rows:
+            part = rows[: 1 if rng.random() < 0.7 else len(rows)]
+            del rows[: len(part)]
+            await self.think(0.15)
+            if rng.random() < self.plan.failing:
+                await self._fail(leased, part)
+            else:
+                await self._complete(leased, sorted(part))
+
+    async def _fail(self, leased: Leased, rows: list[int]) -> None:
+        error = f"{self.name} could not, in its life {self.life}"
+        for row in rows:
+            self.books.failures[row] += 1
+            self.books.errors[row].add(error)
+        await self.insist(lambda: self.queue.fail(leased.lease, rows, error))
+
+    async def _complete(self, leased: Leased, rows: list[int]) -> None:
+        value = (self.life, leased.lease.token.lease)
+        ids = Ragged.from_arrays([np.array([*value, row]) for row in rows], "int64")
+        indices = np.array(rows, np.int64)
+        outputs = Batch(indices, np.unique(indices >> self.plan.group_bits), {"ids": ids, "reward": indices.astype(np.float32)})
+        stored = await self.insist(lambda: self.queue.complete(leased.lease, outputs))
+        for row, is_kept in zip(rows, stored.tolist(), strict=True):
+            if is_kept:
+                self.books.told_kept(row, (*value, row))
+            else:
+                self.world.counts["completion refused"] += 1
+
+
+class Trainer(Loop):
+    """Whole groups: looks at what it is given, filters some, and has the rest take effect."""
+
+    def look_at(self, leased: Leased) -> None:
+        ids = leased.batch.ragged("ids")
+        for i, row in enumerate(leased.lease.indices):
+            value = tuple(ids[i].tolist())
+            if row in self.books.kept and self.books.kept[row] != value:
+                self.books.violated(f"row {row} was completed with {self.books.kept[row]} and is read as {value}")
+            if leased.batch.dense("reward")[i] != np.float32(row):
+                self.books.violated(f"the reward of row {row} was read as {leased.batch.dense('reward')[i]}")
+
+    async def filter_some(self, rows: list[int]) -> None:
+        if self.rng.random() < self.plan.filtering:
+            out = [row for row in rows if self.rng.random() < 0.5]
+            self.books.to_filter.update(out)
+            await self.insist(lambda: self.queue.filter(out, "too easy"))
+
+
+class StepTrainer(Trainer):
+    """As `workflows.loop.train`: the leases of a step are held until its update is committed, then acknowledged and dropped.
+
+    In a later life it does not ask by step: the step may have ended in the queue, and its rows were given back since.
+    """
+
+    async def run(self) -> None:
+        self.is_first = self.world.lives[self.name] == 1
+        self.held: dict[int, Leased] = {}
+        while (step := self.world.version) < self.plan.steps:
+            self.world.consumed = set()
+            for past in range(step):  # what an earlier life had committed and not dropped
+                await self._drop(past)
+            for leased in [leased for leased in self.held.values() if leased.lease.groups[0].step == step]:
+                self.world.consumed.update(leased.lease.indices)
+            await self._consume(step)
+            if self.world.is_closed:
+                return
+            await self.think(0.2)
+            self.world.commit(step)
+            await self.think(0.1)
+            leases = [leased.lease for leased in self.held.values() if leased.lease.groups[0].step == step]
+            try:
+                await self.insist(lambda done=leases: self.queue.complete_marks(done))
+            except StaleToken:
+                self.world.counts["marks refused"] += 1
+            await self._drop(step)
+
+    async def _consume(self, step: int) -> None:
+        """Until all rows of the step have come to an end or are held here."""
+        closing = asyncio.ensure_future(self.world.closed(step))
+        while not closing.done():
+            wanted = step if self.is_first else None
+            leasing = asyncio.ensure_future(self.insist(lambda: self.queue.lease("train", step=wanted)))
+            await asyncio.wait([leasing, closing], return_when=asyncio.FIRST_COMPLETED)
+            if not leasing.done():
+                leasing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await leasing
+            elif (leased := leasing.result()) is None:
+                self.is_first = False  # the step has ended: nothing more comes, unless it had been given back
+                if self.world.is_closed:
+                    return
+            else:
+                self.world.check_lease("train", leased, None, {"groups": 1})
+                self.look_at(leased)
+                await self._take(step, leased)
+        self.is_first = True
+
+    async def _take(self, step: int, leased: Leased) -> None:
+        meta = leased.lease.groups[0]
+        if meta.step < step:
+            await self._drop(meta.step)
+            return
+        await self.filter_some(leased.lease.indices)
+        if meta.group not in self.held:
+            await self.think(0.1)
+            if meta.step == step:
+                self.world.consumed.update(leased.lease.indices)
+        self.held[meta.group] = leased
+
+    async def _drop(self, step: int) -> None:
+        rows = [row for group, _ in self.plan.groups_of(step) if group in self.books.metas for row in self.books.rows(group)]
+        self.books.dropped.update(rows)
+        await self.insist(lambda: self.queue.drop(rows))
+
+
+class StreamTrainer(Trainer):
+    """Acknowledges group by group: what was kept takes effect."""
+
+    async def run(self) -> None:
+        plan, rng = self.plan, self.rng
+        while True:
+            kind = rng.random()
+            if plan.train_sampler == "token_balanced" or kind < 0.6:
+                want = {"groups": 1}
+            elif kind < 0.8:
+                want = {"rows": rng.randint(1, 6)}
+            else:
+                want = {"tokens": rng.randint(1, 30)}
+            rank = int(self.name.rpartition("-")[2])
+            leased = await self.insist(lambda w=want: self.queue.lease("train", rank=rank, **w))
+            if leased is None:
+                if self.world.is_closed:
+                    return
+                continue
+            self.world.check_lease("train", leased, None, want)
+            self.look_at(leased)
+            if rng.random() < plan.forgetting:
+                self.queue._held.pop(leased.lease.token, None)
+                await asyncio.sleep(plan.lease_seconds * (0.5 + rng.random()))
+            await self.think(0.2)
+            await self.filter_some(leased.lease.indices)
+            if rng.random() < plan.failing / 4:
+                await self._give_back(leased)
+                continue
+            indices = np.array(leased.lease.indices, np.int64)
+            groups = np.array([meta.group for meta in leased.lease.groups], np.int64)
+            marks = Batch(indices, groups, {"done/train": np.ones(len(indices), np.uint8)})
+            stored = await self.insist(lambda m=marks, at=leased.lease: self.queue.complete(at, m))
+            self.books.train(indices[stored].tolist())
+
+    async def _give_back(self, leased: Leased) -> None:
+        error = f"{self.name} ran out of memory in its life {self.life}"
+        for row in leased.lease.indices:
+            self.books.failures[row] += 1
+            self.books.errors[row].add(error)
+        await self.insist(lambda: self.queue.fail(leased.lease, leased.lease.indices, error))
+
+
+class Keeper(Loop):
+    """Closes steps when the last row of theirs has come to an end, and drops what nobody wants any more."""
+
+    async def run(self) -> None:
+        world, books, ended = self.world, self.books, set()
+        while True:
+            await asyncio.sleep(0.2)
+            for step in range(min(self.plan.steps, world.version + 1)):
+                if step not in ended and world.is_accounted(step):
+                    world.close_step(step)
+                    ended.add(step)
+                    await self.insist(lambda s=step: self.queue.end_step("train", s))
+            over = [g for g in sorted(books.acknowledged) if g not in world.swept and all(map(world.has_ended, books.rows(g)))]
+            for group in over:
+                if self.rng.random() < 0.8:
+                    rows = books.rows(group)
+                    books.dropped.update(rows)
+                    await self.insist(lambda r=rows: self.queue.drop(r))
+                    world.swept.add(group)
+            if world.may_close and not world.is_closed and self.rng.random() < 0.5:
+                await self.insist(self.queue.close)
+                world.is_closed = True

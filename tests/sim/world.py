@@ -1,0 +1,605 @@
+"""One seed: a queue in several processes, the loops that use it, and everything that can go wrong, under a virtual clock.
+
+    plan      what the seed makes of the queue: how many units, over which storage, which process serves what, how often things fail
+    faults    for some seconds: connections break, links are cut, processes pause, die and are replaced, storages do not answer
+    quiet     nothing fails any more: every row that was acknowledged has to come to its end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import gc
+import logging
+import random
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from asyncflow.transfer_queue import client, directory, node, queue
+from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.notices import News, Superseded
+from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema, TaskSpec
+from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.table import State
+from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transport import ConnectionLost
+from asyncflow.types import Column, RunError
+from tests.sim.books import Books
+from tests.sim.clock import Deadlock, Process, SimLoop, current_process
+from tests.sim.network import Network, SimPeer, SimServer
+from tests.sim.storages import SimKeyValue, SlowMemory, Weather, Witness
+from tests.sim.workload import Feeder, Keeper, Loop, Roller, StepTrainer, StreamTrainer
+
+QUIET_SECONDS = 150.0  # so long after the last fault everything has come to its end, or never will
+
+
+@dataclass
+class Plan:
+    """What a seed has in store."""
+
+    seed: int
+    group_bits: int = 2
+    units: list[tuple[str, str]] = field(default_factory=list)  # (memory | slow | durable, hub | own)
+    hub_tasks: tuple[str, ...] = ()
+    by_steps: bool = False
+    steps: int = 2
+    sizes: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(f"{self.seed}/plan")
+        self.by_steps = rng.random() < 0.4
+        self.follows_versions = self.by_steps and rng.random() < 0.7
+        self.slack = rng.choice([0, 1])
+        self.steps = rng.randint(2, 3) if self.by_steps else 1
+        groups = rng.randint(2, 4) if self.by_steps else rng.randint(3, 10)
+        self.sizes = [[rng.randint(1, 4) for _ in range(groups)] for _ in range(self.steps)]
+        kinds = rng.choice([["memory"], ["slow"], ["durable"], ["durable"], ["memory", "slow", "durable"]])
+        self.units = [(rng.choice(kinds), rng.choice(["hub", "own", "own"])) for _ in range(rng.randint(1, 3))]
+        self.units.sort(key=lambda unit: unit[1] == "own")  # those of the hub have the first numbers
+        self.hub_tasks = tuple(task for task in ("rollout", "train") if rng.random() < 0.3)
+        self.num_rollers = rng.randint(1, 3)
+        self.num_trainers = 1 if self.by_steps else rng.randint(1, 2)
+        self.has_tags = rng.random() < 0.5
+        self.lease_seconds = rng.choice([1.0, 3.0])
+        self.max_failures = rng.randint(1, 3)
+        self.rollout_sampler = rng.choice(["oldest", "shortest_queue"])
+        self.train_sampler = rng.choice(["oldest", "whole_groups", "shortest_queue"])
+        self.failing = rng.choice([0.0, 0.05, 0.2])
+        self.forgetting = rng.choice([0.0, 0.1])
+        self.filtering = rng.choice([0.0, 0.1])
+        self.notify_timeout = rng.choice([0.3, 1.0])
+        self.latency = rng.choice([0.001, 0.01])
+        self.is_loose = rng.random() < 0.4
+        self.storage_seconds = rng.choice([0.001, 0.02])
+        self.storage_failures = rng.choice([0.0, 0.0, 0.03, 0.1])
+        self.row_bytes = rng.choice([0, 100])
+        rows = max(sum(sizes) for sizes in self.sizes)
+        self.capacity_rows = rng.choice([None, 2 * rows if self.by_steps else rng.randint(4, 8)])
+        self.fault_seconds = rng.choice([0.0, 3.0, 6.0])
+        self.fault_pause = rng.choice([0.2, 0.6])
+        self.closes_early = rng.random() < 0.1
+
+    def interval(self, step: int) -> tuple[int, int]:
+        return max(0, step - self.slack), step
+
+    def groups_of(self, step: int) -> list[tuple[int, int]]:
+        """(number, size)"""
+        first = sum(len(sizes) for sizes in self.sizes[:step])
+        return [(first + i, size) for i, size in enumerate(self.sizes[step])]
+
+    def schema(self) -> Schema:
+        columns = [
+            Column("prompt", "int64", ragged=True, per="group", counts_tokens=True),
+            Column("ids", "int64", ragged=True, counts_tokens=True),
+            Column("reward", "float32"),
+        ]
+        reads: tuple[str, ...] = ("prompt",)
+        if self.has_tags:
+            columns.append(Column("tag", "int32"))
+            reads = ("prompt", "tag")
+        limits: dict[str, Any] = {"lease_seconds": self.lease_seconds, "max_failures": self.max_failures}
+        tasks = (
+            TaskSpec("rollout", reads, ("ids", "reward"), whole_groups=False, sampler=self.rollout_sampler, **limits),
+            TaskSpec("train", ("prompt", "ids", "reward"), sampler=self.train_sampler, **limits),
+        )
+        return Schema(tuple(columns), tasks, self.group_bits)
+
+
+@dataclass
+class Result:
+    """`violations`: what was wrong, empty if nothing was."""
+
+    seed: int
+    digest: str
+    violations: list[str]
+    counts: Counter[str]
+    seconds: float
+    trace: list[str]
+
+
+class World:
+    """The processes of a seed and what is known of them."""
+
+    active: World
+
+    def __init__(self, seed: int, *, keeps_trace: bool = False) -> None:
+        World.active = self
+        self.plan = Plan(seed)
+        self.loop = SimLoop()
+        self.rng = random.Random(f"{seed}/faults")
+        self.network = Network(
+            self.loop, random.Random(f"{seed}/network"), latency=self.plan.latency, loose=self.plan.is_loose
+        )
+        self.counts = self.network.counts
+        if keeps_trace:
+            self.network.trace = []
+        self.books = Books(self.plan.group_bits, self.plan.max_failures)
+        self.weather = Weather(
+            random.Random(f"{seed}/storage"), self.plan.storage_seconds, self.plan.storage_failures, self.counts
+        )
+        self.schema = self.plan.schema()
+        self.data: dict[str, bytes] = {}  # of all durable storages
+        self.processes: dict[str, Process] = {}
+        self.mains: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+        self.lives: Counter[str] = Counter()
+        self.controllers: list[tuple[Process, Controller]] = []
+        self.units: dict[int, StorageUnit] = {}
+        self.zombies: list[Process] = []
+        self.has_faults = self.plan.fault_seconds > 0
+        self.hub_broken: set[str] = set()
+        self.version = 0
+        self.consumed: set[int] = set()
+        self.closed_steps: set[int] = set()
+        self.swept: set[int] = set()
+        self.has_fed = self.is_closed = self.may_close = False
+        self._lives = 0
+        self._uuids = random.Random(f"{seed}/uuid")
+
+    # -- running ------------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        with self._installed():
+            try:
+                self.loop.run_until_complete(self.loop.create_task(self._story(), name="the story"))
+            except Deadlock as deadlock:
+                self.books.violated(str(deadlock))
+            digest, now = self.network.digest(), self.loop.now
+            self._look_at_errors()
+            violations = list(self.books.violations)
+            self._count_at_the_end()
+            self.loop.finish()
+        return Result(self.plan.seed, digest, violations, self.counts, now, self.network.trace or [])
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        """The simulated wire, witnesses in the place of services, and random numbers that the seed determines."""
+        Network.active = self.network
+        watch = _LogWatch(self.counts)
+        logger = logging.getLogger("asyncflow")
+        level, propagates = logger.level, logger.propagate
+        logger.addHandler(watch)
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+        patches = [
+            mock.patch.object(directory, "Peer", SimPeer),
+            mock.patch.object(client, "Peer", SimPeer),
+            mock.patch.object(node, "Peer", SimPeer),
+            mock.patch.object(node, "Server", SimServer),
+            mock.patch.object(node, "Controller", SimController),
+            mock.patch.object(queue, "Controller", SimController),
+            mock.patch.object(node, "StorageUnit", SimUnit),
+            mock.patch.object(queue, "StorageUnit", SimUnit),
+            mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=self._uuids.getrandbits(128), version=4)),
+        ]
+        gc.disable()
+        try:
+            with contextlib.ExitStack() as stack:
+                for patch in patches:
+                    stack.enter_context(patch)
+                yield
+        finally:
+            gc.enable()
+            Network.active = None
+            logger.removeHandler(watch)
+            logger.setLevel(level)
+            logger.propagate = propagates
+
+    async def _story(self) -> None:
+        plan = self.plan
+        self._spawn("hub", self._hub)
+        while "hub" not in self.network.servers:
+            await asyncio.sleep(0.01)
+        for number, (_, where) in enumerate(plan.units):
+            if where == "own":
+                self._spawn(f"unit/{number}", functools.partial(self._unit, number))
+        for task in ("rollout", "train"):
+            if task not in plan.hub_tasks:
+                self._spawn(f"controller/{task}", functools.partial(self._controller, task))
+        trainer = StepTrainer if plan.by_steps else StreamTrainer
+        loops: dict[str, type[Loop]] = {"feeder": Feeder, "keeper": Keeper}
+        loops |= {f"rollout-{i}": Roller for i in range(plan.num_rollers)}
+        loops |= {f"trainer-{i}": trainer for i in range(plan.num_trainers)}
+        for name, kind in loops.items():
+            self._spawn(name, functools.partial(self._loop, name, kind))
+        if self.has_faults:
+            await self._faults()
+        self.weather.failures = 0.0
+        for process in [*self.processes.values(), *self.zombies]:
+            if process.is_alive and process.is_paused:
+                process.resume()
+        self.may_close = plan.closes_early
+        deadline = self.loop.now + QUIET_SECONDS
+        while not self._is_over() and not self.books.violations:
+            if self.loop.now > deadline:
+                self.books.violated(f"not over after {QUIET_SECONDS:g} quiet seconds: {self._what_is_left()}")
+                return
+            await asyncio.sleep(0.5)
+        if not self.books.violations:
+            await asyncio.sleep(2 * plan.notify_timeout + 2.0)
+            self.books.settle()
+            self._compare_controllers_with_units()
+            self._look_at_losses()
+
+    def _is_over(self) -> bool:
+        if self.may_close:
+            return self.is_closed
+        if not self.has_fed:
+            return False
+        return all(self.has_ended(row) for group in self.books.acknowledged for row in self.books.rows(group))
+
+    def _what_is_left(self) -> str:
+        books = self.books
+        left = [row for group in sorted(books.acknowledged) for row in books.rows(group) if not self.has_ended(row)]
+        lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
+        for number, unit in sorted(self.units.items()):
+            masks = {row: f"{mask:b}" for rows, mask, _ in unit._index.records() for row in rows.tolist() if row in left}
+            lines.append(f"unit {number} has {masks}, room {unit._room.state()}, away {unit._log.away()}")
+        for process, controller in self.controllers:
+            if process.is_alive:
+                states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
+                lines.append(f"{controller.spec.name}: {states}, holders {controller.table.holders()}, parked {controller._parked}")
+        return "\n".join(lines) + "\n" + self.loop.waiting()
+
+    def _look_at_errors(self) -> None:
+        for context in self.loop.errors:
+            error = context.get("exception")
+            if error is not None and not isinstance(error, ConnectionLost):
+                self.books.violated(f"an exception that nobody took: {context.get('message')}: {error!r}")
+
+    # -- processes ----------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, name: str, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.mains[name] = main
+        self.lives[name] += 1
+        process = self.processes[name] = Process(self.loop, name)
+        self.network.note(f"{name} starts, life {self.lives[name]}")
+
+        async def guarded() -> None:
+            try:
+                await main()
+                error: BaseException | None = None
+            except (Exception, ExceptionGroup) as raised:
+                error = raised
+            self.has_failed(process, error)
+
+        process.start(guarded(), name)
+
+    def has_failed(self, process: Process, error: BaseException | None) -> None:
+        """A process is at its end; it is started again if that was no plan of its own."""
+        if not process.is_alive or self.loop.is_over:
+            return
+        if isinstance(error, ExceptionGroup):
+            error = next((e for e in error.exceptions if not isinstance(e, Superseded | ConnectionLost)), error.exceptions[0])
+        self.network.note(f"{process.name} ends: {error!r}")
+        excused = type(error) is RunError or (isinstance(error, ConnectionLost) and process.name in self.hub_broken)
+        if isinstance(error, Superseded):
+            self.counts["superseded"] += 1
+        elif error is not None and not excused:
+            where = " > ".join(f"{at.filename.rpartition('/')[2]}:{at.lineno}" for at in traceback.extract_tb(error.__traceback__))
+            self.books.violated(f"{process.name} has ended with {error!r} at {where}")
+        is_current = self.processes.get(process.name) is process
+        process.kill()
+        if is_current and (error is not None or process.name.startswith(("unit/", "controller/"))):
+            self._restart_later(process.name)
+
+    def _crash(self, name: str) -> None:
+        self.network.note(f"{name} is killed")
+        self.processes[name].kill()
+        self._restart_later(name)
+
+    def _restart_later(self, name: str) -> None:
+        kind = name.partition("/")[0].partition("-")[0]
+        self.counts[f"restart of a {kind}"] += 1
+        self.loop.call_later(0.2 + self.rng.random(), self._spawn, name, self.mains[name], context=contextvars.Context())
+
+    def next_life(self) -> int:
+        self._lives += 1
+        return self._lives
+
+    async def _hub(self) -> None:
+        plan = self.plan
+        storages = [self._storage(number) for number, (_, where) in enumerate(plan.units) if where == "hub"]
+        hub = queue.TransferQueue(
+            self.schema,
+            storages,
+            tasks=plan.hub_tasks,
+            notify_timeout_seconds=plan.notify_timeout,
+            capacity_rows=plan.capacity_rows,
+        )
+        while True:
+            try:
+                await hub.open()
+                break
+            except RunError:
+                await asyncio.sleep(0.01)
+        await SimServer(hub.services, hub.abandon).start("hub")
+        await hub.run()
+
+    async def _unit(self, number: int) -> None:
+        await node.serve_unit(
+            "hub",
+            number,
+            self._storage(number),
+            f"unit/{number}@{self.lives[f'unit/{number}']}",
+            notify_timeout_seconds=self.plan.notify_timeout,
+            capacity_rows=self.plan.capacity_rows,
+        )
+
+    async def _controller(self, task: str) -> None:
+        await node.serve_controller("hub", task, f"controller/{task}@{self.lives[f'controller/{task}']}")
+
+    async def _loop(self, name: str, kind: type[Loop]) -> None:
+        await kind(self, name).main()
+
+    def _storage(self, number: int) -> Storage:
+        kind = self.plan.units[number][0]
+        inner: Storage
+        if kind == "durable":
+            inner = KeyValueStorage(SimKeyValue(self.data, self.weather), "sim", number)
+        else:
+            inner = SlowMemory(self.weather) if kind == "slow" else MemoryStorage()
+            process = current_process()
+            process.on_death.append(lambda: self.books.memory_died(number))
+        return Witness(inner, number, self.books)
+
+    # -- faults -------------------------------------------------------------------------------------------------------------
+
+    async def _faults(self) -> None:
+        plan, rng, until = self.plan, self.rng, self.loop.now + self.plan.fault_seconds
+        faults = [self._break, self._break, self._partition, self._pause, self._kill, self._replace]
+        while self.loop.now < until:
+            await asyncio.sleep(rng.random() * 2 * plan.fault_pause)
+            rng.choice(faults)()
+
+    def _break(self) -> None:
+        links = [peer for peer in self.network.links if peer.is_served and not peer.is_lost and peer.client.is_alive]
+        self.network.links = [peer for peer in self.network.links if peer.is_served]
+        links = [peer for peer in links if peer.address != "hub" or self.rng.random() < 0.1]
+        if links:
+            peer = self.rng.choice(links)
+            if peer.address == "hub":
+                self.hub_broken.add(peer.client.name)
+            self.counts["break"] += 1
+            self.network.note(f"break of {peer.name} to {peer.address}")
+            peer.break_off(self.rng.random() * 0.3, self.rng.random() * 0.6)
+
+    def _partition(self) -> None:
+        one, other = self.rng.sample(sorted(self.processes), 2)
+        self.counts["partition"] += 1
+        self.network.note(f"partition of {one} and {other}")
+        self.network.cut(one, other, 2.0 * self.rng.random())
+
+    def _pause(self) -> None:
+        process = self.processes[self.rng.choice(sorted(self.processes))]
+        if process.is_alive and not process.is_paused:
+            self.counts["pause"] += 1
+            self.network.note(f"pause of {process.name}")
+            process.pause()
+            self.loop.call_later(2.0 * self.rng.random(), self._resume, process, context=contextvars.Context())
+
+    def _resume(self, process: Process) -> None:
+        if process.is_alive and process.is_paused:
+            self.network.note(f"{process.name} goes on")
+            process.resume()
+
+    def _kill(self) -> None:
+        name = self.rng.choice([name for name in sorted(self.processes) if name != "hub"])
+        if self.processes[name].is_alive:
+            self.counts["crash"] += 1
+            self._crash(name)
+
+    def _replace(self) -> None:
+        """A controller that is taken for dead and is not: another one is started, and the old one wakes up later."""
+        names = [name for name in sorted(self.processes) if name.startswith("controller/") and self.processes[name].is_alive]
+        if names:
+            name = self.rng.choice(names)
+            old = self.processes[name]
+            self.counts["replacement"] += 1
+            self.network.note(f"replacement of {name}")
+            old.pause()
+            self.zombies.append(old)
+            self.loop.call_later(2.0 * self.rng.random(), self._resume, old, context=contextvars.Context())
+            self._spawn(name, self.mains[name])
+
+    # -- the ledger ---------------------------------------------------------------------------------------------------------
+
+    def has_ended(self, row: int) -> bool:
+        books = self.books
+        if row in books.dead or row in books.filtered or row in books.lost:
+            return True
+        return row in books.trained if self.plan.by_steps else row in books.done
+
+    def is_accounted(self, step: int) -> bool:
+        if not self.plan.by_steps:
+            return False
+        groups = [group for group, _ in self.plan.groups_of(step)]
+        if not all(group in self.books.acknowledged for group in groups):
+            return False
+        return all(self.has_ended(row) or row in self.consumed for group in groups for row in self.books.rows(group))
+
+    def close_step(self, step: int) -> None:
+        self.closed_steps.add(step)
+
+    async def closed(self, step: int) -> None:
+        while step not in self.closed_steps or not self.is_accounted(step):
+            if self.is_closed:
+                return
+            await asyncio.sleep(0.1)
+
+    def commit(self, step: int) -> None:
+        rows = [row for group, _ in self.plan.groups_of(step) for row in self.books.rows(group)]
+        self.books.train(row for row in rows if row in self.consumed)
+        self.version = step + 1
+
+    # -- laws ---------------------------------------------------------------------------------------------------------------
+
+    def check_lease(self, task: str, leased: Leased, installed: int | None, want: dict[str, int]) -> None:
+        """What was handed out may be handed out so."""
+        lease, books = leased.lease, self.books
+        self.counts[f"lease {task}"] += 1
+        if lease.attempt:
+            self.counts["redelivery"] += 1
+        for meta, rows in zip(lease.groups, lease.rows, strict=True):
+            if meta != books.metas.get(meta.group):
+                books.violated(f"group {meta.group} was put as {books.metas.get(meta.group)} and is leased as {meta}")
+            elif not rows or not set(rows) <= set(books.rows(meta.group)):
+                books.violated(f"a lease of group {meta.group} has rows {rows}")
+            if installed is not None and installed not in meta.interval:
+                books.violated(f"group {meta.group} of {meta.interval} was leased to a worker of version {installed}")
+            if task == "train":
+                missing = set(books.rows(meta.group)) - set(rows)
+                alive = [row for row in sorted(missing) if not books.has_ended(row) and row not in books.dropped]
+                if alive:
+                    books.violated(f"group {meta.group} was split: rows {rows} were leased without {alive}")
+        if "groups" in want and len(lease.groups) > want["groups"]:
+            books.violated(f"{len(lease.groups)} groups were leased where {want['groups']} were wanted")
+        if "rows" in want and len(lease.indices) > want["rows"] and (task == "rollout" or len(lease.groups) > 1):
+            books.violated(f"{len(lease.indices)} rows were leased where {want['rows']} were wanted")
+
+    def _compare_controllers_with_units(self) -> None:
+        """Controllers know what the units have, no more and no less."""
+        live: dict[str, Controller] = {c.spec.name: c for process, c in self.controllers if process.is_alive}
+        bits = {name: self.schema.mask([name]) for name in (DEAD, FILTERED)}
+        for task, controller in live.items():
+            reads, outputs = self.schema.mask(controller.spec.reads), self.schema.mask(controller.spec.outputs)
+            for number, unit in sorted(self.units.items()):
+                masks = {row: mask for rows, mask, _ in unit._index.records() for row in rows.tolist()}
+                known = controller.table.rows_of(number).tolist()
+                if sorted(masks) != known:
+                    more, less = sorted(set(known) - set(masks)), sorted(set(masks) - set(known))
+                    self.books.violated(f"controller {task}: of unit {number} it does not know {less}, and {more} are no more there")
+                    continue
+                for row, mask in masks.items():
+                    state = controller.table.state_of(row)
+                    if mask & bits[DEAD]:
+                        fits = state == State.DEAD
+                    elif mask & bits[FILTERED]:
+                        fits = state in (State.FILTERED, State.DONE, State.DEAD)
+                    elif mask & outputs == outputs:
+                        fits = state == State.DONE
+                    else:
+                        fits = state in ((State.READY, State.LEASED) if mask & reads == reads else (State.WAITING,))
+                    if not fits:
+                        self.books.violated(f"controller {task}: row {row} has columns {mask:b} in unit {number} and is {state!r}")
+
+    def _look_at_losses(self) -> None:
+        books = self.books
+        is_durable = all(kind == "durable" or where == "hub" for kind, where in self.plan.units)
+        for task, rows in sorted(books.named.items()):
+            if wrong := sorted(rows - books.ever_lost - books.dropped):
+                books.violated(f"controller {task} has named rows {wrong} as lost, which are not")
+            if rows - books.ever_lost:
+                self.counts["named as lost, and dropped"] += 1
+        if is_durable and books.lost:
+            books.violated(f"rows {sorted(books.lost)} were lost with durable storages")
+        named = set().union(*books.named.values()) if books.named else set()
+        acknowledged = {row for group in books.acknowledged for row in books.rows(group)}
+        unnamed = (books.lost & acknowledged) - named - books.dropped
+        if unnamed:
+            restarts = sum(self.counts[what] for what in ("away", "restart of a controller", "replacement", "unit lost twice"))
+            if not restarts:
+                books.violated(f"rows {sorted(unnamed)} were lost, and nobody has named them")
+            self.counts["lost unnamed"] += 1
+
+    def _count_at_the_end(self) -> None:
+        counts, books = self.counts, self.books
+        counts["rows"] += sum(len(books.rows(group)) for group in books.acknowledged)
+        counts["trained"] += len(books.trained)
+        counts["dead letter"] += len(books.dead)
+        counts["filtered"] += len(books.filtered)
+        counts["lost"] += len(books.lost)
+        for _, controller in self.controllers:
+            counts["expired"] += controller.table.num_expired
+            counts["redelivered"] += controller.table.num_redelivered
+        for unit in self.units.values():
+            counts["admission wait"] += unit._room.state().longest_wait_seconds > 0
+
+
+class SimController(Controller):
+    """A controller whose calls for the books go into the world's."""
+
+    def __init__(self, task: str, schema: Schema, **callbacks: Any) -> None:
+        world, books, self.done = World.active, World.active.books, set[int]()
+
+        def on_done(rows: list[int]) -> None:
+            if twice := sorted(self.done.intersection(rows)):
+                books.violated(f"controller {task} has told twice that rows {twice} are done")
+            self.done.update(rows)
+
+        def on_lost(unit: int, rows: list[int]) -> None:
+            world.counts["loss named"] += 1
+            self.done.difference_update(rows)
+            books.named[task].update(rows)
+
+        super().__init__(task, schema, on_done=on_done, on_lost=on_lost, **callbacks)
+        world.controllers.append((current_process(), self))
+
+    def _take(self, unit: int, news: News, *, is_new_life: bool) -> None:
+        counts = World.active.counts
+        if not news.is_full:
+            counts["news"] += 1
+        elif not is_new_life:
+            counts["resync: new session"] += 1
+        else:
+            counts["resync: new life of a unit"] += 1
+        super()._take(unit, news, is_new_life=is_new_life)
+
+
+class SimUnit(StorageUnit):
+    """A unit that the world knows."""
+
+    def __init__(self, storage: Storage, schema: Schema, **options: Any) -> None:
+        super().__init__(storage, schema, **options)
+        assert isinstance(storage, Witness)
+        World.active.units[storage.number] = self
+
+
+class _LogWatch(logging.Handler):
+    """Counts what the queue logs."""
+
+    SAYS = (("has not taken a notice", "away"), ("is back", "back"), ("has lost", "loss logged"))
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        for says, what in self.SAYS:
+            if says in message:
+                self._counts[what] += 1
+
+
+def simulate(seed: int, *, keeps_trace: bool = False) -> Result:
+    """Run one seed."""
+    return World(seed, keeps_trace=keeps_trace).run()
