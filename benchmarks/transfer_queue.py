@@ -194,6 +194,7 @@ def socket_rate(num_bytes: int) -> float:
     payload, rates = np.ones(num_bytes, np.uint8), []
     pid = os.fork()
     if pid == 0:
+        here.close()
         buffer = memoryview(bytearray(num_bytes))
         while (got := there.recv_into(buffer)) > 0:
             while got < num_bytes:

@@ -69,17 +69,20 @@ class TransferQueueClient:
     async def put(self, metas: Sequence[GroupMeta], batch: Batch, *, row_bytes: int = 0) -> np.ndarray:
         """Admit groups, with columns of theirs and of their rows, and wait for room for them.
 
-        `row_bytes`: what each row's later columns may take; so much is reserved for it, besides what it comes with. Returns bool [n]: whether each of `batch.indices` was
-        stored. Raises `ValueError` naming the row and the column that does not fit, before anything is sent.
+        `row_bytes`: what each row's later columns may take; so much is reserved for it, besides what it comes with. Returns bool
+        [n]: whether each of `batch.indices` was stored. Raises `ValueError` naming the row and the column that does not fit, before
+        anything is sent.
         """
         self.schema.check_metas(metas)
         self.schema.check(batch)
-        known = {meta.group for meta in metas}
         row_groups = batch.indices >> self.schema.group_bits
-        for group in [*np.unique(row_groups).tolist(), *batch.groups.tolist()]:
-            if group not in known:
-                raise ValueError(f"group {group} has columns in the batch and is not admitted with it")
-        stored, units = np.zeros(len(batch.indices), bool), self._places.units
+        unknown = {*row_groups.tolist(), *batch.groups.tolist()}.difference(meta.group for meta in metas)
+        if unknown:
+            raise ValueError(f"group {min(unknown)} has columns in the batch and is not admitted with it")
+        units = self._places.units
+        if len(units) == 1:
+            return await self._unit(units[0]).put(list(metas), WireBatch.of(batch), row_bytes)
+        stored = np.zeros(len(batch.indices), bool)
         of_meta = np.array([meta.group for meta in metas], np.int64) % len(units)
         for number in np.unique(of_meta).tolist():
             rows = np.flatnonzero(row_groups % len(units) == number)

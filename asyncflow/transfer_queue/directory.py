@@ -23,12 +23,17 @@ HERE = ""
 """The address of what is served by the process that serves the directory."""
 
 
-class Description(msgspec.Struct):
+class Description(msgspec.Struct, frozen=True, dict=True):
     """A queue, as a newcomer has to know it. `version` rises with every change of `places` (name -> address)."""
 
     version: int
     schema: Schema
     places: dict[str, str]
+
+    @functools.cached_property
+    def units(self) -> list[int]:
+        """The numbers of the units."""
+        return sorted(int(name.removeprefix("unit/")) for name in self.places if name.startswith("unit/"))
 
 
 class Directory:
@@ -57,8 +62,7 @@ class Directory:
 
     def next_unit(self) -> int:
         """The lowest number that no unit has had yet."""
-        taken = [int(name.removeprefix("unit/")) for name in self.current.places if name.startswith("unit/")]
-        return max(taken, default=-1) + 1
+        return max(self.current.units, default=-1) + 1
 
     def add(self, name: str, address: str = HERE) -> None:
         """The same, for the process that serves the directory."""
@@ -123,7 +127,7 @@ class Places:
     @property
     def units(self) -> list[int]:
         """The numbers of the units known by now."""
-        return sorted(int(name.removeprefix("unit/")) for name in self._description.places if name.startswith("unit/"))
+        return self._description.units
 
     def get(self, interface: type[T], name: str) -> T:
         """What is served under `name`."""

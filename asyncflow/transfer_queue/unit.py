@@ -78,6 +78,7 @@ class StorageUnit:
         self._writers: dict[tuple[str, int], int] = {}  # (task, row) -> the lease that completed it, the latest ones
         self._snapshot_dir = snapshot_dir
         self._snapshotting = asyncio.Lock()  # nothing is freed meanwhile
+        self._freeing = asyncio.Lock()
         self._unfreed: list[tuple[Array, Array]] = []  # rows, and whole groups, that are dropped and still in the storage
         self._has_new_facts = False
         self._under_way: set[asyncio.Task] = set()
@@ -210,11 +211,12 @@ class StorageUnit:
     async def snapshot(self, name: str) -> SnapshotFile:
         """Write all rows to `name` in the snapshot directory: whole or not at all, and kept when the machine stops."""
         path = self._snapshot_path(name)
-        async with self._snapshotting:
-            facts = msgspec.msgpack.encode(self._facts)
-            file = await write_snapshot(path, self.schema, self._index, self.storage, facts)
-        await self._to_its_end(self._free())
-        return file
+        try:
+            async with self._snapshotting:
+                facts = msgspec.msgpack.encode(self._facts)
+                return await write_snapshot(path, self.schema, self._index, self.storage, facts)
+        finally:
+            await self._to_its_end(self._free())
 
     @remote
     async def restore(self, name: str) -> int:
@@ -275,18 +277,19 @@ class StorageUnit:
             await told
 
     async def _free(self) -> None:
-        """Free what has been dropped."""
-        if not self._unfreed:
-            return
-        async with self._snapshotting:
+        """Free what has been dropped; while a snapshot is written, which may still read it, leave that to the snapshot's end."""
+        async with self._freeing:
             await self._keep_facts()  # first: should this process die in between, they are not to come back
-            while self._unfreed:
+            while self._unfreed and not self._snapshotting.locked():
                 rows, groups = self._unfreed[0]
                 await self.storage.drop(rows, groups)
                 del self._unfreed[0]
                 for group in groups.tolist():
                     self._has_new_facts |= self._facts.dropped.pop(group, None) is not None
             await self._keep_facts()
+
+    def _unfreed_groups(self) -> set[int]:
+        return {group for rows, _ in self._unfreed for group in (rows >> self.schema.group_bits).tolist()}
 
     async def _keep_facts(self) -> None:
         """If they have changed."""
@@ -306,7 +309,9 @@ class StorageUnit:
             new = [meta for meta in metas if meta.group not in self._index.metas]
             if not new:
                 return []
-            if self._unfreed:  # should one of them come again, the old one has to be freed first
+            if self._unfreed and not self._unfreed_groups().isdisjoint(meta.group for meta in new):  # one of them comes again
+                async with self._snapshotting:
+                    pass
                 await self._to_its_end(self._free())
                 continue
             reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from asyncflow.transfer_queue import client, directory, node, queue
+from asyncflow.transfer_queue import client, directory, node, queue, unit
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.notices import News, Superseded
@@ -87,6 +87,7 @@ class Plan:
         self.capacity_rows = rng.choice([None, 2 * rows if self.by_steps else rng.randint(4, 8)])
         self.fault_seconds = rng.choice([0.0, 3.0, 6.0])
         self.fault_pause = rng.choice([0.2, 0.6])
+        self.notices_kept = rng.choice([4, 16, 4096])
         self.closes_early = rng.random() < 0.1
 
     def interval(self, step: int) -> tuple[int, int]:
@@ -199,6 +200,7 @@ class World:
             mock.patch.object(queue, "Controller", SimController),
             mock.patch.object(node, "StorageUnit", SimUnit),
             mock.patch.object(queue, "StorageUnit", SimUnit),
+            mock.patch.object(unit, "NOTICES_KEPT", self.plan.notices_kept),
             mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=self._uuids.getrandbits(128), version=4)),
         ]
         gc.disable()
@@ -261,9 +263,9 @@ class World:
         books = self.books
         left = [row for group in sorted(books.acknowledged) for row in books.rows(group) if not self.has_ended(row)]
         lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
-        for number, unit in sorted(self.units.items()):
-            masks = {row: f"{mask:b}" for rows, mask, _ in unit._index.records() for row in rows.tolist() if row in left}
-            lines.append(f"unit {number} has {masks}, room {unit._room.state()}, away {unit._log.away()}")
+        for number, at in sorted(self.units.items()):
+            masks = {row: f"{mask:b}" for rows, mask, _ in at._index.records() for row in rows.tolist() if row in left}
+            lines.append(f"unit {number} has {masks}, room {at._room.state()}, away {at._log.away()}")
         for process, controller in self.controllers:
             if process.is_alive:
                 states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
@@ -492,8 +494,8 @@ class World:
         bits = {name: self.schema.mask([name]) for name in (DEAD, FILTERED)}
         for task, controller in live.items():
             reads, outputs = self.schema.mask(controller.spec.reads), self.schema.mask(controller.spec.outputs)
-            for number, unit in sorted(self.units.items()):
-                masks = {row: mask for rows, mask, _ in unit._index.records() for row in rows.tolist()}
+            for number, at in sorted(self.units.items()):
+                masks = {row: mask for rows, mask, _ in at._index.records() for row in rows.tolist()}
                 known = controller.table.rows_of(number).tolist()
                 if sorted(masks) != known:
                     more, less = sorted(set(known) - set(masks)), sorted(set(masks) - set(known))
@@ -541,8 +543,8 @@ class World:
         for _, controller in self.controllers:
             counts["expired"] += controller.table.num_expired
             counts["redelivered"] += controller.table.num_redelivered
-        for unit in self.units.values():
-            counts["admission wait"] += unit._room.state().longest_wait_seconds > 0
+        for at in self.units.values():
+            counts["admission wait"] += at._room.state().longest_wait_seconds > 0
 
 
 class SimController(Controller):
@@ -550,6 +552,7 @@ class SimController(Controller):
 
     def __init__(self, task: str, schema: Schema, **callbacks: Any) -> None:
         world, books, self.done = World.active, World.active.books, set[int]()
+        self.epochs: dict[int, str] = {}
 
         def on_done(rows: list[int]) -> None:
             if twice := sorted(self.done.intersection(rows)):
@@ -568,10 +571,13 @@ class SimController(Controller):
         counts = World.active.counts
         if not news.is_full:
             counts["news"] += 1
-        elif not is_new_life:
-            counts["resync: new session"] += 1
-        else:
+        elif is_new_life:
             counts["resync: new life of a unit"] += 1
+        elif self.epochs.get(unit) == news.epoch:
+            counts["resync: the log is too short"] += 1
+        else:
+            counts["resync: new session"] += 1
+        self.epochs[unit] = news.epoch
         super()._take(unit, news, is_new_life=is_new_life)
 
 

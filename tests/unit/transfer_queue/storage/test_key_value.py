@@ -132,7 +132,8 @@ async def test_a_group_outlives_the_rows_that_were_written_with_it() -> None:
     again = await opened(store)
     assert [(s.metas, s.rows.tolist(), s.columns) async for s in again.recover()] == [([META], [15], ["reward"])]
     assert (await again.read(np.array([15]), ["reward"])).dense("reward").tolist() == [15] and again.nbytes == 4
-    await again.drop(np.array([15]), NONE)  # only the meta is left, for the group is still there
+    await storage.drop(np.array([15]), NONE)  # the meta is left, for the group is still there, and what has been dropped
+    assert len(store.values) == 2
     third = await opened(store)
     assert [s async for s in third.recover()] == [] and third.nbytes == 0
     await third.drop(NONE, np.array([1]))

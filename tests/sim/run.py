@@ -1,0 +1,73 @@
+"""Run seeds of the simulation: `python -m tests.sim.run --seeds 0:20000`; one of them, with all that happens: `--seeds 7:8 --trace`."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tests.sim.world import Result, simulate
+
+CHUNK = 20
+
+
+def replay(seed: int) -> str:
+    """The command that shows what happens in a seed."""
+    return f"python -m tests.sim.run --seeds {seed}:{seed + 1} --trace"
+
+
+def report(result: Result) -> str:
+    """What was wrong with a seed, and how to see it."""
+    return "\n".join([f"seed {result.seed}, {len(result.violations)} violations", *result.violations, f"replay: {replay(result.seed)}"])
+
+
+def _results(seeds: range, processes: int) -> Iterator[Result]:
+    if processes == 1:
+        yield from map(simulate, seeds)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap(simulate, seeds, CHUNK)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 if a law was broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", default="0:2000", metavar="A:B", help="from A, up to but without B")
+    parser.add_argument("--trace", action="store_true", help="print every event")
+    parser.add_argument("--processes", type=int, default=1)
+    chosen = parser.parse_args(arguments)
+    first, _, end = chosen.seeds.partition(":")
+    seeds, console = range(int(first), int(end or int(first) + 1)), Console()
+    if chosen.trace:
+        results = [simulate(seed, keeps_trace=True) for seed in seeds]
+        for result in results:
+            print(*result.trace, sep="\n")
+            print(f"trace hash {result.digest}, {result.seconds:.3f} virtual seconds")
+    else:
+        results = []
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task("seeds", total=len(seeds))
+            for result in _results(seeds, chosen.processes):
+                results.append(result)
+                if result.violations:
+                    progress.console.print(report(result), markup=False, highlight=False)
+                progress.update(bar, advance=1, description=f"seeds, {sum(bool(r.violations) for r in results)} failed")
+    counts: Counter[str] = sum((result.counts for result in results), Counter())
+    for what, count in sorted(counts.items()):
+        print(f"{count:10,}  {what}")
+    failed = [result for result in results if result.violations]
+    if chosen.trace:
+        for result in failed:
+            print(report(result))
+    print(f"{len(results)} seeds, {len(failed)} of them with violations")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The whole queue under a virtual clock: whatever breaks, every row that was acknowledged comes to its end, and has its effect once.
+
+`make soak` runs ten times as many seeds. A seed that fails prints the command that replays it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.sim.run import report
+from tests.sim.world import simulate
+
+SEEDS, CHUNK = 2000, 100
+COUNTED: dict[int, Counter[str]] = {}
+
+AT_LEAST = {
+    "break": 2000,
+    "crash": 1000,
+    "pause": 1000,
+    "partition": 1000,
+    "replacement": 500,
+    "duplicate": 500,
+    "reorder": 200,
+    "request lost": 1000,
+    "reply lost": 1000,
+    "late request served": 50,
+    "handler cancelled": 1000,
+    "storage failure": 300,
+    "restart of a unit": 200,
+    "restart of a controller": 200,
+    "restart of a feeder": 50,
+    "restart of a rollout": 200,
+    "restart of a trainer": 200,
+    "superseded": 500,
+    "away": 100,
+    "back": 50,
+    "resync: new session": 1000,
+    "resync: new life of a unit": 200,
+    "resync: the log is too short": 50,
+    "news": 10000,
+    "raised StaleToken": 500,
+    "completion refused": 500,
+    "marks refused": 100,
+    "redelivery": 1000,
+    "expired": 500,
+    "dead letter": 200,
+    "filtered": 200,
+    "admission wait": 100,
+    "lost": 200,
+    "loss named": 100,
+    "trained": 10000,
+}
+"""How often, over all seeds, what is to be tested has to happen: a simulation must not stop testing something without a word."""
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_no_law_is_broken(first: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + CHUNK):
+        result = simulate(seed)
+        assert not result.violations, report(result)
+        counts += result.counts
+    COUNTED[first] = counts
+
+
+def test_everything_that_can_happen_has_happened_often() -> None:
+    if len(COUNTED) < SEEDS // CHUNK:
+        pytest.skip("only some of the seeds have run")
+    counts = sum(COUNTED.values(), Counter())
+    assert {what: counts[what] for what, least in AT_LEAST.items() if counts[what] < least} == {}
+
+
+def test_a_seed_is_the_same_each_time_and_in_every_process() -> None:
+    seeds = range(7, 17)
+    program = f"from tests.sim.world import simulate; print(*(simulate(seed).digest for seed in {seeds!r}))"
+    digests = [[simulate(seed).digest for seed in seeds]]
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        root = Path(__file__).parents[2]
+        done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True, check=True)
+        digests.append(done.stdout.split())
+    assert digests[0] == digests[1] == digests[2]
+    assert len(set(digests[0])) == len(seeds)
