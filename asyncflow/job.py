@@ -108,7 +108,7 @@ class Job:
         self._cluster: Cluster = load("cluster", CLUSTERS[config.cluster])(config.run_dir)
         listener = self.listener
         driver = Driver(config, prepared, on_step=self._on_step, on_evaluation=self._on_evaluation, says=listener.says)
-        self._server, self.driver = driver.server(self), driver
+        self._server, self.driver = driver.server(self, self._weights_dir / "queue"), driver
         await driver.transfer_queue.open()
         await self._server.start(control_socket(config.run_dir))
         await self._cluster.start(self._workers())

@@ -21,7 +21,7 @@ from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.metrics import run_metrics
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.table import DeadRow
-from asyncflow.transport import Server
+from asyncflow.transport import Arena, Server
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board
@@ -110,10 +110,11 @@ class Driver:
         names = ["jsonl", *config.telemetry.trackers]
         self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
 
-    def server(self, status: object) -> Server:
-        """Serves the run's services; `status` answers `asyncflow status`."""
+    def server(self, status: object, arena: Path) -> Server:
+        """Serves the run's services; `status` answers `asyncflow status`. Large columns lie in the file `arena`, in shared memory."""
         services = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
-        return Server({**services, **self.transfer_queue.services}, self.transfer_queue.abandon)
+        memory = Arena(self.config.queue.unit_capacity_bytes * self.config.queue.num_units, arena)
+        return Server({**services, **self.transfer_queue.services}, self.transfer_queue.abandon, arena=memory)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""

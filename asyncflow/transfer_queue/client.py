@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -25,6 +25,18 @@ from asyncflow.transfer_queue.table import Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
 from asyncflow.transport import Credentials, Peer
 from asyncflow.types import Array, Batch, GroupMeta
+
+
+class Wanted(TypedDict, total=False):
+    """What `lease` takes besides the task and the step."""
+
+    groups: int
+    rows: int
+    tokens: int
+    at_least: int
+    installed: int | None
+    rank: int
+    columns: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +155,7 @@ class TransferQueueClient:
                     raise
                 lease = there
 
-    async def stream(self, task: str, step: int | None = None, **wanted: int) -> AsyncIterator[Leased]:
+    async def stream(self, task: str, step: int | None = None, **wanted: Unpack[Wanted]) -> AsyncIterator[Leased]:
         """What becomes ready, in that order, until the step or the task ends; the next lease is fetched while this one is worked on.
 
         `wanted`: what `lease` takes.

@@ -42,6 +42,8 @@ def run_metrics(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]
 
 
 class _Collector(Collector):
+    """The families of one moment."""
+
     def __init__(self, tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]) -> None:
         self._tasks, self._units = tasks, units
 

@@ -119,10 +119,11 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         """That a batch fits what is declared. Raises `ValueError` naming the row (or group) and the column that does not."""
         if batch.indices.dtype != np.int64 or batch.indices.ndim != 1 or batch.groups.dtype != np.int64 or batch.groups.ndim != 1:
             raise ValueError("indices and groups of a batch are to be int64 [n]")
-        if len(batch.indices) > 1 and not (batch.indices[1:] > batch.indices[:-1]).all():  # as a rule they rise
-            values, counts = np.unique(batch.indices, return_counts=True)
-            if len(values) < len(batch.indices):
-                raise ValueError(f"row {values[counts > 1][0]} is in the batch twice")
+        for kind, keys in (("row", batch.indices), ("group", batch.groups)):
+            if len(keys) > 1 and not (keys[1:] > keys[:-1]).all():  # as a rule they rise
+                numbers, counts = np.unique(keys, return_counts=True)
+                if len(numbers) < len(keys):
+                    raise ValueError(f"{kind} {numbers[counts > 1][0]} is in the batch twice")
         for name, values in batch.columns.items():
             column = self.column(name)
             keys = batch.indices if column.per == "row" else batch.groups

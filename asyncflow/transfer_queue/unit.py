@@ -382,6 +382,8 @@ class StorageUnit:
         self, batch: Batch, new: list[GroupMeta], free: Array, free_groups: Array, row_mask: int, group_mask: int
     ) -> None:
         """Hand the storage what is free of the batch; a batch whose columns are not wanted for any entry goes without them."""
+        if (not row_mask or free.all()) and (not group_mask or free_groups.all()):  # as a rule
+            return await self.storage.write(new, batch)
         wanted = {n: v for n, v in batch.columns.items() if (free if self.schema.column(n).per == "row" else free_groups).any()}
         rows = np.flatnonzero(free) if row_mask else np.arange(0)
         groups = np.flatnonzero(free_groups) if group_mask else np.arange(0)

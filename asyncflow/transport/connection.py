@@ -217,6 +217,9 @@ class Connection:
         if number in self._running:
             self.close(f"it used the number {number} of a request that is under way")
             return
+        if len(self._running) >= self._limits.requests:
+            self.close(f"it has {len(self._running)} requests under way and sent one more")
+            return
         try:
             service = self._house.services.get(request.service)
             if service is None:

@@ -46,6 +46,8 @@ class Limits:
     frame_seconds: float = 60.0
     """From a frame's first byte to its last, and one second more for every `frame_bytes_per_second` of it."""
     frame_bytes_per_second: float = 1e6
+    requests: int = 16384
+    """Of one connection at once, parked ones included; one more costs its sender the connection."""
     hold_seconds: float = 60.0
     """For how long an answer handed over by reference is kept for a client that does not say that it has copied it."""
 

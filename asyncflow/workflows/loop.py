@@ -88,8 +88,8 @@ async def feed(
         size, interval = shape.prompts_per_step, schedule.interval(step)
         metas = [GroupMeta(step * size + i, shape.group_size, step, interval) for i in range(size)]
         await ledger.open(metas)
-        prompts = admission(metas, source.take(size), [shape.temperature] * size)
-        await queue.put(metas, prompts, row_bytes=shape.row_bytes)  # 4: take B prompts
+        batch = admission(metas, source.take(size), [shape.temperature] * size)  # 4: take B prompts
+        await queue.put(metas, batch, row_bytes=shape.row_bytes)
 
 
 async def produce(by: Producer, leased: Leased, request: Request) -> None:
