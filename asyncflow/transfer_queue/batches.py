@@ -11,32 +11,52 @@ from asyncflow.transfer_queue.schema import Schema
 from asyncflow.types import Array, Batch, Ragged, Values
 
 
-class WireColumn(msgspec.Struct, array_like=True):
-    """A column in a message; `offsets` where it is ragged."""
-
-    name: str
-    values: np.ndarray
-    offsets: np.ndarray | None = None
-
-
 class WireBatch(msgspec.Struct, array_like=True):
-    """A `Batch` in a message: its arrays travel as raw frames."""
+    """A `Batch` in a message: its arrays travel as raw frames, all that is int64 and short as one.
 
-    indices: np.ndarray
-    groups: np.ndarray
-    columns: list[WireColumn]
+    `layout` int64: the numbers of rows and of groups, `indices`, `groups`, then for each column the length of its `offsets`, and
+    these; a dense column has none. `values`: each column's, end to end.
+    """
+
+    layout: np.ndarray
+    names: list[str]
+    values: list[np.ndarray]
 
     @classmethod
     def of(cls, batch: Batch) -> WireBatch:
-        columns = [
-            WireColumn(name, v.values, v.offsets) if isinstance(v, Ragged) else WireColumn(name, v)
-            for name, v in batch.columns.items()
-        ]
-        return cls(batch.indices, batch.groups, columns)
+        parts = [np.array([len(batch.indices), len(batch.groups)]), batch.indices, batch.groups]
+        values = []
+        for column in batch.columns.values():
+            offsets = column.offsets if isinstance(column, Ragged) else _NO_OFFSETS
+            parts += [np.array([len(offsets)]), offsets]
+            values.append(column.values if isinstance(column, Ragged) else column)
+        return cls(np.concatenate(parts), list(batch.columns), values)
 
     def batch(self) -> Batch:
-        columns = {c.name: c.values if c.offsets is None else Ragged(c.values, c.offsets) for c in self.columns}
-        return Batch(self.indices, self.groups, columns)
+        """Raises `ValueError` when the layout is not one."""
+        rest = self.layout
+        if rest.dtype != np.int64 or rest.ndim != 1 or len(rest) < 2 or len(self.names) != len(self.values):
+            raise ValueError("a batch without a layout")
+        num_rows, num_groups = rest[:2].tolist()
+        indices, rest = _cut(rest[2:], num_rows)
+        groups, rest = _cut(rest, num_groups)
+        columns: dict[str, Values] = {}
+        for name, values in zip(self.names, self.values, strict=True):
+            length, rest = _cut(rest, 1)
+            offsets, rest = _cut(rest, int(length[0]))
+            columns[name] = Ragged(values, offsets) if len(offsets) else values
+        if len(rest) or len(columns) < len(self.names):
+            raise ValueError("a batch whose layout is longer than its columns, or that has a column twice")
+        return Batch(indices, groups, columns)
+
+
+_NO_OFFSETS = np.empty(0, np.int64)
+
+
+def _cut(layout: Array, length: int) -> tuple[Array, Array]:
+    if not 0 <= length <= len(layout):
+        raise ValueError("a batch whose layout is shorter than it says")
+    return layout[:length], layout[length:]
 
 
 def take(schema: Schema, batch: Batch, rows: Array, groups: Array) -> Batch:

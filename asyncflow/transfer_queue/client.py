@@ -20,7 +20,7 @@ import numpy as np
 from asyncflow.transfer_queue.batches import WireBatch, concatenate, take
 from asyncflow.transfer_queue.controller import Controller, TaskStatus
 from asyncflow.transfer_queue.directory import Places, remote_directory
-from asyncflow.transfer_queue.schema import DEAD, FILTERED
+from asyncflow.transfer_queue.schema import FILTERED
 from asyncflow.transfer_queue.table import Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
 from asyncflow.transport import Credentials, Peer
@@ -55,6 +55,7 @@ class TransferQueueClient:
         self.schema = places.schema
         self._places = places
         self._held: dict[Token, set[int]] = {}
+        self._asking: dict[str, set[asyncio.Future[Lease | None]]] = {}
         self._peer: Peer | None = None
 
     @classmethod
@@ -130,7 +131,7 @@ class TransferQueueClient:
             groups = 1
         want = Want(groups, rows, tokens, at_least, installed, step, rank)
         while True:
-            lease = await self._controller(task).lease(want)
+            lease = await self._ask(task, want)
             if lease is None:
                 return None
             if (leased := await self.fetch(lease, reads)) is not None:
@@ -209,9 +210,7 @@ class TransferQueueClient:
         """Give rows back after a failure. Does nothing when the lease is over: its rows have been given back already."""
         self._let_go(lease, rows)
         with contextlib.suppress(StaleToken):
-            dead = await self._controller(lease.token.task).fail(lease.token, list(rows), error)
-            if dead:
-                await self._end(dead, DEAD, error)
+            await self._controller(lease.token.task).fail(lease.token, list(rows), error)
 
     async def filter(self, rows: Sequence[int] | Array, reason: str) -> None:
         """Take rows out for all tasks: they end as filtered, for this reason, and wait to be dropped."""
@@ -229,7 +228,10 @@ class TransferQueueClient:
 
     async def withdraw(self, task: str) -> None:
         """Have this worker's parked requests answered with None."""
+        asking = list(self._asking.get(task, ()))
         await self._controller(task).withdraw()
+        for request in asking:  # it was lost on its way: it is not to be repeated
+            request.cancel()
 
     async def drop(self, rows: Sequence[int] | Array) -> None:
         """Free rows everywhere."""
@@ -261,6 +263,17 @@ class TransferQueueClient:
             description = await self._places.learn(description.version)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _ask(self, task: str, want: Want) -> Lease | None:
+        request = asyncio.ensure_future(self._controller(task).lease(want))
+        asking = self._asking.setdefault(task, set())
+        asking.add(request)
+        try:
+            await asyncio.wait([request])
+            return None if request.cancelled() else request.result()
+        finally:
+            request.cancel()
+            asking.discard(request)
 
     async def _read(self, lease: Lease, columns: Sequence[str]) -> Batch:
         """Raises `LookupError` when some of it was dropped while the lease was on its way, or is not there yet."""

@@ -22,10 +22,11 @@ from asyncflow.registry import build
 from asyncflow.transfer_queue.notices import News, Notice
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
-from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.schema import DEAD, Schema
 from asyncflow.transfer_queue.table import DeadRow, Lease, Table, Token, Want
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import ConnectionLost, client_name, remote
+from asyncflow.types import Array, RunError
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Controller:
         self._timer: asyncio.TimerHandle | None = None
         self._ended_leases: dict[int, list[int]] = {}  # unit -> leases that it has not been told of
         self._caught_up: dict[int, asyncio.Event] = {}
+        self._units: dict[int, StorageUnit] = {}
+        self._burials: set[asyncio.Task[None]] = set()
 
     # -- following the units ------------------------------------------------------------------------------------------------
 
@@ -80,6 +83,7 @@ class Controller:
         Raises `Superseded` when another controller has taken this task over.
         """
         epoch, last, pause = "", 0, RETRY_SECONDS[0]
+        self._units[number] = unit
         ended = self._ended_leases.setdefault(number, [])
         caught_up = self._caught_up.setdefault(number, asyncio.Event())
         while True:
@@ -168,7 +172,7 @@ class Controller:
 
     @remote
     async def fail(self, token: Token, rows: list[int], error: str) -> list[int]:
-        """Give rows back after a failure. Returns those that have failed `max_failures` times: the caller marks them dead.
+        """Give rows back after a failure. Returns those that have failed `max_failures` times: they are marked dead.
 
         Raises `StaleToken`.
         """
@@ -176,6 +180,11 @@ class Controller:
         if dead:
             self._on_dead(dead)
         self._serve()
+        if dead:  # goes on without the caller, who may be the failure: the other tasks have to hear of it
+            burial = asyncio.create_task(self._bury(dead))
+            self._burials.add(burial)
+            burial.add_done_callback(self._burials.discard)
+            await asyncio.shield(burial)
         return [letter.row for letter in dead]
 
     @remote
@@ -198,11 +207,28 @@ class Controller:
         """Stop the clock, and answer whoever waits with None."""
         if self._timer is not None:
             self._timer.cancel()
+        for burial in self._burials:
+            burial.cancel()
         for request in self._parked:
             if not request.answer.done():
                 request.answer.set_result(None)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _bury(self, dead: list[DeadRow]) -> None:
+        """Mark rows dead in the units that have them."""
+        rows, errors = np.array([letter.row for letter in dead], np.int64), [letter.error for letter in dead]
+        await asyncio.gather(*(self._mark_dead(unit, rows, errors) for unit in self._units.values()))
+
+    async def _mark_dead(self, unit: StorageUnit, rows: Array, errors: list[str]) -> None:
+        pause = RETRY_SECONDS[0]
+        while True:
+            try:
+                return await unit.end(rows, DEAD, errors)
+            except RunError as error:
+                log.warning("task %r: rows %s cannot be marked dead yet: %s", self.spec.name, rows.tolist(), error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_SECONDS[1])
 
     def _serve(self) -> None:
         now = _now()

@@ -133,6 +133,7 @@ class Feed:
         """Raises what connecting raises: `ConnectionLost`, `UserError`."""
         self._source, self._prefetch = source, prefetch
         self._ahead: Ahead | None = None
+        self._failure: Exception | None = None
         self._running: asyncio.Task[None] | None = None
         self._readers: ProcessPoolExecutor | None = None
         if num_workers:
@@ -152,6 +153,8 @@ class Feed:
 
         async def start(client: TransferQueueClient) -> None:
             self._ahead = Ahead(client, self._fetch, self._prefetch)
+            if self._failure is not None:
+                self._ahead.fail(self._failure)
             self._running = asyncio.create_task(self._ahead.run(self._source.task, wanted))
 
         return self.submit(start)
@@ -183,9 +186,11 @@ class Feed:
         renewing = asyncio.create_task(client.renew_held())
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait([renewing, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done() and self._ahead is not None:  # leases that cannot be renewed are as good as lost
+        if not stopping.done():  # leases that cannot be renewed are as good as lost
             why = renewing.exception()
-            self._ahead.fail(why if isinstance(why, Exception) else RunError("the loader's leases are not renewed any more"))
+            self._failure = why if isinstance(why, Exception) else RunError("the loader's leases are not renewed any more")
+            if self._ahead is not None:
+                self._ahead.fail(self._failure)
         await stopping
         mine = asyncio.all_tasks() - {asyncio.current_task()}
         for task in mine:
@@ -193,6 +198,8 @@ class Feed:
         await asyncio.gather(*mine, return_exceptions=True)
         await client.disconnect()
         if self._readers is not None:
+            for reader in list((self._readers._processes or {}).values()):  # public from Python 3.14 on: terminate_workers
+                reader.terminate()  # it holds nothing, and what it waits for may never come
             self._readers.shutdown(cancel_futures=True)
 
     async def _fetch(self, lease: Lease) -> Fetched | None:

@@ -83,6 +83,7 @@ class StorageUnit:
         self._has_new_facts = False
         self._under_way: set[asyncio.Task] = set()
         self._num_writing = 0
+        self._gone: dict[int, None] = {}  # groups that have been dropped, the latest ones
         self._arriving: set[int] = set()  # groups that have been admitted and are being written for the first time
         self._settled = asyncio.Event()  # set, and replaced, whenever a write is over
         self._token_columns = {c.name: c.per for c in schema.columns if c.counts_tokens}
@@ -110,9 +111,9 @@ class StorageUnit:
     async def put(self, metas: list[GroupMeta], batch: WireBatch, row_bytes: int) -> np.ndarray:
         """Admit groups, and store columns of theirs or of rows already there.
 
-        Waits for room for the new groups: each of their rows reserves `row_bytes` besides what it comes with. Returns
-        bool [n]: False for a row that is not there, or that has one of the columns already; it keeps what it has. Raises
-        `ValueError` naming what does not fit.
+        Waits for room for the new groups: each of their rows reserves `row_bytes` besides what it comes with. A group that has
+        been dropped does not come again: this may be a request that was repeated. Returns bool [n]: False for a row that is not
+        there, or that has one of the columns already; it keeps what it has. Raises `ValueError` naming what does not fit.
         """
         columns = batch.batch()
         self.schema.check_metas(metas)
@@ -269,6 +270,9 @@ class StorageUnit:
                     self._has_new_facts = True
             for group in numbers:
                 self._row_bytes.pop(group, None)
+            self._gone.update(dict.fromkeys(sorted(numbers)))
+            while len(self._gone) > TOKENS_REMEMBERED:
+                del self._gone[next(iter(self._gone))]
             self._unfreed.append((dropped, np.array(sorted(numbers), np.int64)))
             self._room.release(len(dropped), freed)
             told = self._log.post(Notice(rows=dropped.tobytes(), is_drop=True))
@@ -288,9 +292,6 @@ class StorageUnit:
                     self._has_new_facts |= self._facts.dropped.pop(group, None) is not None
             await self._keep_facts()
 
-    def _unfreed_groups(self) -> set[int]:
-        return {group for rows, _ in self._unfreed for group in (rows >> self.schema.group_bits).tolist()}
-
     async def _keep_facts(self) -> None:
         """If they have changed."""
         if self._has_new_facts:
@@ -306,17 +307,12 @@ class StorageUnit:
         while True:
             while self._arriving and any(meta.group in self._arriving for meta in metas):  # whether they are there is not sure yet
                 await self._settled.wait()
-            new = [meta for meta in metas if meta.group not in self._index.metas]
+            new = [meta for meta in metas if meta.group not in self._index.metas and meta.group not in self._gone]
             if not new:
                 return []
-            if self._unfreed and not self._unfreed_groups().isdisjoint(meta.group for meta in new):  # one of them comes again
-                async with self._snapshotting:
-                    pass
-                await self._to_its_end(self._free())
-                continue
             reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
             await self._room.reserve(reserved, reserved * each)
-            if not any(meta.group in self._index.metas for meta in new):
+            if not any(meta.group in self._index.metas or meta.group in self._gone for meta in new):
                 break
             self._room.release(reserved, reserved * each)  # admitted by another request meanwhile
         new = self._admit(new, each)

@@ -35,6 +35,7 @@ DTYPES = {
     name: np.dtype(name)
     for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_DIMENSIONS = 4
 
 client_name: contextvars.ContextVar[str] = contextvars.ContextVar("client_name", default="driver")
@@ -128,13 +129,14 @@ def encode(message: msgspec.Struct, arrays: list[np.ndarray], held: list[np.ndar
 
     def hook(item: Any) -> Any:
         if isinstance(item, np.ndarray):
-            if item.ndim > MAX_DIMENSIONS or DTYPES.get(item.dtype.name) != item.dtype:
+            name = NAMES.get(item.dtype)
+            if item.ndim > MAX_DIMENSIONS or name is None:
                 raise TypeError(f"an array of {item.ndim} dimensions and dtype {item.dtype.str} cannot be sent")
             if arena is not None and item.nbytes >= LARGE_BYTES and (place := arena.locate(item)) is not None:
                 held.append(item)
-                return ArrayRef(item.dtype.name, item.shape, -1, place)
+                return ArrayRef(name, item.shape, -1, place)
             arrays.append(item if item.flags.c_contiguous else np.ascontiguousarray(item))
-            return ArrayRef(item.dtype.name, item.shape, len(arrays) - 1)
+            return ArrayRef(name, item.shape, len(arrays) - 1)
         if isinstance(item, np.generic):
             return item.item()
         raise TypeError(f"{type(item).__name__} cannot be sent")
@@ -183,7 +185,7 @@ def _decode_array(wanted: type, item: Any) -> np.ndarray:
     ref = msgspec.convert(item, ArrayRef)
     dtype, shape, buffers = DTYPES.get(ref.dtype), ref.shape, _arriving.buffers
     # A product of Python integers does not overflow; the bound on each keeps numpy's own arithmetic from it.
-    if dtype is None or len(shape) > MAX_DIMENSIONS or not all(0 <= n < 1 << 40 for n in shape):
+    if dtype is None or len(shape) > MAX_DIMENSIONS or any(not 0 <= n < 1 << 40 for n in shape):
         raise ValueError(f"no such array can be received: {ref}")
     if ref.place is not None and _arriving.arena is not None:
         if ref.place.num_bytes != math.prod(shape) * dtype.itemsize:
@@ -195,7 +197,7 @@ def _decode_array(wanted: type, item: Any) -> np.ndarray:
         buffer = buffers[ref.buffer]
     array: np.ndarray = np.ndarray(shape, dtype, buffer)
     if not _arriving.is_writeable:
-        array.flags.writeable = False
+        array.setflags(write=False)
     return array
 
 

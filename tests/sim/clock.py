@@ -1,6 +1,6 @@
 """An event loop whose clock jumps to the next timer, and processes that it can stop, freeze and kill.
 
-A process is a context variable: whatever runs in a process's context belongs to it. The callbacks of a process that is paused are kept
+A process is a context variable: whatever runs in its context belongs to it. The callbacks of a process that is paused are kept
 until it goes on; those of one that was killed are thrown away, so that not even its `finally` blocks run, as after `kill -9`.
 """
 
@@ -24,7 +24,7 @@ class Process:
     def __init__(self, loop: SimLoop, name: str) -> None:
         self.name = name
         self.loop = loop
-        self.is_alive, self.is_paused = True, False
+        self.is_alive, self.is_paused, self.was_missing = True, False, False
         self.backlog: list[events.Handle] = []
         self.on_death: list[Callable[[], None]] = []
         self._context = contextvars.Context()

@@ -1,9 +1,9 @@
 """The wire between simulated processes: what `transport.Peer` and `transport.Server` do, over streams that misbehave as streams do.
 
-A connection is two streams; each delivers a prefix of what was sent, in order and late. It breaks at either end at another moment: a
-request may still be served whose caller has long asked again over a new connection. A handler dies with its connection, and the server
-is told that the client has gone. Seeds that are `loose` deliver requests out of order, and some twice, within a connection too.
-Everything crosses as bytes.
+A connection is two streams; each delivers a prefix of what was sent, in order and late. It breaks at either end at another moment:
+a request may still be served whose caller has long asked again over a new connection. A handler dies with its connection, and the
+server is told that the client has gone. Seeds that are `loose` deliver requests out of order, and some twice, within a connection
+too. Everything crosses as bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from asyncflow.transport import codec
 from asyncflow.transport.codec import ConnectionLost, RemoteError, client_name
 from asyncflow.types import CROSSING
-from tests.sim.clock import Process, SimLoop, current_process
+from tests.sim.clock import SimLoop, current_process
 
 NOT_TWICE = ("follow", "describe")  # parked for ever by one asker at a time: never twice on one connection
 
@@ -113,6 +113,7 @@ class SimPeer:
         self.loop = self.network.loop
         self.is_served = True
         self._error: ConnectionLost | None = None
+        self._welcome = asyncio.Event()
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._pending: dict[int, asyncio.Future[tuple[Any, Sequence[np.ndarray]]]] = {}
         self._running: dict[int, asyncio.Future[Any]] = {}
@@ -133,20 +134,18 @@ class SimPeer:
             raise ConnectionLost(f"nobody answers at {address}")
         peer = cls(str(address), name, server)
         network.links.append(peer)
-        welcome: asyncio.Future[None] = network.loop.create_future()
-        network.loop.call_at(network.loop.now + wait, peer._greet, welcome, context=peer._at_server)
+        network.loop.call_at(network.loop.now + wait, peer._greet, context=peer._at_server)
         try:
             async with asyncio.timeout(timeout_seconds):
-                await welcome
-        except TimeoutError as error:
+                await peer._welcome.wait()
+        except TimeoutError:
             peer.end("no welcome in time")
-            raise ConnectionLost(f"nobody answers at {address}: no welcome in time") from error
         if peer._error is not None:
-            raise peer._error
+            raise ConnectionLost(f"nobody answers at {address}: {peer._error}")
         return peer
 
-    def _greet(self, welcome: asyncio.Future[None]) -> None:
-        self.loop.call_at(self._down(), lambda: welcome.done() or welcome.set_result(None), context=self._at_client)
+    def _greet(self) -> None:
+        self.loop.call_at(self._down(), self._welcome.set, context=self._at_client)
 
     @property
     def is_lost(self) -> bool:
@@ -185,6 +184,7 @@ class SimPeer:
         if self._error is not None:
             return
         self._error = ConnectionLost(f"lost {self.address}: {why}")
+        self._welcome.set()
         if not self._lost.done():
             self._lost.set_result(None)
         for future in self._pending.values():

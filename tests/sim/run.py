@@ -1,4 +1,4 @@
-"""Run seeds of the simulation: `python -m tests.sim.run --seeds 0:20000`; one of them, with all that happens: `--seeds 7:8 --trace`."""
+"""Run seeds of the simulation, `python -m tests.sim.run --seeds 0:20000`; one with all that happens in it, `--seeds 7:8 --trace`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def replay(seed: int) -> str:
 
 def report(result: Result) -> str:
     """What was wrong with a seed, and how to see it."""
-    return "\n".join([f"seed {result.seed}, {len(result.violations)} violations", *result.violations, f"replay: {replay(result.seed)}"])
+    head = f"seed {result.seed}, {len(result.violations)} violations"
+    return "\n".join([head, *result.violations, f"replay: {replay(result.seed)}"])
 
 
 def _results(seeds: range, processes: int) -> Iterator[Result]:

@@ -56,7 +56,7 @@ class SlowMemory(MemoryStorage):
 
 
 class SimKeyValue:
-    """A key-value store in another place: `data` outlives whoever uses it. What is on its way when its client dies still arrives."""
+    """A key-value store elsewhere: `data` outlives whoever uses it. What is on its way when its client dies still arrives."""
 
     is_durable = True
     address = "simulated store"

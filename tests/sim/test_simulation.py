@@ -1,4 +1,4 @@
-"""The whole queue under a virtual clock: whatever breaks, every row that was acknowledged comes to its end, and has its effect once.
+"""The whole queue under a virtual clock: whatever breaks, every row that was acknowledged comes to its end and has its effect once.
 
 `make soak` runs ten times as many seeds. A seed that fails prints the command that replays it.
 """
@@ -83,7 +83,7 @@ def test_a_seed_is_the_same_each_time_and_in_every_process() -> None:
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         root = Path(__file__).parents[2]
-        done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True, check=True)
-        digests.append(done.stdout.split())
+        printed = subprocess.check_output([sys.executable, "-c", program], cwd=root, env=environment, text=True)
+        digests.append(printed.split())
     assert digests[0] == digests[1] == digests[2]
     assert len(set(digests[0])) == len(seeds)

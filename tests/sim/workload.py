@@ -1,4 +1,4 @@
-"""The loops that use the queue in a simulation: they put, generate, train, filter and drop, and write in the books what they were told."""
+"""The loops that use the queue in a simulation: they put, generate, train, filter and drop, and keep the books."""
 
 from __future__ import annotations
 
@@ -112,7 +112,13 @@ class Roller(Loop):
             if self.name == "rollout-1" and rng.random() < 0.3:
                 at_least = 2
             installed = self.world.version if self.plan.follows_versions else None
-            leased = await self.insist(lambda w=want, a=at_least, i=installed: self.queue.lease("rollout", at_least=a, installed=i, **w))
+            try:
+                leased = await self.queue.lease("rollout", at_least=at_least, installed=installed, **want)
+            except RunError as error:
+                if type(error) is not RunError:
+                    raise
+                await asyncio.sleep(0.1)
+                continue
             if leased is None:
                 if self.world.is_closed:
                     return
@@ -222,7 +228,7 @@ class StepTrainer(Trainer):
         closing = asyncio.ensure_future(self.world.closed(step))
         while not closing.done():
             wanted = step if self.is_first else None
-            leasing = asyncio.ensure_future(self.insist(lambda: self.queue.lease("train", step=wanted)))
+            leasing = asyncio.ensure_future(self.insist(lambda s=wanted: self.queue.lease("train", step=s)))
             await asyncio.wait([leasing, closing], return_when=asyncio.FIRST_COMPLETED)
             if not leasing.done():
                 leasing.cancel()
@@ -263,14 +269,13 @@ class StreamTrainer(Trainer):
         plan, rng = self.plan, self.rng
         while True:
             kind = rng.random()
-            if plan.train_sampler == "token_balanced" or kind < 0.6:
+            if kind < 0.6:
                 want = {"groups": 1}
             elif kind < 0.8:
                 want = {"rows": rng.randint(1, 6)}
             else:
                 want = {"tokens": rng.randint(1, 30)}
-            rank = int(self.name.rpartition("-")[2])
-            leased = await self.insist(lambda w=want: self.queue.lease("train", rank=rank, **w))
+            leased = await self.insist(lambda w=want: self.queue.lease("train", **w))
             if leased is None:
                 if self.world.is_closed:
                     return

@@ -1,8 +1,8 @@
 """One seed: a queue in several processes, the loops that use it, and everything that can go wrong, under a virtual clock.
 
-    plan      what the seed makes of the queue: how many units, over which storage, which process serves what, how often things fail
-    faults    for some seconds: connections break, links are cut, processes pause, die and are replaced, storages do not answer
-    quiet     nothing fails any more: every row that was acknowledged has to come to its end
+plan      what the seed makes of the queue: how many units, over which storage, which process serves what, how often things fail
+faults    for some seconds: connections break, links are cut, processes pause, die and are replaced, storages do not answer
+quiet     nothing fails any more: every row that was acknowledged has to come to its end
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.sim.network import Network, SimPeer, SimServer
 from tests.sim.storages import SimKeyValue, SlowMemory, Weather, Witness
 from tests.sim.workload import Feeder, Keeper, Loop, Roller, StepTrainer, StreamTrainer
 
+PROBE_SECONDS = 5.0
 QUIET_SECONDS = 150.0  # so long after the last fault everything has come to its end, or never will
 
 
@@ -138,16 +139,12 @@ class World:
         self.plan = Plan(seed)
         self.loop = SimLoop()
         self.rng = random.Random(f"{seed}/faults")
-        self.network = Network(
-            self.loop, random.Random(f"{seed}/network"), latency=self.plan.latency, loose=self.plan.is_loose
-        )
+        self.network = Network(self.loop, random.Random(f"{seed}/network"), latency=self.plan.latency, loose=self.plan.is_loose)
         self.counts = self.network.counts
         if keeps_trace:
             self.network.trace = []
         self.books = Books(self.plan.group_bits, self.plan.max_failures)
-        self.weather = Weather(
-            random.Random(f"{seed}/storage"), self.plan.storage_seconds, self.plan.storage_failures, self.counts
-        )
+        self.weather = Weather(random.Random(f"{seed}/storage"), self.plan.storage_seconds, self.plan.storage_failures, self.counts)
         self.schema = self.plan.schema()
         self.data: dict[str, bytes] = {}  # of all durable storages
         self.processes: dict[str, Process] = {}
@@ -247,7 +244,7 @@ class World:
                 return
             await asyncio.sleep(0.5)
         if not self.books.violations:
-            await asyncio.sleep(2 * plan.notify_timeout + 2.0)
+            await asyncio.sleep(10.0)  # for controllers to hear of everything
             self.books.settle()
             self._compare_controllers_with_units()
             self._look_at_losses()
@@ -275,7 +272,7 @@ class World:
     def _look_at_errors(self) -> None:
         for context in self.loop.errors:
             error = context.get("exception")
-            if error is not None and not isinstance(error, ConnectionLost):
+            if error is not None and not isinstance(error, ConnectionLost) and type(error) is not RunError:
                 self.books.violated(f"an exception that nobody took: {context.get('message')}: {error!r}")
 
     # -- processes ----------------------------------------------------------------------------------------------------------
@@ -338,6 +335,7 @@ class World:
             notify_timeout_seconds=plan.notify_timeout,
             capacity_rows=plan.capacity_rows,
         )
+        self.directory = hub.directory
         while True:
             try:
                 await hub.open()
@@ -358,7 +356,19 @@ class World:
         )
 
     async def _controller(self, task: str) -> None:
-        await node.serve_controller("hub", task, f"controller/{task}@{self.lives[f'controller/{task}']}")
+        name = f"controller/{task}"
+        self._look_after(current_process(), f"{name}@{self.lives[name]}")
+        await node.serve_controller("hub", task, f"{name}@{self.lives[name]}")
+
+    def _look_after(self, process: Process, address: str) -> None:
+        """As whoever supervises processes would: start a controller anew that nobody finds in the directory."""
+        if process.is_alive and self.processes[process.name] is process:
+            if not process.is_paused and process.was_missing and self.directory.current.places.get(process.name) != address:
+                self.counts["nowhere to be found"] += 1
+                self._crash(process.name)
+            else:
+                process.was_missing = self.directory.current.places.get(process.name) != address
+                self.loop.call_later(PROBE_SECONDS, self._look_after, process, address, context=contextvars.Context())
 
     async def _loop(self, name: str, kind: type[Loop]) -> None:
         await kind(self, name).main()
@@ -499,7 +509,7 @@ class World:
                 known = controller.table.rows_of(number).tolist()
                 if sorted(masks) != known:
                     more, less = sorted(set(known) - set(masks)), sorted(set(masks) - set(known))
-                    self.books.violated(f"controller {task}: of unit {number} it does not know {less}, and {more} are no more there")
+                    self.books.violated(f"controller {task}, unit {number}: it does not know of {less}, and {more} are gone")
                     continue
                 for row, mask in masks.items():
                     state = controller.table.state_of(row)

@@ -479,3 +479,18 @@ def test_only_the_loader_needs_torch() -> None:
 def test_a_batch_unpacks() -> None:
     columns, indices = StreamBatch({}, torch.arange(2))
     assert columns == {} and indices.tolist() == [0, 1]
+
+
+def test_close_does_not_wait_for_a_unit_that_hangs(queue: ServedQueue) -> None:
+    queue.put(range(2))
+    loader = StreamDataLoader(queue.address, "train", groups=1, num_workers=1, prefetch=0, timeout_seconds=5)
+    stream = iter(loader)
+    next(stream)
+    for unit in queue.queue.units:
+        unit.read = lambda *asked: asyncio.Event().wait()  # type: ignore[method-assign,assignment,return-value]
+    loader._timeout_seconds = 0.5
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        next(stream)
+    assert time.monotonic() - began < 5
+    until(lambda: queue.counts("train").get("leased", 0) == 0)
