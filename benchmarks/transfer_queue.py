@@ -76,6 +76,7 @@ async def serve(path: str, num_units: int, arena_path: str) -> None:
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.read)
         await server.close()
+        arena.close()
 
 
 async def unit(hub: str, number: int) -> None:

@@ -27,7 +27,7 @@ from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import StorageUnit
-from asyncflow.transport import remote
+from asyncflow.transport import Credentials, remote
 
 
 class Manifest(msgspec.Struct):
@@ -52,10 +52,11 @@ class TransferQueue:
         capacity_bytes: int | None = None,
         snapshot_dir: Path | None = None,
         patience_seconds: float = 60.0,
+        credentials: Credentials | None = None,
     ) -> None:
         """`storages`: one for each unit of this process, maybe none. `tasks`: whose controllers run in this process (all).
 
-        `capacity_rows` and `capacity_bytes` are each unit's.
+        `capacity_rows` and `capacity_bytes` are each unit's. `credentials`: to reach units that are served over TLS elsewhere.
         """
         self.schema = schema
         self._unit_options: dict[str, Any] = {
@@ -69,7 +70,12 @@ class TransferQueue:
         self.services: dict[str, object] = {"directory": self.directory, "queue": self}
         self._here: dict[str, object] = {}
         self.places = Places(
-            self.directory, "queue", here=self._here, patience_seconds=patience_seconds, known=self.directory.current
+            self.directory,
+            "queue",
+            here=self._here,
+            credentials=credentials,
+            patience_seconds=patience_seconds,
+            known=self.directory.current,
         )
         self.controllers: dict[str, Controller] = {}
         for name in [task.name for task in schema.tasks] if tasks is None else tasks:

@@ -82,7 +82,7 @@ class StorageUnit:
         self._unfreed: list[tuple[Array, Array]] = []  # rows, and whole groups, that are dropped and still in the storage
         self._has_new_facts = False
         self._under_way: set[asyncio.Task] = set()
-        self._num_writing = 0
+        self._writes: dict[object, Array] = {}  # under way, with the groups that they concern
         self._gone: dict[int, None] = {}  # groups that have been dropped, the latest ones
         self._arriving: set[int] = set()  # groups that have been admitted and are being written for the first time
         self._settled = asyncio.Event()  # set, and replaced, whenever a write is over
@@ -286,6 +286,8 @@ class StorageUnit:
             await self._keep_facts()  # first: should this process die in between, they are not to come back
             while self._unfreed and not self._snapshotting.locked():
                 rows, groups = self._unfreed[0]
+                while any(np.isin(written, rows >> self.schema.group_bits).any() for written in self._writes.values()):
+                    await self._settled.wait()  # what came to the storage after its group has gone would stay there
                 await self.storage.drop(rows, groups)
                 del self._unfreed[0]
                 for group in groups.tolist():
@@ -326,6 +328,7 @@ class StorageUnit:
         for meta in new:
             rows, _ = self._index.drop(self._index.rows_of([meta.group]))
             self._room.release(len(rows), len(rows) * self._row_bytes.pop(meta.group, 0))
+            self._log.post(Notice(rows=rows.tobytes(), is_drop=True))  # a controller that was told everything meanwhile knows it
 
     def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
         """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
@@ -342,15 +345,15 @@ class StorageUnit:
         row_mask = self.schema.mask(by_row)
         group_mask = self.schema.mask(name for name in batch.columns if name not in by_row)
         groups = batch.groups.tolist()
-        while self._num_writing and self._index.is_claimed(batch.indices, row_mask, groups, group_mask):
+        while self._writes and self._index.is_claimed(batch.indices, row_mask, groups, group_mask):
             await self._settled.wait()
         free = self._index.claim(batch.indices, row_mask) if row_mask else np.zeros(len(batch.indices), bool)
         free_groups = np.array(self._index.claim_groups(groups, group_mask) if group_mask else [False] * len(groups), bool)
         if not new and not free.any() and not free_groups.any():
             return free
         rows, numbers = batch.indices[free], batch.groups[free_groups].tolist()
-        is_written = False
-        self._num_writing += 1
+        is_written, write = False, object()
+        self._writes[write] = batch.groups
         try:
             await self._write(batch, new, free, free_groups, row_mask, group_mask)
             is_written = True
@@ -359,7 +362,7 @@ class StorageUnit:
             self._index.settle_groups(numbers, group_mask, is_written=is_written)
             if not is_written:
                 self._take_back(new)
-            self._num_writing -= 1
+            del self._writes[write]
             self._arriving.difference_update(meta.group for meta in new)
             self._settled.set()
             self._settled = asyncio.Event()

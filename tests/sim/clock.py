@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next timer, and processes that it can stop, freeze and kill.
 
 A process is a context variable: whatever runs in its context belongs to it. The callbacks of a process that is paused are kept
-until it goes on; those of one that was killed are thrown away, so that not even its `finally` blocks run, as after `kill -9`.
+until it goes on; those of one that was killed never run, so that not even its `finally` blocks do, as after `kill -9`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import heapq
 from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+
+MAX_STEPS = 20_000  # of the loop, without a tick of the clock
 
 
 class Deadlock(AssertionError):
@@ -26,6 +29,7 @@ class Process:
         self.loop = loop
         self.is_alive, self.is_paused, self.was_missing = True, False, False
         self.backlog: list[events.Handle] = []
+        loop.processes.append(self)
         self.on_death: list[Callable[[], None]] = []
         self._context = contextvars.Context()
         self._context.run(_process.set, self)
@@ -47,7 +51,6 @@ class Process:
 
     def kill(self) -> None:
         self.is_alive = self.is_paused = False
-        self.backlog.clear()
         for tell in self.on_death:
             tell()
 
@@ -69,6 +72,8 @@ class SimLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now = 0.0
         self.errors: list[dict[str, Any]] = []
+        self.processes: list[Process] = []
+        self._steps = 0
         self.is_over = False  # everybody runs again, so that every task can end
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
@@ -91,6 +96,10 @@ class SimLoop(asyncio.BaseEventLoop):
             if not scheduled:
                 raise Deadlock("nobody has anything to do any more:\n" + self.waiting())
             self.now = max(self.now, scheduled[0]._when)
+            self._steps = 0
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise Deadlock(f"the clock stands still at {self.now}")
         while scheduled and scheduled[0]._when <= self.now:
             handle = heapq.heappop(scheduled)
             handle._scheduled = False
@@ -102,7 +111,7 @@ class SimLoop(asyncio.BaseEventLoop):
             process = handle._context.get(_process)
             if process is None or self.is_over or (process.is_alive and not process.is_paused):
                 handle._run()
-            elif process.is_alive:
+            else:
                 process.backlog.append(handle)
 
     def _write_to_self(self) -> None:
@@ -119,6 +128,8 @@ class SimLoop(asyncio.BaseEventLoop):
     def finish(self) -> None:
         """End every task, those of dead processes too."""
         self.is_over = True
+        for process in self.processes:
+            self._ready.extend(process.backlog)
         for _ in range(20):
             tasks = sorted((task for task in asyncio.all_tasks(self) if not task.done()), key=lambda task: task.get_name())
             if not tasks:

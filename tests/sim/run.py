@@ -1,4 +1,4 @@
-"""Run seeds of the simulation, `python -m tests.sim.run --seeds 0:20000`; one with all that happens in it, `--seeds 7:8 --trace`."""
+"""Run seeds of the simulation, `python -m tests.sim.run --seeds 0:20000`; one with all that happens, `--seeds 7:8 --trace`."""
 
 from __future__ import annotations
 

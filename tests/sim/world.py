@@ -175,8 +175,9 @@ class World:
             self._look_at_errors()
             violations = list(self.books.violations)
             self._count_at_the_end()
+            result = Result(self.plan.seed, digest, violations, Counter(self.counts), now, list(self.network.trace or []))
             self.loop.finish()
-        return Result(self.plan.seed, digest, violations, self.counts, now, self.network.trace or [])
+        return result
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:

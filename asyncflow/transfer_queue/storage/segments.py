@@ -102,8 +102,7 @@ def kept(array: Array) -> Array:
     root = array
     while isinstance(root.base, np.ndarray):
         root = root.base
-    whole = max(root.nbytes, memoryview(root.base).nbytes if isinstance(root.base, bytes | bytearray | memoryview) else 0)
-    if array.flags.writeable or not array.flags.c_contiguous or whole > 2 * array.nbytes:
+    if array.flags.writeable or not array.flags.c_contiguous or root.nbytes > 2 * array.nbytes:
         array = np.array(array, order="C")
         array.flags.writeable = False
     return array
