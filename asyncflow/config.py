@@ -171,6 +171,8 @@ class QueueConfig(Section):
     """What is held without a sign of life for so long is given to somebody else."""
     notify_timeout_seconds: PositiveFloat = 5.0
     """A controller that has not taken a notice for so long is away: writers no longer wait for it."""
+    listen: str | None = None
+    """A second door for clients on other machines, `tls:HOST:PORT` (port 0: any). The run's key is then `key.pem` in its folder."""
     capacity_rows: PositiveInt | None = None
     """Rows that a storage unit may hold; admission waits for room. None: no limit."""
     capacity_bytes: PositiveInt | None = None

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.build.driver import Driver, control_socket
+from asyncflow.build.driver import KEY_FILE, Driver, control_socket
 from asyncflow.build.prepare import Prepared, prepare, tokenize
 from asyncflow.build.workers import CONFIG_FILE, JOB_FILE, JobFile, copy_tokenizer
 from asyncflow.cluster import CLUSTERS
@@ -111,6 +111,8 @@ class Job:
         self._server, self.driver = driver.server(self, self._weights_dir / "queue"), driver
         await driver.transfer_queue.open()
         await self._server.start(control_socket(config.run_dir))
+        if config.queue.listen is not None:
+            listener.says(f"the queue listens at {await self._server.start(config.queue.listen)}, with {config.run_dir / KEY_FILE}")
         await self._cluster.start(self._workers())
         self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), self._watch()]]
 

@@ -21,7 +21,7 @@ from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.metrics import run_metrics
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.table import DeadRow
-from asyncflow.transport import Arena, Server
+from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board
@@ -34,6 +34,7 @@ from asyncflow.workflows.signal import Signal
 
 SOCKET_FILE = "control.sock"
 EVAL_FILE = "eval.jsonl"
+KEY_FILE = "key.pem"
 SNAPSHOTS_DIR = "snapshots"
 SAMPLES_FILE = "samples.jsonl"
 
@@ -113,8 +114,10 @@ class Driver:
     def server(self, status: object, arena: Path) -> Server:
         """Serves the run's services; `status` answers `asyncflow status`. Large columns lie in the file `arena`, in shared memory."""
         services = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
-        memory = Arena(self.config.queue.unit_capacity_bytes * self.config.queue.num_units, arena)
-        return Server({**services, **self.transfer_queue.services}, self.transfer_queue.abandon, arena=memory)
+        queue, on_disconnect = self.config.queue, self.transfer_queue.abandon
+        memory = Arena(queue.unit_capacity_bytes * queue.num_units, arena)
+        credentials = None if queue.listen is None else Credentials.create(self.config.run_dir / KEY_FILE)
+        return Server({**services, **self.transfer_queue.services}, on_disconnect, credentials=credentials, arena=memory)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""

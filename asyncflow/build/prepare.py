@@ -82,6 +82,25 @@ def check_choices(config: Config) -> None:
         raise UserError("the algorithm asks for a reference model, and no engine computes one: set its KL coefficient to 0")
 
 
+def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> None:
+    """That a storage unit can take its part of the largest admission. Raises `UserError` showing the arithmetic."""
+    queue, shape = config.queue, shape_of(config)
+    evaluated = (num_held_out, config.eval.samples_per_prompt + config.eval.greedy)
+    admissions = {"a step": (shape.prompts_per_step, shape.group_size), "an evaluation": evaluated}
+    for what, (prompts, size) in admissions.items():
+        rows = -(-prompts // queue.num_units) * size
+        num_bytes = rows * (shape.row_bytes + 8 * longest_prompt)
+        for unit, needed, capacity in (
+            ("rows", rows, queue.capacity_rows),
+            ("bytes", num_bytes, queue.unit_capacity_bytes),
+        ):
+            if capacity is not None and needed > capacity:
+                raise UserError(
+                    f"{what} puts {rows} rows on each of {queue.num_units} storage units, which reserve {needed} {unit}, and "
+                    f"queue.capacity_{unit} is {capacity}: raise it, or take fewer prompts"
+                )
+
+
 def reward_pool(config: Config, name: str) -> RewardPool:
     """The reward processes that the configuration asks for, not yet started."""
     reward = config.reward
@@ -113,7 +132,10 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False)
     model = await model_folder(config, rows, scratch)
     tokenizer = CheckpointTokenizer(model)
     prompts, held_out_prompts = (tokenize(config, tokenizer, chosen) for chosen in (rows, held_out))
-    return Prepared(model, prompts, held_out_prompts, _context(config, model, [*prompts, *held_out_prompts]))
+    everything = [*prompts, *held_out_prompts]
+    context = _context(config, model, everything)
+    check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
+    return Prepared(model, prompts, held_out_prompts, context)
 
 
 async def model_folder(config: Config, rows: Sequence[Row], scratch: Path) -> Path:

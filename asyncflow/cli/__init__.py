@@ -9,6 +9,7 @@ import typer
 
 from asyncflow.cli.check import check
 from asyncflow.cli.eval import evaluate
+from asyncflow.cli.queue import app as queue
 from asyncflow.cli.report import report
 from asyncflow.cli.status import status
 from asyncflow.cli.train import train
@@ -26,6 +27,7 @@ app.command(name="eval")(evaluate)
 app.command()(report)
 app.command()(status)
 app.command()(check)
+app.add_typer(queue, name="queue")
 
 
 def main() -> None:

@@ -16,12 +16,14 @@ from rich.markup import escape
 from rich.table import Table
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
-USED = {"wandb": ("wandb", "metrics on Weights & Biases (telemetry.trackers)")}
+USED = {
+    "mooncake": ("mooncake-transfer-engine", "samples kept in Mooncake Store (queue.storage=mooncake)"),
+    "redis": ("redis", "samples kept in Redis (queue.storage=redis)"),
+    "wandb": ("wandb", "metrics on Weights & Biases (telemetry.trackers)"),
+}
 RESERVED = {
     "ray": "clusters of several machines",
     "vllm": "rollouts on vLLM",
-    "redis": "samples kept in Redis",
-    "mooncake": "samples kept in Mooncake Store",
     "service": "driving a run over HTTP",
     "deepspeed": "training with DeepSpeed",
     "megatron": "training with Megatron-Core",

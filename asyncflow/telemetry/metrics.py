@@ -56,16 +56,26 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
     "rows/filtered": "Rows left out on purpose by the algorithm, not trained.",
     "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
+    "queue/ready/<task>": "Rows ready for the task, when the row of metrics is written.",
+    "queue/leased/<task>": "Rows handed out and not done, at that moment.",
+    "queue/done/<task>": "Rows that the task has done since the run began.",
+    "queue/dead/<task>": "Rows given up, as the task has seen them, since the run began.",
+    "queue/filtered/<task>": "Rows taken out on purpose, as the task has seen them, since the run began.",
+    "queue/redelivered/<task>": "Rows handed out again since the run began; each time counts.",
+    "queue/oldest_ready_seconds/<task>": "For how long the task's oldest ready row has been ready, at that moment.",
+    "queue/rows": "Rows on all storage units, at that moment.",
+    "queue/held_bytes": "Bytes of their values.",
+    "queue/admission_wait_seconds": "Seconds that admissions have waited for room since the run began, over all of them.",
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 
-WORKER_FAMILIES: Final = tuple(name.removesuffix("<worker>") for name in DEFINITIONS if name.endswith("<worker>"))
-"""Prefixes of the metrics of which every worker has its own."""
+FAMILIES: Final = {name[: name.index("<")]: name for name in DEFINITIONS if "<" in name}
+"""Prefixes of the metrics of which every worker, or every task of the queue, has its own, with the key that defines them."""
 
 
 def metric_key(name: str) -> str:
     """The key of `DEFINITIONS` that defines the metric `name`: a worker's own number is defined once for all workers."""
-    return next((f"{family}<worker>" for family in WORKER_FAMILIES if name.startswith(family)), name)
+    return next((key for prefix, key in FAMILIES.items() if name.startswith(prefix)), name)
 
 
 def definitions_table() -> str:

@@ -131,7 +131,7 @@ class Controller:
 
     def _forget_what_is_gone(self, unit: int, news: News, is_new_life: bool) -> None:
         """What a unit does not tell of when it tells everything has been dropped, or was lost when its process died."""
-        parts = [np.frombuffer(notice.rows, np.int64) for notice in news.notices if notice.rows]
+        parts = [np.frombuffer(notice.rows, np.int64) for notice in news.notices if notice.rows and not notice.is_drop]
         there = np.concatenate(parts) if parts else np.empty(0, np.int64)
         gone = np.setdiff1d(self.table.rows_of(unit), there)
         if len(gone):

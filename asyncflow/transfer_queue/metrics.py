@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,15 @@ TOTALS = {
     "redelivered": "rows delivered again",
 }
 
+RUN_METRICS = {
+    "ready": "ready",
+    "leased": "leased",
+    "done": "done_total",
+    "dead": "dead_total",
+    "filtered": "filtered_total",
+    "redelivered": "redelivered",
+}
+
 
 def prometheus_text(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]) -> str:
     """All of it, for a scrape or for node_exporter's textfile collector."""
@@ -31,10 +40,9 @@ def run_metrics(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]
     """One row of the run's own metrics, see docs/metrics.md."""
     row: dict[str, float] = {}
     for name, task in tasks.items():
-        row |= {f"queue/{name}/{state}": float(task.counts[state]) for state in ("ready", "leased", "done_total", "dead_total")}
-        row[f"queue/{name}/filtered_total"] = float(task.counts["filtered_total"])
-        row[f"queue/{name}/redelivered"] = float(task.counts["redelivered"])
-        row[f"queue/{name}/oldest_ready_seconds"] = task.oldest_ready_seconds
+        for metric, key in RUN_METRICS.items():
+            row[f"queue/{metric}/{name}"] = float(task.counts[key])
+        row[f"queue/oldest_ready_seconds/{name}"] = task.oldest_ready_seconds
     row["queue/held_bytes"] = float(sum(unit.held_bytes for unit in units.values()))
     row["queue/rows"] = float(sum(unit.rows for unit in units.values()))
     row["queue/admission_wait_seconds"] = sum(unit.room.waited_seconds for unit in units.values())
@@ -64,7 +72,7 @@ class _Collector(Collector):
         yield from self._units_families()
 
     def _units_families(self) -> Iterator[Metric]:
-        gauges = {
+        gauges: dict[str, tuple[str, Callable[[UnitStatus], float]]] = {
             "rows_held": ("Rows on a storage unit", lambda unit: unit.rows),
             "held_bytes": ("Bytes of values on a storage unit", lambda unit: unit.held_bytes),
             "reserved_bytes": ("Bytes reserved at admission", lambda unit: unit.room.reserved_bytes),

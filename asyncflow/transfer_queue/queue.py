@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +24,14 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.directory import Directory, Places
 from asyncflow.transfer_queue.metrics import prometheus_text
+from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import Credentials, remote
+
+log = logging.getLogger(__name__)
 
 
 class Manifest(msgspec.Struct):
@@ -191,5 +195,13 @@ async def follow_all(controllers: Sequence[Controller], places: Places) -> None:
             for number in set(units) - followed:
                 unit = places.get(StorageUnit, f"unit/{number}")
                 for controller in controllers:
-                    tasks.create_task(controller.follow(number, unit), name=f"{controller.spec.name} follows unit {number}")
+                    tasks.create_task(_follow(controller, number, unit), name=f"{controller.spec.name} follows unit {number}")
             followed.update(units)
+
+
+async def _follow(controller: Controller, number: int, unit: StorageUnit) -> None:
+    try:
+        await controller.follow(number, unit)
+    except Superseded as error:  # its clients learn of the other one from the directory
+        log.warning("unit %d: %s", number, error)
+        controller.close()

@@ -75,7 +75,7 @@ class StorageUnit:
         self._facts = Facts()
         self._log = NoticeLog(uuid.uuid4().hex[:12], notify_timeout_seconds, NOTICES_KEPT, self._everything)
         self._ended_leases: dict[str, dict[int, None]] = {}  # task -> leases that are over, oldest first
-        self._writers: dict[tuple[str, int], int] = {}  # (task, row) -> the lease that completed it, the latest ones
+        self._writers: dict[tuple[str, int], Token] = {}  # (task, row) -> the lease that completed it, the latest ones
         self._snapshot_dir = snapshot_dir
         self._snapshotting = asyncio.Lock()  # nothing is freed meanwhile
         self._freeing = asyncio.Lock()
@@ -132,11 +132,12 @@ class StorageUnit:
         self.schema.check(columns)
         task, rows = token.task, columns.indices.tolist()
         incarnation = self._log.incarnation(task)
-        if incarnation not in (None, token.incarnation) or token.lease in self._ended_leases.get(task, ()):
-            return np.zeros(len(rows), bool)
-        stored = await self._to_its_end(self._store(columns, [], token))
+        if incarnation in (None, token.incarnation) and token.lease not in self._ended_leases.get(task, ()):
+            stored = await self._to_its_end(self._store(columns, [], token))
+        else:
+            stored = np.zeros(len(rows), bool)
         for i, row in enumerate(rows):
-            if self._writers.get((task, row)) == token.lease:  # or the same request again, its answer was lost
+            if self._writers.get((task, row)) == token:  # or the same request again, its answer was lost
                 stored[i] = True
         return stored
 
@@ -323,6 +324,11 @@ class StorageUnit:
         self._arriving.update(meta.group for meta in new)
         return new
 
+    def _wake(self) -> None:
+        """Have those look again who wait for a write to be over."""
+        self._settled.set()
+        self._settled = asyncio.Event()
+
     def _take_back(self, new: Iterable[GroupMeta]) -> None:
         """Groups that could not be written have not been admitted."""
         for meta in new:
@@ -360,21 +366,25 @@ class StorageUnit:
         finally:
             self._index.settle(rows, row_mask, is_written=is_written)
             self._index.settle_groups(numbers, group_mask, is_written=is_written)
+            del self._writes[write]
             if not is_written:
                 self._take_back(new)
-            del self._writes[write]
-            self._arriving.difference_update(meta.group for meta in new)
-            self._settled.set()
-            self._settled = asyncio.Event()
+                self._arriving.difference_update(meta.group for meta in new)
+            self._wake()
         if writer is not None:
-            self._writers.update(((writer.task, row), writer.lease) for row in rows.tolist())
+            self._writers.update(((writer.task, row), writer) for row in rows.tolist())
             while len(self._writers) > TOKENS_REMEMBERED:
                 del self._writers[next(iter(self._writers))]
         self._count_tokens(batch, rows, free, numbers, free_groups)
         told = self._tell(new, self._index.present(rows), row_mask, self._index.rows_of(numbers), group_mask)
-        await self._sweep(rows)
-        for answer in told:
-            await answer
+        try:
+            await self._sweep(rows)
+            for answer in told:
+                await answer
+        finally:
+            if new:
+                self._arriving.difference_update(meta.group for meta in new)
+                self._wake()
         return free
 
     async def _write(
@@ -432,6 +442,8 @@ class StorageUnit:
 
     def _everything(self) -> list[Notice]:
         notices = [Notice(metas=list(self._index.metas.values()))]
+        if dropped := [row for rows in self._facts.dropped.values() for row in rows]:
+            notices.append(Notice(rows=np.array(dropped, np.int64).tobytes(), is_drop=True))
         for rows, mask, tokens in self._index.records():
             notices.append(Notice(rows=rows.tobytes(), mask=mask, tokens=tokens.tobytes() if self._token_columns else b""))
         return notices + self._told_facts()

@@ -13,7 +13,6 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-
 MAX_STEPS = 20_000  # of the loop, without a tick of the clock
 
 

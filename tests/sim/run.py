@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0:2000", metavar="A:B", help="from A, up to but without B")
     parser.add_argument("--trace", action="store_true", help="print every event")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("-x", "--first", action="store_true", help="stop at the first seed that fails")
     chosen = parser.parse_args(arguments)
     first, _, end = chosen.seeds.partition(":")
     seeds, console = range(int(first), int(end or int(first) + 1)), Console()
@@ -58,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
                 results.append(result)
                 if result.violations:
                     progress.console.print(report(result), markup=False, highlight=False)
+                    if chosen.first:
+                        break
                 progress.update(bar, advance=1, description=f"seeds, {sum(bool(r.violations) for r in results)} failed")
     counts: Counter[str] = sum((result.counts for result in results), Counter())
     for what, count in sorted(counts.items()):

@@ -174,6 +174,8 @@ class Roller(Loop):
                 self.books.told_kept(row, (*value, row))
             else:
                 self.world.counts["completion refused"] += 1
+                if self.books.values.get((row, "ids")) == (*value, row) and not self.world.counts["restart of a unit"]:
+                    self.books.violated(f"the writer of row {row} was told that its outputs are not kept, and they are")
 
 
 class Trainer(Loop):
@@ -323,6 +325,15 @@ class Keeper(Loop):
                     books.dropped.update(rows)
                     await self.insist(lambda r=rows: self.queue.drop(r))
                     world.swept.add(group)
+            await self._drop_some()
             if world.may_close and not world.is_closed and self.rng.random() < 0.5:
                 await self.insist(self.queue.close)
                 world.is_closed = True
+
+    async def _drop_some(self) -> None:
+        """Rows that were given up, out of groups that are still in use."""
+        books = self.books
+        out = [row for row in sorted({*books.dead, *books.filtered}) if row not in books.dropped and self.rng.random() < 0.2]
+        if out:
+            books.dropped.update(out)
+            await self.insist(lambda: self.queue.drop(out))

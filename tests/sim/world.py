@@ -17,12 +17,15 @@ import random
 import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from asyncflow.transfer_queue import client, directory, node, queue, unit
+from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.notices import News, Superseded
@@ -30,10 +33,10 @@ from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema, TaskSpec
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.table import State
+from asyncflow.transfer_queue.table import State, Token
 from asyncflow.transfer_queue.unit import StorageUnit
-from asyncflow.transport import ConnectionLost
-from asyncflow.types import Column, RunError
+from asyncflow.transport import ConnectionLost, remote
+from asyncflow.types import Column, GroupMeta, RunError
 from tests.sim.books import Books
 from tests.sim.clock import Deadlock, Process, SimLoop, current_process
 from tests.sim.network import Network, SimPeer, SimServer
@@ -150,7 +153,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.mains: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
         self.lives: Counter[str] = Counter()
-        self.controllers: list[tuple[Process, Controller]] = []
+        self.controllers: list[tuple[Process, SimController]] = []
         self.units: dict[int, StorageUnit] = {}
         self.zombies: list[Process] = []
         self.has_faults = self.plan.fault_seconds > 0
@@ -499,6 +502,16 @@ class World:
         if "rows" in want and len(lease.indices) > want["rows"] and (task == "rollout" or len(lease.groups) > 1):
             books.violated(f"{len(lease.indices)} rows were leased where {want['rows']} were wanted")
 
+    def check_told(self, at: SimUnit, metas: list[GroupMeta]) -> None:
+        """A put is answered when every controller in session knows of it."""
+        rows = at._index.present(self.schema.rows_of(metas)).tolist()
+        followers = {follower.incarnation for follower in at._log._followers.values() if not follower.is_away}
+        for process, controller in self.controllers:
+            if process.is_alive and controller.table.incarnation in followers:
+                unknown = [row for row in rows if controller.table.state_of(row) is None]
+                if unknown and controller.epochs.get(at.number) == at._log.epoch:
+                    self.books.violated(f"controller {controller.spec.name} was not told of rows {unknown}, whose put was answered")
+
     def _compare_controllers_with_units(self) -> None:
         """Controllers know what the units have, no more and no less."""
         live: dict[str, Controller] = {c.spec.name: c for process, c in self.controllers if process.is_alive}
@@ -599,6 +612,28 @@ class SimUnit(StorageUnit):
         super().__init__(storage, schema, **options)
         assert isinstance(storage, Witness)
         World.active.units[storage.number] = self
+        self.number, self.over = storage.number, set[Token]()
+
+    @remote
+    async def put(self, metas: list[GroupMeta], batch: WireBatch, row_bytes: int) -> np.ndarray:
+        stored = await super().put(metas, batch, row_bytes)
+        World.active.check_told(self, metas)
+        return stored
+
+    @remote
+    async def complete(self, token: Token, batch: WireBatch) -> np.ndarray:
+        was_over = token in self.over or self._log.incarnation(token.task) not in (None, token.incarnation)
+        before = {row: (token.task, row) in self._writers for row in batch.batch().indices.tolist()}
+        stored = await super().complete(token, batch)
+        late = [row for row, is_kept in zip(before, stored.tolist(), strict=True) if is_kept and not before[row]]
+        if was_over and late:
+            World.active.books.violated(f"rows {late} were completed under {token}, which unit {self.number} knew to be over")
+        return stored
+
+    @remote
+    def follow(self, task: str, incarnation: str, epoch: str, acked: int, ended_leases: list[int]) -> Awaitable[News]:
+        self.over.update(Token(task, incarnation, lease) for lease in ended_leases)
+        return super().follow(task, incarnation, epoch, acked, ended_leases)
 
 
 class _LogWatch(logging.Handler):

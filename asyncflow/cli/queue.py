@@ -1,0 +1,188 @@
+"""`asyncflow queue`: a transfer queue of its own, without the rest. Its columns and tasks are a YAML file.
+
+    group_size: 8
+    columns: [{name: prompt_ids, dtype: int64, ragged: true, per: group}, {name: response_ids, dtype: int64, ragged: true}]
+    tasks: [{name: rollout, reads: [prompt_ids], writes: [response_ids], whole_groups: false}, {name: train, reads: [response_ids]}]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asyncflow.types import UserError
+
+if TYPE_CHECKING:
+    from asyncflow.transfer_queue.queue import TransferQueue
+    from asyncflow.transfer_queue.schema import Schema
+    from asyncflow.transfer_queue.storage.base import Storage
+    from asyncflow.transport import Credentials, Peer
+
+app = typer.Typer(help="Serve a transfer queue on its own, and look into one.", no_args_is_help=True, rich_markup_mode=None)
+
+Hub = Annotated[str, typer.Argument(help="Where the queue is served: unix:PATH or tls:HOST:PORT.")]
+Address = Annotated[str, typer.Option(help="Where to listen: unix:PATH or tls:HOST:PORT (port 0: any).")]
+Key = Annotated[Path | None, typer.Option(help="The queue's key, made with `asyncflow queue key`; needed for tls: addresses.")]
+StorageChoice = Annotated[str, typer.Option("--storage", help="memory, redis:URL, or mooncake:MASTER (host:port).")]
+CapacityBytes = Annotated[int | None, typer.Option(help="Bytes that a storage unit may hold; admission waits for room.")]
+CapacityRows = Annotated[int | None, typer.Option(help="Rows that a storage unit may hold; admission waits for room.")]
+Snapshots = Annotated[Path | None, typer.Option(help="Where snapshots are written.")]
+
+
+@app.command()
+def serve(
+    schema: Annotated[Path, typer.Argument(help="A YAML file with group_size, columns and tasks.")],
+    address: Annotated[list[str], typer.Option(help="Where to listen; may be given twice, for two doors.")],
+    units: Annotated[int, typer.Option(help="Storage units in this process; 0: all join from other processes.")] = 1,
+    controllers: Annotated[bool, typer.Option(help="Whether the tasks' controllers run in this process.")] = True,
+    storage: StorageChoice = "memory",
+    capacity_bytes: CapacityBytes = None,
+    capacity_rows: CapacityRows = None,
+    snapshot_dir: Snapshots = None,
+    restore: Annotated[str, typer.Option(help="Take up the rows of this snapshot first.")] = "",
+    key: Key = None,
+) -> None:
+    """Serve a queue's controllers, and storage units, until interrupted."""
+    from asyncflow.transfer_queue.queue import TransferQueue
+
+    storages = [_storage(storage, number) for number in range(units)]
+    queue = TransferQueue(
+        _schema(schema),
+        storages,
+        tasks=None if controllers else (),
+        capacity_bytes=capacity_bytes,
+        capacity_rows=capacity_rows,
+        snapshot_dir=snapshot_dir,
+    )
+    _run(_serve(queue, address, restore, _credentials(key)))
+
+
+@app.command()
+def unit(
+    hub: Hub,
+    number: Annotated[int, typer.Option(help="The unit's number; a unit that takes another's place takes its number.")],
+    address: Address,
+    storage: StorageChoice = "memory",
+    capacity_bytes: CapacityBytes = None,
+    capacity_rows: CapacityRows = None,
+    snapshot_dir: Snapshots = None,
+    key: Key = None,
+) -> None:
+    """Be a storage unit of a queue that is served elsewhere, until that one ends."""
+    from asyncflow.transfer_queue.node import serve_unit
+
+    serving = serve_unit(
+        hub,
+        number,
+        _storage(storage, number),
+        address,
+        credentials=_credentials(key),
+        capacity_rows=capacity_rows,
+        capacity_bytes=capacity_bytes,
+        snapshot_dir=snapshot_dir,
+    )
+    _run(serving)
+
+
+@app.command()
+def controller(hub: Hub, task: Annotated[str, typer.Argument()], address: Address, key: Key = None) -> None:
+    """Be a task's controller of a queue that is served elsewhere, in place of the one it has, until that one ends."""
+    from asyncflow.transfer_queue.node import serve_controller
+
+    _run(serve_controller(hub, task, address, credentials=_credentials(key)))
+
+
+@app.command()
+def metrics(hub: Hub, key: Key = None) -> None:
+    """Print the state of tasks and units in Prometheus' text form."""
+    print(_run(_ask(hub, key, "metrics")), end="")
+
+
+@app.command()
+def snapshot(hub: Hub, name: Annotated[str, typer.Argument()], key: Key = None) -> None:
+    """Write all rows of a live queue to its snapshot directory."""
+    manifest = _run(_ask(hub, key, "snapshot", name))
+    print(f"{sum(file.rows for file in manifest.files)} rows, {sum(file.bytes for file in manifest.files)} bytes")
+
+
+@app.command(name="key")
+def new_key(path: Annotated[Path, typer.Argument(help="A new file, readable by you alone.")]) -> None:
+    """Make a queue's key: whoever has it may connect by tls:."""
+    from asyncflow.transport import Credentials
+
+    Credentials.create(path)
+
+
+async def _serve(queue: TransferQueue, addresses: list[str], restore: str, credentials: Credentials | None) -> None:
+    from asyncflow.transport import Arena, Server
+
+    async with queue.running():
+        if restore:
+            print(f"{await queue.restore(restore)} rows restored", flush=True)
+        server = Server(queue.services, queue.abandon, credentials=credentials, arena=Arena(64 << 30))
+        try:
+            for address in addresses:
+                print(f"listening at {await server.start(address)}", flush=True)
+            await asyncio.Event().wait()
+        finally:
+            await server.close()
+
+
+async def _ask(hub: str, key: Path | None, method: str, *arguments: Any) -> Any:
+    from asyncflow.transfer_queue.queue import TransferQueue
+    from asyncflow.transport import Peer, proxy
+
+    peer: Peer = await Peer.connect(hub, "asyncflow queue", credentials=_credentials(key))
+    try:
+        return await getattr(proxy(TransferQueue, peer, "queue"), method)(*arguments)
+    finally:
+        await peer.close()
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    with contextlib.suppress(KeyboardInterrupt):
+        return asyncio.run(work)
+
+
+def _credentials(key: Path | None) -> Credentials | None:
+    from asyncflow.transport import Credentials
+
+    return None if key is None else Credentials.load(key)
+
+
+def _storage(choice: str, unit: int) -> Storage:
+    """`name` or `name:where`, where the backend is."""
+    from asyncflow.registry import build
+    from asyncflow.transfer_queue import STORAGES
+
+    name, _, where = choice.partition(":")
+    option = {"redis": "url", "mooncake": "master"}.get(name)
+    if where and option is None:
+        raise UserError(f"the storage {name!r} takes nothing after its name")
+    options = {"unit": unit, **({option: where} if where and option else {})}
+    storage: Storage = build("queue storage", name, options, STORAGES)
+    return storage
+
+
+def _schema(path: Path) -> Schema:
+    import msgspec
+    import yaml
+
+    from asyncflow.transfer_queue.schema import Schema, TaskSpec
+    from asyncflow.types import Column, group_bits_for
+
+    class File(msgspec.Struct, forbid_unknown_fields=True):
+        group_size: int
+        columns: tuple[Column, ...]
+        tasks: tuple[TaskSpec, ...]
+
+    try:
+        file = msgspec.convert(yaml.safe_load(path.read_text("utf-8")), File)
+        return Schema(file.columns, file.tasks, group_bits_for(file.group_size))
+    except (msgspec.MsgspecError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {error}") from error
