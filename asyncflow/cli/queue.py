@@ -51,6 +51,7 @@ def serve(
     from asyncflow.transfer_queue.queue import TransferQueue
 
     storages = [_storage(storage, number) for number in range(units)]
+    credentials = _credentials(key)
     queue = TransferQueue(
         _schema(schema),
         storages,
@@ -58,8 +59,9 @@ def serve(
         capacity_bytes=capacity_bytes,
         capacity_rows=capacity_rows,
         snapshot_dir=snapshot_dir,
+        credentials=credentials,
     )
-    _run(_serve(queue, address, restore, _credentials(key)))
+    _run(_serve(queue, address, restore, credentials))
 
 
 @app.command()
@@ -170,19 +172,11 @@ def _storage(choice: str, unit: int) -> Storage:
 
 
 def _schema(path: Path) -> Schema:
-    import msgspec
     import yaml
 
-    from asyncflow.transfer_queue.schema import Schema, TaskSpec
-    from asyncflow.types import Column, group_bits_for
-
-    class File(msgspec.Struct, forbid_unknown_fields=True):
-        group_size: int
-        columns: tuple[Column, ...]
-        tasks: tuple[TaskSpec, ...]
+    from asyncflow.transfer_queue.schema import Schema
 
     try:
-        file = msgspec.convert(yaml.safe_load(path.read_text("utf-8")), File)
-        return Schema(file.columns, file.tasks, group_bits_for(file.group_size))
-    except (msgspec.MsgspecError, ValueError, yaml.YAMLError) as error:
+        return Schema.of(yaml.safe_load(path.read_text("utf-8")))
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {error}") from error

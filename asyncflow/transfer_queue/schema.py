@@ -15,7 +15,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged
+from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, group_bits_for
 
 DEAD = "dead"
 FILTERED = "filtered"
@@ -45,6 +45,12 @@ class TaskSpec(msgspec.Struct, frozen=True):
         return self.writes or (f"done/{self.name}",)
 
 
+class _Described(msgspec.Struct, forbid_unknown_fields=True):
+    group_size: int
+    columns: tuple[Column, ...]
+    tasks: tuple[TaskSpec, ...]
+
+
 class Schema(msgspec.Struct, frozen=True, dict=True):
     """The columns and tasks of a queue. `group_bits`: how many bits of a row's index number it within its group.
 
@@ -54,6 +60,15 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
     declared: tuple[Column, ...]
     tasks: tuple[TaskSpec, ...]
     group_bits: int
+
+    @classmethod
+    def of(cls, plain: object) -> Schema:
+        """From plain data, as YAML or JSON has it: `group_size` (the largest), `columns` and `tasks`, lists of mappings.
+
+        Raises `ValueError` saying where it is wrong.
+        """
+        described = msgspec.convert(plain, _Described)
+        return cls(described.columns, described.tasks, group_bits_for(described.group_size))
 
     def __post_init__(self) -> None:
         known = [column.name for column in self.columns]

@@ -779,3 +779,582 @@ async def test_a_lease_whose_columns_cannot_be_read_is_not_kept_alive(house: Hou
     with pytest.raises(Exception, match="prompt|KeyError|group 0"):
         await within(client.lease("rollout"))
     assert client._held == {}
+
+
+async def test_a_controller_whose_books_refuse_a_row_ends_the_queue_instead_of_going_on(tmp_path: Path) -> None:
+    def broken(rows: list[int]) -> None:
+        raise KeyError(f"the books do not know row {rows[0]}")
+
+    queue = TransferQueue(schema(), [MemoryStorage()], callbacks={"rollout": {"on_done": broken}}, notify_timeout_seconds=0.1)
+    await queue.open()
+    running, client = asyncio.create_task(queue.run()), queue.client()
+    await put(client, 0)
+    await client.complete((await leased(client)).lease, outputs(1))
+    with pytest.raises(ExceptionGroup) as ended:
+        await within(running)
+    assert "do not know row 1" in str(ended.value.exceptions[0])
+    await queue.close()
+
+
+# -- room ---------------------------------------------------------------------------------------------------------------------
+
+ROOMY = over("process-1", "unix-1", "apart-tls-1")
+
+
+async def room(client: TransferQueueClient) -> Any:
+    return (await within(client.status()))[1][0].room
+
+
+@ROOMY
+async def test_admission_waits_for_rows_to_go_first_come_first_served(open_house: Open) -> None:
+    house = await open_house(capacity_rows=4)
+    client = await house.connect("w")
+    await put(client, 0, 1)
+    large = await parked(put(client, 2, size=3))
+    small = await parked(put(client, 3, size=1))
+    assert ((await room(client)).waiting, (await room(client)).reserved_rows) == (2, 4)
+    lease = (await leased(client, groups=9)).lease
+    assert (await within(client.complete(lease, outputs(*lease.indices)), 1.0)).all()  # a completion never waits
+    await client.drop([0, 1])
+    await asyncio.sleep(SHORT)
+    assert not large.done() and not small.done()  # the small one would fit, and does not overtake
+    await client.drop([4])
+    await within(large)
+    await asyncio.sleep(SHORT)
+    assert not small.done()
+    await client.drop([5])
+    await within(small)
+    found = await room(client)
+    assert (found.waiting, found.reserved_rows) == (0, 4) and found.waited_seconds >= found.longest_wait_seconds > 2 * SHORT
+
+
+@ROOMY
+async def test_admission_reserves_the_bytes_that_its_rows_come_with_and_may_grow_to(open_house: Open) -> None:
+    house = await open_house(capacity_bytes=1000)
+    client = await house.connect("w")
+    await put(client, 0, row_bytes=400)  # 2 x 400, and a prompt of 8 bytes
+    assert (await room(client)).reserved_bytes == 808
+    waiting = await parked(put(client, 1, row_bytes=92))  # 2 x 92, and 16
+    lease = (await leased(client)).lease
+    await within(client.complete(lease, outputs(0, 1)), 1.0)
+    assert (await room(client)).reserved_bytes == 808 and not waiting.done()
+    await client.drop([0])
+    await within(waiting)
+    assert (await room(client)).reserved_bytes == 404 + 200
+    await client.drop([1, 4, 5])
+    assert (await room(client)).reserved_bytes == 0
+
+
+@ROOMY
+async def test_more_than_ever_fits_is_refused_with_the_arithmetic(open_house: Open) -> None:
+    client = await (await open_house(capacity_rows=4, capacity_bytes=1000)).connect("w")
+    with pytest.raises(ValueError, match=r"admission of 6 rows cannot fit into a storage unit of 4 rows; .*queue\.capacity_rows"):
+        await put(client, 0, 1, 2)
+    with pytest.raises(ValueError, match=r"admission of 1208 bytes cannot fit into a storage unit of 1000 bytes; .*capacity_bytes"):
+        await put(client, 0, row_bytes=600)
+    assert (await room(client)).reserved_rows == 0
+
+
+@ROOMY
+async def test_who_gives_up_waiting_for_room_makes_way(open_house: Open) -> None:
+    client = await (await open_house(capacity_rows=4)).connect("w")
+    await put(client, 0)
+    gives_up = await parked(put(client, 1, 2))
+    waiting = await parked(put(client, 3))
+    gives_up.cancel()
+    await within(waiting)
+    await until(lambda: _is_settled(client))
+    assert (await client.status())[1][0].rows == 4
+
+
+async def _is_settled(client: TransferQueueClient) -> bool:
+    found = await room(client)
+    return (found.reserved_rows, found.waiting) == (4, 0)
+
+
+# -- metrics ------------------------------------------------------------------------------------------------------------------
+
+
+@over("process-1", "units-1", "apart-tls-1")
+async def test_the_metrics_are_prometheus_text_with_the_right_numbers(open_house: Open) -> None:
+    house = await open_house(capacity_rows=8)
+    client = await house.connect("w")
+    await put(client, 0, 1, 2, 3, row_bytes=100)
+    lease = (await leased(client, groups=3)).lease
+    await client.complete(lease, outputs(*lease.rows[0], lease.rows[1][0]))
+    await client.fail(lease, [lease.rows[1][1]], "broken")
+    again = await leased(client, rows=1)
+    await client.fail(again.lease, again.lease.indices, "broken")
+    await client.filter([lease.rows[2][1]], "too easy")
+    parked_lease, parked_put = await parked(client.lease("eval")), await parked(put(client, 4))
+    await client.drop([lease.rows[0][0]])
+    text = await within(house.queue.metrics())
+    found: dict[tuple[str, ...], float] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation and family.type in ("gauge", "counter")
+        for sample in family.samples:
+            found[(sample.name.removeprefix("asyncflow_queue_"), *sample.labels.values())] = sample.value
+    states = ("waiting", "ready", "leased", "done", "dead", "filtered")
+    assert [found["rows", "rollout", state] for state in states] == [0, 2, 1, 2, 1, 1]
+    assert [found["rows", "train", state] for state in states] == [3, 2, 0, 0, 1, 1]
+    totals = ("done_total", "dead_total", "filtered_total", "redelivered_total")
+    assert [found[total, "rollout"] for total in totals] == [3, 1, 1, 1]
+    assert (found["parked_requests", "eval"], found["parked_requests", "train"]) == (1, 0)
+    assert 0 < found["oldest_ready_seconds", "rollout"] < 5
+    assert (found["unit_rows_held", "0"], found["unit_reserved_rows", "0"], found["unit_admissions_waiting", "0"]) == (7, 7, 1)
+    assert found["unit_held_bytes", "0"] == (await held_bytes(client))
+    assert found["unit_reserved_bytes", "0"] == 7 * (100 + 10)  # 80 bytes of prompts on 8 rows
+    parked_lease.cancel()
+    await client.drop([lease.rows[0][1]])
+    await within(parked_put)
+    waited = (await room(client)).waited_seconds
+    assert f'asyncflow_queue_unit_admission_wait_seconds_total{{unit="0"}} {waited}' in await house.queue.metrics()
+
+
+# -- units and controllers come and go ----------------------------------------------------------------------------------------
+
+
+@over("process-1", "unix-1")
+async def test_a_unit_joins_a_live_queue_old_rows_stay_and_new_ones_go_to_both(house: House, client: TransferQueueClient) -> None:
+    await put(client, 0, 1)
+    old = (await leased(client)).lease
+    assert await house.queue.add_unit(MemoryStorage()) == 1
+    await within(client.wait_for_units(2))
+    await put(client, 2, 3)
+    assert {number: unit.rows for number, unit in (await client.status())[1].items()} == {0: 6, 1: 2}
+    assert (await client.complete(old, outputs(*old.indices))).all()
+    found = await leased(client, groups=9)
+    assert dict(zip([m.group for m in found.lease.groups], found.lease.units, strict=True)) == {1: 0, 2: 0, 3: 1}
+    assert prompts_in(found) == {group: prompt_of(group) for group in (1, 2, 3)}
+    await client.complete(found.lease, outputs(*found.lease.indices))
+    assert is_outputs(await leased(client, "train", groups=9))
+
+
+@over("units-1", "apart-1", "apart-tls-1")
+async def test_a_unit_of_another_process_joins_a_live_queue(house: House, client: TransferQueueClient) -> None:
+    await put(client, 0, 1)
+    await house.start_unit(1, MemoryStorage())
+    await within(client.wait_for_units(2))
+    await put(client, 2, 3)
+    await generate(client)
+    assert is_outputs(await leased(client, "train", groups=9))
+    assert {number: unit.rows for number, unit in (await client.status())[1].items()} == {0: 6, 1: 2}
+
+
+class Gate:
+    """A unit as a controller sees it that can be kept from asking for more."""
+
+    def __init__(self, unit: StorageUnit) -> None:
+        self._unit, self.is_open, self.news = unit, asyncio.Event(), list[News]()
+        self.is_open.set()
+
+    async def follow(self, *arguments: Any) -> News:
+        await self.is_open.wait()
+        news = await self._unit.follow(*arguments)
+        self.news.append(news)
+        return news
+
+
+@contextlib.asynccontextmanager
+async def with_a_gate(notify_timeout_seconds: float) -> AsyncIterator[tuple[TransferQueueClient, Controller, Gate]]:
+    """A queue in this process whose controller of `train` follows its unit through a gate."""
+    queue = TransferQueue(schema(), [MemoryStorage()], tasks=["rollout", "eval"], notify_timeout_seconds=notify_timeout_seconds)
+    train, gate = Controller("train", queue.schema), Gate(queue.units[0])
+    queue._serve("controller/train", train)
+    async with queue.running():
+        following = asyncio.create_task(train.follow(0, gate))  # type: ignore[arg-type]
+        await train.caught_up(0)
+        yield queue.client(), train, gate
+        following.cancel()
+
+
+async def test_a_silent_controller_is_marked_away_holds_nobody_up_and_is_told_what_it_missed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with with_a_gate(0.15) as (client, train, gate):
+        gate.is_open.clear()
+        began = asyncio.get_running_loop().time()
+        with caplog.at_level(logging.WARNING):
+            await put(client, 0)
+        assert 0.1 < asyncio.get_running_loop().time() - began < 2 and "task 'train' has not taken a notice within 0.15 s" in caplog.text
+        assert (await client.status())[1][0].away == ["train"]
+        began = asyncio.get_running_loop().time()
+        await put(client, 1, 2)  # nobody waits for it any more
+        await generate(client)
+        await client.drop([0, 1])
+        await client.end_step("train", 7)
+        assert asyncio.get_running_loop().time() - began < 0.1
+        assert train.table.counts()["ready"] == 0
+        gate.is_open.set()
+        assert sorted((await leased(client, "train", groups=9)).lease.indices) == [4, 5, 8, 9]
+        await until(lambda: _ended(train, 7))
+        assert (await client.status())[1][0].away == [] and [news.is_full for news in gate.news][1:] == [False] * (len(gate.news) - 1)
+        assert "the controller of task 'train' is back" in caplog.text
+        gate.is_open.clear()
+        waiting = await parked(put(client, 3))  # it is waited for again
+        gate.is_open.set()
+        await within(waiting)
+
+
+async def _ended(controller: Controller, step: int) -> bool:
+    return step in controller.table.ended_steps
+
+
+async def test_a_controller_that_has_missed_more_than_is_kept_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_module, "NOTICES_KEPT", 4)
+    async with with_a_gate(0.05) as (client, train, gate):
+        await put(client, 0, 1)
+        gate.is_open.clear()
+        for group in range(2, 9):
+            await put(client, group)
+        await generate(client)
+        await client.drop([0, 1, 8])
+        await client.filter([12], "so")
+        gate.is_open.set()
+        train_rows = sorted((await leased(client, "train", groups=99)).lease.indices)
+        assert train_rows == sorted({4 * group + i for group in range(9) for i in range(2)} - {0, 1, 8, 12})
+        assert [news.is_full for news in gate.news].count(True) == 2  # at first, and now
+        assert train.table.state_of(0) is None and train.table.state_of(8) is None
+        await client.end_step("train", 0)
+        assert await within(client.lease("train", step=0)) is None
+
+
+@over("apart-1", "apart-tls-1")
+async def test_a_restarted_controller_has_its_table_again_and_clients_go_on(house: House, client: TransferQueueClient) -> None:
+    await put(client, 0, 1, 2, 3)
+    lease = (await leased(client, groups=3)).lease
+    await client.complete(lease, outputs(0, 1, 4, 5))
+    await client.filter([13], "so")
+    await client.end_step("rollout", 5)
+    await client.end_step("train", 6)
+    old = (await leased(client, "train")).lease
+    await house.stop("controller/rollout")
+    await house.stop("controller/train")
+    waiting = await parked(client.lease("train", groups=2))
+    await house.start_controller("rollout")
+    await house.start_controller("train")
+    found = await within(waiting)
+    assert found is not None and sorted(found.lease.indices) == [0, 1, 4, 5]  # what was leased comes again
+    assert found.lease.token.incarnation != old.token.incarnation
+    assert await counts(client, "rollout") == {"ready": 3, "done": 4, "filtered": 1}
+    assert (await within(client.complete(lease, outputs(8)))).tolist() == [False]
+    with pytest.raises(StaleToken):
+        await client.complete_marks([old])
+    assert await within(client.lease("rollout", step=5)) is None and await within(client.lease("train", step=6)) is None
+    again = await leased(client, groups=9)
+    assert (await client.complete(again.lease, outputs(*again.lease.indices))).all()
+    await client.complete_marks([found.lease])
+    await client.close("train")
+    await house.stop("controller/train")
+    await house.start_controller("train")
+    assert await within(client.lease("train")) is None
+    assert (await counts(client, "train"))["done"] == 4
+
+
+@over("apart-1", "apart-tls-1")
+async def test_a_superseded_controller_stops_and_clients_follow_the_new_one(house: House, client: TransferQueueClient) -> None:
+    await put(client, 0)
+    old = (await leased(client)).lease
+    first = house.serving.pop("controller/rollout")
+    await house._joined(
+        "controller/rollout",
+        serve_controller(house.address, "rollout", house._door("another"), credentials=house.credentials),
+    )
+    with pytest.raises(ExceptionGroup) as ended:
+        await within(first)
+    assert isinstance(ended.value.exceptions[0], Superseded) and "taken task 'rollout' over" in str(ended.value.exceptions[0])
+    new = await leased(client)
+    assert new.lease.rows == old.rows and new.lease.token.incarnation != old.token.incarnation
+    assert (await client.complete(old, outputs(0, 1))).tolist() == [False, False]
+    assert (await client.complete(new.lease, outputs(0, 1))).all()
+
+
+@over("units-3")
+async def test_a_unit_restarted_over_memory_has_exactly_its_rows_named_as_lost(open_house: Open) -> None:
+    lost: dict[str, list[tuple[int, list[int]]]] = {"rollout": [], "train": []}
+    house = await open_house(
+        callbacks={task: {"on_lost": lambda unit, rows, told=told: told.append((unit, rows))} for task, told in lost.items()}
+    )
+    client = await house.connect("w")
+    await put(client, *range(6))
+    await generate(client)
+    await client.drop([5])
+    held = (await leased(client, "train", groups=6)).lease
+    await client.end_step("train", 3)
+    await house.stop("unit/1")
+    during = await parked(put(client, 7))
+    await house.start_unit(1, MemoryStorage())
+    await within(during)
+    await until(lambda: _told(lost))
+    assert lost == {"rollout": [(1, [4, 16, 17])], "train": [(1, [4, 16, 17])]}
+    assert await counts(client, "rollout") == {"done": 8, "ready": 2} and (await counts(client, "train"))["leased"] == 8
+    await put(client, 1, 4)  # made again
+    await generate(client)
+    again = await leased(client, "train", groups=9)
+    assert sorted(again.lease.indices) == [4, 5, 16, 17, 28, 29] and is_outputs(again)
+    with pytest.raises(StaleToken):
+        await client.complete_marks([held])  # it held rows that are lost
+    assert await counts(client, "train") == {"leased": 14}
+
+
+async def _told(lost: dict[str, list[tuple[int, list[int]]]]) -> bool:
+    return all(lost.values())
+
+
+@over("units-1", "apart-3")
+async def test_a_unit_restarted_over_redis_has_lost_nothing(open_house: Open, redis_storage: Callable[[int], Storage]) -> None:
+    house = await open_house(storage=redis_storage)
+    client = await house.connect("w")
+    await put(client, 0, 1, 2, 3)
+    lease = (await leased(client, groups=2)).lease
+    await client.complete(lease, outputs(lease.rows[0][0], *lease.rows[1]))
+    await client.filter([12], "so")
+    dropped = lease.rows[1][0]
+    await client.drop([dropped])
+    await client.end_step("train", 3)
+    await client.close("eval")
+    before = {task: await counts(client, task) for task in ("rollout", "train")}
+    read = await leased(client, "train", groups=9)
+    for number in range(house.num_units):
+        await house.stop(f"unit/{number}")
+    waiting = await parked(client.complete(lease, outputs(lease.rows[0][1])))
+    for number in range(house.num_units):
+        await house.start_unit(number, redis_storage(number))
+    assert (await within(waiting)).tolist() == [True]
+    assert same((await client.fetch(read.lease, ["prompt", *OUTPUTS])).batch, read.batch)  # type: ignore[union-attr]
+    await client.complete_marks([read.lease])
+    after = await counts(client, "rollout")
+    assert after == {**before["rollout"], "done": before["rollout"]["done"] + 1, "leased": before["rollout"].get("leased", 0) - 1} or (
+        before["rollout"].get("leased") == 1 and after == {k: v + (k == "done") for k, v in before["rollout"].items() if k != "leased"}
+    )
+    assert await within(client.lease("train", step=3)) is None and await within(client.lease("eval")) is None
+    if house.way.startswith("apart"):
+        await house.stop("controller/rollout")
+        await house.start_controller("rollout")
+        assert sum((await counts(client, "rollout")).values()) == 7  # what was dropped stays away
+
+
+# -- snapshots ----------------------------------------------------------------------------------------------------------------
+
+SNAPSHOTS = over("process-1", "process-3", "units-1", "apart-3", "apart-tls-1")
+
+
+async def contents(client: TransferQueueClient) -> dict[int, dict[str, bytes]]:
+    """Every column of every row, mark, and state."""
+    found: dict[int, dict[str, bytes]] = {}
+    units = sorted((await client.status())[1])
+    for row in range(4 * 40):
+        for unit in units:
+            for column in client.schema.columns:
+                try:
+                    [batch] = await client.read({unit: np.array([row])}, [column.name])
+                except LookupError:
+                    continue
+                values = batch.columns[column.name]
+                found.setdefault(row, {})[column.name] = (values[0] if isinstance(values, Ragged) else values[:1]).tobytes()
+    return found
+
+
+async def filled(client: TransferQueueClient) -> None:
+    """Rows in all states, with columns of all kinds, and ends of steps and streams."""
+    await client.put([meta(group, size=4, step=1) for group in (8, 9, 10)], everything([8, 9, 10]))
+    await put(client, 0, 1, 2, 3, size=3)
+    lease = (await leased(client, groups=3)).lease
+    for rows in lease.rows:
+        await client.complete(lease, outputs(*rows[:2]))
+    await client.fail(lease, [lease.rows[0][2]], "again")
+    await client.fail((await leased(client, rows=1)).lease, [lease.rows[0][2]], "dead of it")
+    await client.filter([lease.rows[1][2]], "too easy")
+    await client.complete_marks([(await leased(client, "train", step=1)).lease])
+    await leased(client, "train", step=1)
+    await leased(client, rows=1)
+    await client.drop([lease.rows[2][0]])
+    await client.end_step("train", 5)
+    await client.end_step("rollout", 6)
+    await client.close("eval")
+
+
+@SNAPSHOTS
+@pytest.mark.parametrize("num_units", [1, 2, 3])
+async def test_a_snapshot_restored_into_any_number_of_units_is_the_queue_as_it_was(
+    open_house: Open, tmp_path: Path, num_units: int
+) -> None:
+    house = await open_house(snapshot_dir=tmp_path / "snapshots")
+    client = await house.connect("w")
+    await filled(client)
+    before, states = await contents(client), {task: await counts(client, task) for task in ("rollout", "train")}
+    assert states["train"]["leased"] and states["rollout"]["leased"] and states["rollout"]["filtered"] and states["rollout"]["dead"]
+    manifest = await within(house.queue.snapshot("s"))
+    assert sum(file.rows for file in manifest.files) == 23 and len(manifest.files) == house.num_units
+    await put(client, 30)  # later than the snapshot
+    restored = TransferQueue(schema(), [MemoryStorage() for _ in range(num_units)], snapshot_dir=tmp_path / "snapshots")
+    async with restored.running():
+        assert await restored.restore("s") == 23
+        other = restored.client()
+        await until(lambda: _has_rows(other, 23))
+        assert await contents(other) == before
+        for task, old in states.items():  # what was leased is ready again
+            old["ready"] = old.get("ready", 0) + old.pop("leased")
+            assert await counts(other, task) == old
+        assert [await within(other.lease(task, step=step)) for task, step in (("train", 5), ("rollout", 6))] == [None, None]
+        assert await within(other.lease("eval")) is None
+        rest = await leased(other, groups=99)
+        assert (await other.complete(rest.lease, outputs(*rest.lease.indices))).all()
+        train = await leased(other, "train", groups=99, step=0)
+        assert is_outputs(train) and sorted(prompts_in(train).items()) == [(group, prompt_of(group)) for group in range(4)]
+        rows = np.array(sorted(before))
+        await other.drop(rows)
+        assert await held_bytes(other) == 0 and sum(unit.rows for unit in (await other.status())[1].values()) == 0
+
+
+async def _has_rows(client: TransferQueueClient, count: int) -> bool:
+    return all(sum((await counts(client, task)).values()) == count for task in ("rollout", "train"))
+
+
+class Slow(MemoryStorage):
+    """Reads wait until they may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+
+    async def read(self, indices: np.ndarray, columns: Sequence[str]) -> Batch:
+        await self.may_read.wait()
+        return await super().read(indices, columns)
+
+
+@over("process-1", "units-1")
+async def test_what_is_dropped_and_put_during_a_snapshot_neither_spoils_nor_stops_it(open_house: Open, tmp_path: Path) -> None:
+    house = await open_house(storage=lambda number: Slow(), snapshot_dir=tmp_path)
+    client = await house.connect("w")
+    await put(client, 0, 1)
+    await generate(client)
+    before, slow = await contents(client), house.storages[0]
+    assert isinstance(slow, Slow)
+    slow.may_read.clear()
+    writing = await parked(house.queue.snapshot("s"))
+    await within(client.drop([0, 1, 4]), 1.0)
+    await put(client, 2)
+    assert sorted((await leased(client, columns=[])).lease.indices) == [8, 9] and not writing.done()
+    again = await parked(put(client, 0))  # a group that is still being freed comes again when it is
+    slow.may_read.set()
+    assert (await within(writing)).files[0].rows == 4
+    await within(again)
+    assert sorted(await contents(client)) == [0, 1, 5, 8, 9]
+    await client.drop([0, 1, 5, 8, 9])
+    assert await held_bytes(client) == 0
+    restored = TransferQueue(schema(), [MemoryStorage()], snapshot_dir=tmp_path)
+    async with restored.running():
+        assert await restored.restore("s") == 4
+        assert await contents(restored.client()) == before
+
+
+@alone
+async def test_a_snapshot_is_hardly_larger_than_what_is_in_it(open_house: Open, tmp_path: Path) -> None:
+    house = await open_house(snapshot_dir=tmp_path)
+    client = await house.connect("w")
+    for group in range(64):
+        ids = Ragged.from_arrays([np.full(510, group)] * 4, "int64")
+        rows = np.arange(4) + 4 * group
+        batch = Batch(rows, np.array([group]), {"ids": ids, "prompt": Ragged.from_arrays([np.arange(8)], "int64")})
+        await client.put([meta(group, size=4)], batch)
+    payload = await held_bytes(client)
+    assert payload > 1 << 20
+    [file] = (await house.queue.snapshot("s")).files
+    assert (tmp_path / file.name).stat().st_size == file.bytes < 1.05 * payload
+
+
+async def restores(folder: Path, name: str = "s") -> int:
+    queue = TransferQueue(schema(), [MemoryStorage()], snapshot_dir=folder)
+    async with queue.running():
+        return await queue.restore(name)
+
+
+@alone
+async def test_what_is_no_whole_snapshot_is_refused_by_name(open_house: Open, tmp_path: Path) -> None:
+    house = await open_house(snapshot_dir=tmp_path)
+    client = await house.connect("w")
+    await client.put([meta(group, size=4) for group in (0, 1)], everything([0, 1]))
+    await house.queue.snapshot("s")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".sock") == ["s.json", "s.unit-0"]
+    manifest, file = tmp_path / "s.json", tmp_path / "s.unit-0"
+    whole = file.read_bytes()
+    frames = [at for at in range(len(whole)) if whole[at : at + 4] == b"AFP\x01"]
+    assert len(frames) >= 2
+    damaged = {
+        "cut short": whole[:-9],
+        "cut at a frame": whole[: frames[-1]],
+        "without frames": whole[: frames[0]],
+        "a flipped bit": whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:],
+        "in the header": whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:],
+        "empty": b"",
+        "another file": b"PK\x03\x04" + whole[4:],
+        "longer": whole + bytes(64),
+    }
+    for what, content in damaged.items():
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"s\.unit-0"):
+            pytest.fail(f"{what}: {await restores(tmp_path)} rows")
+    file.rename(tmp_path / "s.unit-0.partial")
+    with pytest.raises(ValueError, match=r"s\.unit-0"):
+        await restores(tmp_path)
+    file.write_bytes(whole)
+    assert await restores(tmp_path) == 8
+    manifest.rename(tmp_path / "s.json.partial")
+    with pytest.raises(ValueError, match="there is no snapshot 's'"):
+        await restores(tmp_path)
+
+
+@alone
+async def test_a_snapshot_that_fails_leaves_the_one_before(open_house: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = await open_house(snapshot_dir=tmp_path)
+    client = await house.connect("w")
+    await put(client, 0)
+    await house.queue.snapshot("s")
+    await put(client, 1)
+
+    async def broken(*arguments: Any) -> Batch:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(house.storages[0], "read", broken)
+        with pytest.raises(OSError, match="no space left"):
+            await house.queue.snapshot("s")
+    assert await restores(tmp_path) == 2
+    await house.queue.snapshot("s")
+    assert await restores(tmp_path) == 4
+
+
+@alone
+async def test_a_snapshot_of_a_queue_with_other_columns_is_refused(open_house: Open, tmp_path: Path) -> None:
+    house = await open_house(snapshot_dir=tmp_path)
+    await put(await house.connect("w"), 0)
+    await house.queue.snapshot("s")
+    other = Schema((*COLUMNS, Column("more", "int8")), schema().tasks, BITS)
+    queue = TransferQueue(other, [MemoryStorage()], snapshot_dir=tmp_path)
+    async with queue.running():
+        with pytest.raises(ValueError, match=r"s\.unit-0 was written by a queue with other columns"):
+            await queue.restore("s")
+
+
+@over("process-1", "apart-tls-1")
+async def test_a_snapshot_goes_nowhere_but_into_its_directory(open_house: Open, tmp_path: Path) -> None:
+    house = await open_house(snapshot_dir=tmp_path / "snapshots")
+    client = await house.connect("w")
+    await put(client, 0)
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("../s", "/tmp/s", "a/b", "..", ".", "", ".hidden", "a\0b", "a\\b", "a b"):
+        for call in (house.queue.snapshot, house.queue.restore, client._unit(0).snapshot, client._unit(0).restore):
+            with pytest.raises(ValueError, match="is no name for a snapshot"):
+                await call(name)
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != "snapshots") == before
+    await house.queue.snapshot("s-1.a_b")
+
+
+@alone
+async def test_without_a_directory_there_are_no_snapshots(house: House) -> None:
+    with pytest.raises(ValueError, match=r"no snapshot directory; give it one \(queue.snapshot_dir\)"):
+        await house.queue.snapshot("s")
+    with pytest.raises(ValueError, match=r"no snapshot directory"):
+        await house.queue.restore("s")
