@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import xxhash
 
 from asyncflow.transfer_queue.index import Index
 from asyncflow.transfer_queue.schema import Schema
@@ -33,9 +34,12 @@ class SnapshotFile(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
+    """`frames`: how many follow."""
+
     columns: list[Column]
     group_bits: int
     facts: bytes
+    frames: int
 
 
 async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Storage, facts: bytes) -> SnapshotFile:
@@ -43,20 +47,21 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
     groups = [(m[i : i + ENTRIES_A_FRAME], mask) for m, mask in index.group_records() for i in range(0, len(m), ENTRIES_A_FRAME)]
     rows = [(r[i : i + ENTRIES_A_FRAME], mask) for r, mask, _ in index.records() for i in range(0, len(r), ENTRIES_A_FRAME)]
     count, a_row_of = index.num_rows, _a_row_of_each_group([r for r, _ in rows], schema.group_bits)
-    header = msgspec.msgpack.encode(_Header(list(schema.columns), schema.group_bits, facts))
+    columns_of_rows = [(r, names) for r, mask in rows if (names := _names(schema, mask, "row"))]
+    num_frames = len(groups) + len(columns_of_rows)
+    header = msgspec.msgpack.encode(_Header(list(schema.columns), schema.group_bits, facts, num_frames))
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("wb") as file:
-        file.write(MAGIC + len(header).to_bytes(8, "little") + header)
+        file.write(MAGIC + len(header).to_bytes(8, "little") + xxhash.xxh3_64_digest(header) + header)
         for metas, mask in groups:
             names = _names(schema, mask, "group")
             numbers = np.array([meta.group for meta in metas], np.int64)
             of_each = np.array([a_row_of[meta.group] for meta in metas], np.int64)
             columns = (await storage.read(of_each, names)).columns if names else {}
             await asyncio.to_thread(write_frame, file, metas, Batch(np.empty(0, np.int64), numbers, columns))
-        for indices, mask in rows:
-            if names := _names(schema, mask, "row"):
-                await asyncio.to_thread(write_frame, file, [], await storage.read(indices, names))
+        for indices, names in columns_of_rows:
+            await asyncio.to_thread(write_frame, file, [], await storage.read(indices, names))
         file.flush()
         await asyncio.to_thread(os.fsync, file.fileno())
         size = file.tell()
@@ -71,15 +76,21 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
 
 def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[list[GroupMeta], Batch]]]:
     """(facts, frames). Raises `ValueError` when the file is none, is damaged, or is of a queue with other columns."""
-    file = path.open("rb")
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
         if file.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{path} is no snapshot of a transfer queue")
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{path} is damaged: a header of {length} bytes")
+        checksum, packed = file.read(8), file.read(length)
+        if len(packed) < length or xxhash.xxh3_64_digest(packed) != checksum:
+            raise ValueError(f"{path} is damaged: its header is not whole")
         try:
-            header = msgspec.msgpack.decode(file.read(length), type=_Header)
+            header = msgspec.msgpack.decode(packed, type=_Header)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         if tuple(header.columns) != schema.columns or header.group_bits != schema.group_bits:
@@ -89,8 +100,19 @@ def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[lis
         raise
 
     def frames() -> Iterator[tuple[list[GroupMeta], Batch]]:
+        count, found = 0, read_frames(file)
         with file:
-            yield from read_frames(file)
+            while True:
+                try:
+                    frame = next(found, None)
+                except ValueError as error:
+                    raise ValueError(f"{path} is damaged: {error}") from error
+                if frame is None:
+                    break
+                count += 1
+                yield frame
+        if count != header.frames:
+            raise ValueError(f"{path} is damaged: it has {count} of its {header.frames} frames")
 
     return header.facts, frames()
 

@@ -64,6 +64,7 @@ def test_metrics_have_one_row_per_step_and_every_name(finished: tuple[Path, subp
     for row in metrics:
         assert not [name for name in NAMES if name not in row]
         assert not [name for name in row if name != "step" and metric_key(name) not in DEFINITIONS]
+        assert {name for name in DEFINITIONS if name.startswith("queue/")} <= {metric_key(name) for name in row}
         assert row["rows/trained"] == 32 and row["staleness/max"] == 0 and row["perf/physical_tokens_ratio"] == 1.0
         assert 0 < row["perf/train_startup_seconds"] < row["perf/step_seconds"]
     evaluations = rows(finished[0] / "eval.jsonl")

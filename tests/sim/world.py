@@ -591,6 +591,14 @@ class SimController(Controller):
         super().__init__(task, schema, on_done=on_done, on_lost=on_lost, **callbacks)
         world.controllers.append((current_process(), self))
 
+    async def follow(self, number: int, unit: StorageUnit) -> None:
+        """The process of a controller that has been superseded is over."""
+        try:
+            await super().follow(number, unit)
+        except Superseded as error:
+            World.active.has_failed(current_process(), error)
+            raise
+
     def _take(self, unit: int, news: News, *, is_new_life: bool) -> None:
         counts = World.active.counts
         if not news.is_full:
