@@ -59,11 +59,10 @@ class StreamBatch(NamedTuple):
 class StreamDataLoader:
     """Iterates over batches of a task's rows as they become ready, until the step or the task ends, and takes results back.
 
-        with StreamDataLoader("unix:/run/queue.sock", "reference", batch_size=8, num_workers=1) as loader:
+        with StreamDataLoader(address, "score", batch_size=8, num_workers=0) as loader:
             for batch, indices in loader:
-                prompts, responses = batch["prompt"], batch["response"]
-                scores = [model(p, r) for p, r in zip(prompts.entries(), responses.entries(), strict=True)]
-                loader.complete(indices, {"reference_logprobs": scores})
+                logprobs = [torch.zeros(len(response)) for response in batch["response"].entries()]
+                loader.complete(indices, {"score": batch["response"].lengths.float(), "logprobs": logprobs})
 
     A batch is held, and kept from others, until its rows are completed (a task with outputs), done (one without), or failed.
     Leaving the loop by `break` or an exception gives back whatever is still held; after the regular end it stays held until

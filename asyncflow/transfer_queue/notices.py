@@ -134,7 +134,8 @@ class NoticeLog:
             log.warning("the controller of task %r is back", task)
             follower.is_away = False
         if follower.asking is not None and not follower.asking.done():
-            follower.asking.cancel()  # it has asked again over a new connection
+            # It has asked again over a new connection, or this is what it asked over the old one: whichever it reads, it goes on.
+            follower.asking.set_result(News(self.epoch, follower.acked, False, []))
         follower.asking = asyncio.get_running_loop().create_future()
         self._acknowledge(follower, acked if is_known else 0)
         if not is_known or acked < self._last - len(self._log):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import secrets
@@ -105,14 +106,16 @@ class Ahead:
                 if leased is None:
                     self._under_way.put_nowait(None)
                     return
-                self._under_way.put_nowait(asyncio.create_task(self._fetch(leased.lease)))
+                fetching = asyncio.create_task(self._fetch(leased.lease))
+                fetching.add_done_callback(_see)
+                self._under_way.put_nowait(fetching)
         except Exception as error:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
         failed: asyncio.Future[Fetched | None] = asyncio.get_running_loop().create_future()
         failed.set_exception(error)
-        failed.exception()  # it counts as seen, should nobody ask for it
+        _see(failed)
         self._under_way.put_nowait(failed)
 
     async def take(self) -> Fetched | None:
@@ -124,6 +127,12 @@ class Ahead:
                 return None
             if (fetched := await under_way) is not None:
                 return fetched  # else all of it had been dropped
+
+
+def _see(future: asyncio.Future[Any]) -> None:
+    """An exception that nobody comes to ask for (the one before it ended the loop) is not to be logged as one that was lost."""
+    if not future.cancelled():
+        future.exception()
 
 
 class Feed:
@@ -170,7 +179,7 @@ class Feed:
 
     def close(self) -> None:
         """Hang up: what is leased is given back. May be called from any thread, and again."""
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is not self._thread:  # where the garbage collector may call it
             self._thread.join()

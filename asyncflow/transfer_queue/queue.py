@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class TransferQueue:
 
     async def run(self) -> None:
         """For ever: have the controllers of this process follow all units, those that join later too. `open` first."""
-        await follow_all(list(self.controllers.values()), self.places)
+        await follow_all(list(self.controllers.values()), self.places, follow=_follow_until_superseded)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[TransferQueue]:
@@ -187,19 +187,22 @@ class TransferQueue:
         self.places.known = self.directory.current
 
 
-async def follow_all(controllers: Sequence[Controller], places: Places) -> None:
-    """For ever: controllers follow all units that there are, and those that join later."""
+Follow = Callable[[Controller, int, StorageUnit], Coroutine[Any, Any, None]]
+
+
+async def follow_all(controllers: Sequence[Controller], places: Places, follow: Follow = Controller.follow) -> None:
+    """For ever: controllers follow all units that there are, and those that join later. Raises `Superseded`, in a group."""
     followed: set[int] = set()
     async with asyncio.TaskGroup() as tasks:
         async for units in places.changes():
             for number in set(units) - followed:
                 unit = places.get(StorageUnit, f"unit/{number}")
                 for controller in controllers:
-                    tasks.create_task(_follow(controller, number, unit), name=f"{controller.spec.name} follows unit {number}")
+                    tasks.create_task(follow(controller, number, unit), name=f"{controller.spec.name} follows unit {number}")
             followed.update(units)
 
 
-async def _follow(controller: Controller, number: int, unit: StorageUnit) -> None:
+async def _follow_until_superseded(controller: Controller, number: int, unit: StorageUnit) -> None:
     try:
         await controller.follow(number, unit)
     except Superseded as error:  # its clients learn of the other one from the directory

@@ -22,6 +22,7 @@ class Books:
         self.metas: dict[int, GroupMeta] = {}
         self.acknowledged: set[int] = set()  # groups whose put has returned
         self.present: dict[int, set[int]] = defaultdict(set)  # unit -> rows stored there, by the storage's own account
+        self.being_stored: set[tuple[int, int, str]] = set()  # unit, row or group, column
         self.values: dict[tuple[int, str], Any] = {}  # (row or group, column) -> what was stored first
         self.kept: dict[int, tuple[int, ...]] = {}  # row -> the outputs whose writer was told that they are kept
         self.failures: Counter[int] = Counter()
@@ -49,6 +50,9 @@ class Books:
 
     def about_to_store(self, unit: int, key: int, name: str, value: Any) -> None:
         group = key if name == "prompt" else key >> self.group_bits
+        if (unit, key, name) in self.being_stored:
+            self.violated(f"column {name!r} of {key} is written twice at once")
+        self.being_stored.add((unit, key, name))
         if (key, name) in self.values and name not in ("prompt",) and key in self.present[unit]:
             self.violated(f"column {name!r} of row {key} is written again: {self.values[key, name]}, then {value}")
         if all(row in self.freed_rows for row in self.rows(group)):
@@ -94,6 +98,10 @@ class Books:
             if (key, name) not in self.values:  # written and never acknowledged
                 self.stored(unit, key, name, there[key, name])
         self.present[unit] = set(rows) - self.freed_rows
+
+    def died(self, unit: int) -> None:
+        """Whatever a unit's process was writing, it writes no more."""
+        self.being_stored = {entry for entry in self.being_stored if entry[0] != unit}
 
     def memory_died(self, unit: int) -> None:
         """All that a unit had is gone."""

@@ -239,9 +239,9 @@ class SimPeer:
             at = network.arrival(self.client.name, self.server.process.name)
             if network.rng.random() < 0.5:
                 at = self._up_at = max(at, self._up_at)
-            if network.rng.random() < 0.03:
+            if network.rng.random() < 0.05:
                 network.counts["duplicate"] += 1
-                again = network.arrival(self.client.name, self.server.process.name) + network.rng.random()
+                again = network.arrival(self.client.name, self.server.process.name) + 3 * network.rng.random()
                 self.loop.call_at(again, self._receive, header, buffers, True, context=self._at_server)
         else:
             at = self._up()

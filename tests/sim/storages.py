@@ -125,7 +125,10 @@ class Witness:
         entries = list(self._entries(batch))
         for key, name, value in entries:
             self.books.about_to_store(self.number, key, name, value)
-        await self.inner.write(metas, batch)
+        try:
+            await self.inner.write(metas, batch)
+        finally:
+            self.books.being_stored.difference_update((self.number, key, name) for key, name, _ in entries)
         for meta in metas:
             self.books.admitted(self.number, meta)
         for key, name, value in entries:

@@ -97,7 +97,7 @@ class Roller(Loop):
     """Writes the outputs of rows, well or badly."""
 
     async def run(self) -> None:
-        rng, self.forgets = self.rng, self.rng.random() < 0.3
+        rng, self.lease_number = self.rng, 0
         if self.plan.follows_versions:
             self.start(self._install(), "installs")
         while True:
@@ -137,6 +137,7 @@ class Roller(Loop):
 
     async def _work(self, leased: Leased) -> None:
         rng, rows = self.rng, list(leased.lease.indices)
+        self.lease_number += 1  # its controller's number may come again under another incarnation
         for i, meta in enumerate(leased.batch.groups.tolist()):
             if leased.batch.ragged("prompt")[i].tolist() != [meta] * (1 + meta % 3):
                 self.books.violated(f"the prompt of group {meta} was read as {leased.batch.ragged('prompt')[i].tolist()}")
@@ -164,7 +165,7 @@ class Roller(Loop):
         await self.insist(lambda: self.queue.fail(leased.lease, rows, error))
 
     async def _complete(self, leased: Leased, rows: list[int]) -> None:
-        value = (self.life, leased.lease.token.lease)
+        value = (self.life, self.lease_number)
         ids = Ragged.from_arrays([np.array([*value, row]) for row in rows], "int64")
         indices = np.array(rows, np.int64)
         outputs = Batch(indices, np.unique(indices >> self.plan.group_bits), {"ids": ids, "reward": indices.astype(np.float32)})

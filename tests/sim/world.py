@@ -89,9 +89,9 @@ class Plan:
         self.row_bytes = rng.choice([0, 100])
         rows = max(sum(sizes) for sizes in self.sizes)
         self.capacity_rows = rng.choice([None, 2 * rows if self.by_steps else rng.randint(4, 8)])
-        self.fault_seconds = rng.choice([0.0, 3.0, 6.0])
+        self.fault_seconds = rng.choice([0.0, 3.0, 6.0, 6.0])
         self.fault_pause = rng.choice([0.2, 0.6])
-        self.notices_kept = rng.choice([4, 16, 4096])
+        self.notices_kept = rng.choice([1, 3, 4096])
         self.closes_early = rng.random() < 0.1
 
     def interval(self, step: int) -> tuple[int, int]:
@@ -155,6 +155,7 @@ class World:
         self.lives: Counter[str] = Counter()
         self.controllers: list[tuple[Process, SimController]] = []
         self.units: dict[int, StorageUnit] = {}
+        self.knew: list[tuple[Process, SimController, set[int]]] = []  # rows that controllers knew when their memory was lost
         self.zombies: list[Process] = []
         self.has_faults = self.plan.fault_seconds > 0
         self.hub_broken: set[str] = set()
@@ -384,9 +385,15 @@ class World:
             inner = KeyValueStorage(SimKeyValue(self.data, self.weather), "sim", number)
         else:
             inner = SlowMemory(self.weather) if kind == "slow" else MemoryStorage()
-            process = current_process()
-            process.on_death.append(lambda: self.books.memory_died(number))
+            current_process().on_death.append(functools.partial(self._memory_died, number))
+        current_process().on_death.append(functools.partial(self.books.died, number))
         return Witness(inner, number, self.books)
+
+    def _memory_died(self, number: int) -> None:
+        for process, controller in self.controllers:
+            if process.is_alive and number in self.units and controller.epochs.get(number) == self.units[number]._log.epoch:
+                self.knew.append((process, controller, set(controller.table.rows_of(number).tolist()) - self.books.dropped))
+        self.books.memory_died(number)
 
     # -- faults -------------------------------------------------------------------------------------------------------------
 
@@ -509,7 +516,7 @@ class World:
         for process, controller in self.controllers:
             if process.is_alive and controller.table.incarnation in followers:
                 unknown = [row for row in rows if controller.table.state_of(row) is None]
-                if unknown and controller.epochs.get(at.number) == at._log.epoch:
+                if unknown and controller.epochs.get(at.number) == at._log.epoch and not self.counts["away"]:
                     self.books.violated(f"controller {controller.spec.name} was not told of rows {unknown}, whose put was answered")
 
     def _compare_controllers_with_units(self) -> None:
@@ -548,14 +555,11 @@ class World:
                 self.counts["named as lost, and dropped"] += 1
         if is_durable and books.lost:
             books.violated(f"rows {sorted(books.lost)} were lost with durable storages")
-        named = set().union(*books.named.values()) if books.named else set()
-        acknowledged = {row for group in books.acknowledged for row in books.rows(group)}
-        unnamed = (books.lost & acknowledged) - named - books.dropped
-        if unnamed:
-            restarts = sum(self.counts[what] for what in ("away", "restart of a controller", "replacement", "unit lost twice"))
-            if not restarts:
-                books.violated(f"rows {sorted(unnamed)} were lost, and nobody has named them")
-            self.counts["lost unnamed"] += 1
+        there = set().union(*books.present.values())
+        for process, controller, knew in self.knew:
+            unnamed = (knew & books.lost) - there - controller.named
+            if process.is_alive and unnamed:
+                books.violated(f"controller {controller.spec.name} has not named rows {sorted(unnamed)}, which it knew and are lost")
 
     def _count_at_the_end(self) -> None:
         counts, books = self.counts, self.books
@@ -577,6 +581,7 @@ class SimController(Controller):
     def __init__(self, task: str, schema: Schema, **callbacks: Any) -> None:
         world, books, self.done = World.active, World.active.books, set[int]()
         self.epochs: dict[int, str] = {}
+        self.named: set[int] = set()
 
         def on_done(rows: list[int]) -> None:
             if twice := sorted(self.done.intersection(rows)):
@@ -585,6 +590,7 @@ class SimController(Controller):
 
         def on_lost(unit: int, rows: list[int]) -> None:
             world.counts["loss named"] += 1
+            self.named.update(rows)
             self.done.difference_update(rows)
             books.named[task].update(rows)
 

@@ -3,17 +3,89 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.controller import Controller
-from asyncflow.transfer_queue.table import DeadRow, Lease, StaleToken, TaskSpec
-from asyncflow.transport import client_name
-from asyncflow.types import GroupMeta, Interval
+from asyncflow.transfer_queue.notices import News, Notice
+from asyncflow.transfer_queue.schema import DEAD, Schema, TaskSpec
+from asyncflow.transfer_queue.table import DeadRow, Lease, StaleToken, Token, Want
+from asyncflow.transport import ConnectionLost, client_name
+from asyncflow.types import Column, GroupMeta, Interval
 
-SPEC = TaskSpec("t", ("a",), ("out",), whole_groups=False, lease_seconds=30.0, max_failures=2)
+ONE = Want(groups=1)
+
+
+def schema(**options: Any) -> Schema:
+    spec = TaskSpec("t", ("a",), ("out",), **{"whole_groups": False, "lease_seconds": 30.0, "max_failures": 2, **options})
+    return Schema((Column("a", "int64"), Column("out", "int64")), (spec, TaskSpec("other", ("out",))), 1)
+
+
+class Unit:
+    """Tells what it is made to tell, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.epoch, self.number = "first life", 0
+        self.asked: list[tuple[str, int, list[int]]] = []
+        self.ended: list[tuple[list[int], str, list[str]]] = []
+        self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
+
+    async def follow(self, task: str, incarnation: str, epoch: str, acked: int, ended_leases: list[int]) -> News:
+        self.asked.append((epoch, acked, ended_leases))
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+    async def end(self, rows: np.ndarray, mark: str, reasons: list[str]) -> None:
+        self.ended.append((rows.tolist(), mark, reasons))
+
+    async def tell(self, *notices: Notice, is_full: bool = False) -> None:
+        self.number += len(notices)
+        self._news.put_nowait(News(self.epoch, self.number, is_full, list(notices)))
+        await turns()
+
+    async def raises(self, error: Exception) -> None:
+        self._news.put_nowait(error)
+        await turns()
+
+
+class Follows:
+    """A controller that follows one unit."""
+
+    def __init__(self, **options: Any) -> None:
+        callbacks = {name: options.pop(name) for name in ("on_done", "on_dead", "on_lost") if name in options}
+        self.schema = schema(**options)
+        self.controller, self.unit = Controller("t", self.schema, **callbacks), Unit()
+        self.table = self.controller.table
+        self._following = asyncio.create_task(self.controller.follow(0, self.unit))  # type: ignore[arg-type]
+
+    def notice(self, rows: list[int], *columns: str, metas: list[GroupMeta] | None = None, **fields: Any) -> Notice:
+        return Notice(metas or [], np.array(rows, np.int64).tobytes(), self.schema.mask(columns), **fields)
+
+    async def ready(self, *metas: GroupMeta) -> None:
+        await self.unit.tell(self.notice([row for m in metas for row in rows(m.group)], "a", metas=list(metas)))
+
+    async def stop(self) -> None:
+        self._following.cancel()
+        self.controller.close()
+        await asyncio.wait([self._following])
+
+
+@pytest.fixture
+async def follows() -> Any:
+    made: list[Follows] = []
+
+    def make(**options: Any) -> Follows:
+        made.append(Follows(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.stop()
 
 
 def meta(group: int, step: int = 0) -> GroupMeta:
@@ -24,159 +96,226 @@ def rows(group: int) -> list[int]:
     return [2 * group, 2 * group + 1]
 
 
-async def ready(controller: Controller, *metas: GroupMeta) -> None:
-    await controller.notify(list(metas), [row for m in metas for row in rows(m.group)], ["a"], None)
-
-
-async def parked(request: Coroutine[Any, Any, Lease | None]) -> asyncio.Task[Lease | None]:
-    """A request that is known to wait."""
-    task = asyncio.create_task(request)
-    for _ in range(3):
+async def turns() -> None:
+    for _ in range(5):
         await asyncio.sleep(0)
+
+
+async def parked(request: Awaitable[Lease | None]) -> asyncio.Task[Lease | None]:
+    """A request that is known to wait."""
+
+    async def asked() -> Lease | None:
+        return await request
+
+    task = asyncio.create_task(asked())
+    await turns()
     assert not task.done()
     return task
 
 
-def as_worker(name: str, request: Coroutine[Any, Any, Lease | None]) -> Coroutine[Any, Any, Lease | None]:
+def as_worker(name: str, controller: Controller, want: Want = ONE) -> Coroutine[Any, Any, Lease | None]:
     async def asked() -> Lease | None:
         client_name.set(name)
-        return await request
+        return await controller.lease(want)
 
-    return asked()
-
-
-async def answer(task: asyncio.Task[Lease | None]) -> Lease | None:
-    return await asyncio.wait_for(task, 1)
+    return asyncio.create_task(asked())  # type: ignore[return-value]
 
 
-async def test_a_parked_request_is_answered_by_a_notice() -> None:
-    controller = Controller(SPEC, 1)
-    first = await parked(controller.lease(1, None, None))
-    second = await parked(controller.lease(1, None, None))
-    await ready(controller, meta(0))
+async def answer(request: Awaitable[Lease | None]) -> Lease | None:
+    return await asyncio.wait_for(request, 1)
+
+
+async def leased(controller: Controller, want: Want = ONE) -> Lease:
+    lease = await answer(controller.lease(want))
+    assert lease is not None
+    return lease
+
+
+async def test_a_parked_request_is_answered_by_a_notice(follows: Any) -> None:
+    f = follows()
+    first, second = await parked(f.controller.lease(ONE)), await parked(f.controller.lease(ONE))
+    await f.ready(meta(0))
     lease = await answer(first)
     assert lease is not None and lease.rows == [rows(0)]
-    assert not second.done()
-    await ready(controller, meta(1))
-    assert (await answer(second)).rows == [rows(1)]
+    assert not second.done() and (await f.controller.status()).parked == 1
+    await f.ready(meta(1))
+    assert (await answer(second)).rows == [rows(1)]  # type: ignore[union-attr]
 
 
-async def test_a_parked_request_is_answered_by_the_end_of_its_step_and_of_no_other() -> None:
-    controller = Controller(SPEC, 1)
-    of_step_0, of_step_1, of_any = [await parked(controller.lease(1, None, step)) for step in (0, 1, None)]
-    await controller.end_step(1)
+async def test_a_request_for_nothing_is_refused(follows: Any) -> None:
+    with pytest.raises(ValueError, match="a number of groups, of rows, or of tokens"):
+        await answer(follows().controller.lease(Want()))
+
+
+async def test_a_parked_request_is_answered_by_the_end_of_its_step_and_of_no_other(follows: Any) -> None:
+    f = follows()
+    of_step_0, of_step_1, of_any = [await parked(f.controller.lease(Want(groups=1, step=step))) for step in (0, 1, None)]
+    await f.unit.tell(Notice(task="other", ended_step=0), Notice(task="t", ended_step=1))
     assert await answer(of_step_1) is None
     assert not of_step_0.done() and not of_any.done()
-    assert await asyncio.wait_for(controller.lease(1, None, 1), 1) is None
-    await controller.end_step(0)
+    assert await answer(f.controller.lease(Want(groups=1, step=1))) is None
+    await f.unit.tell(Notice(task="t", ended_step=0))
     assert await answer(of_step_0) is None
-    await controller.close()
+    f.controller.close()
     assert await answer(of_any) is None
 
 
-async def test_after_the_end_every_request_is_answered_with_none() -> None:
-    controller = Controller(SPEC, 1)
-    request = await parked(controller.lease(1, None, None))
-    await controller.close()
+async def test_after_the_end_every_request_is_answered_with_none(follows: Any) -> None:
+    f = follows()
+    request = await parked(f.controller.lease(ONE))
+    await f.unit.tell(Notice(task="other", is_closed=True))
+    assert not request.done()
+    await f.unit.tell(Notice(task="t", is_closed=True))
     assert await answer(request) is None
-    await ready(controller, meta(0))
-    assert await asyncio.wait_for(controller.lease(1, None, None), 1) is None
+    await f.ready(meta(0))
+    assert await answer(f.controller.lease(ONE)) is None
 
 
-async def test_withdrawing_answers_the_calling_worker_alone() -> None:
-    controller = Controller(SPEC, 1)
-    mine = await parked(as_worker("mine", controller.lease(1, None, None)))
-    other = await parked(as_worker("other", controller.lease(1, None, None)))
+async def test_withdrawing_answers_the_calling_worker_alone(follows: Any) -> None:
+    f = follows()
+    mine, other = await parked(as_worker("mine", f.controller)), await parked(as_worker("other", f.controller))
     client_name.set("mine")
-    await controller.withdraw()
+    await f.controller.withdraw()
     assert await answer(mine) is None
     assert not other.done()
-    await controller.close()
 
 
-async def test_a_failure_serves_who_waits_until_the_row_is_dead() -> None:
+async def test_a_failure_serves_who_waits_until_the_row_is_dead_and_marked_so(follows: Any) -> None:
     dead: list[DeadRow] = []
-    controller = Controller(SPEC, 1, on_dead=dead.extend)
-    await ready(controller, meta(0))
-    lease = await controller.lease(1, None, None)
-    waiting = await parked(controller.lease(1, None, None))
-    assert lease is not None
-    await controller.fail(lease.token, [0], "broken")
+    f = follows(on_dead=dead.extend)
+    await f.ready(meta(0))
+    lease = await leased(f.controller)
+    waiting = await parked(f.controller.lease(ONE))
+    assert await f.controller.fail(lease.token, [0], "broken") == []
     again = await answer(waiting)
-    assert again is not None and again.rows == [[0]] and again.attempt == 1 and dead == []
-    await controller.fail(again.token, [0], "broken for good")
-    assert dead == [DeadRow(0, 0, "broken for good")]
+    assert again is not None and again.rows == [[0]] and again.attempts == [[1]] and dead == f.unit.ended == []
+    assert await f.controller.fail(again.token, [0], "broken for good") == [0]
+    assert dead == [DeadRow(0, 0, "broken for good")] and f.unit.ended == [([0], DEAD, ["broken for good"])]
+    assert (await f.controller.status()).dead == {0: "broken for good"}
     with pytest.raises(StaleToken):
-        await controller.fail(again.token, [0], "late")
+        await f.controller.fail(again.token, [0], "late")
 
 
-async def test_a_drop_serves_who_waits_for_the_rest_of_the_group() -> None:
-    controller = Controller(TaskSpec("train", ("a",)), 1)
-    waiting = await parked(controller.lease(1, None, None))
-    await controller.notify([meta(0)], [1], ["a"], None)
+async def test_a_drop_serves_who_waits_for_the_rest_of_the_group(follows: Any) -> None:
+    f = follows(whole_groups=True)
+    waiting = await parked(f.controller.lease(ONE))
+    await f.unit.tell(f.notice([1], "a", metas=[meta(0)]))
     assert not waiting.done()
-    await controller.drop([0])
-    assert (await answer(waiting)).rows == [[1]]
+    await f.unit.tell(f.notice([0], is_drop=True))
+    assert (await answer(waiting)).rows == [[1]]  # type: ignore[union-attr]
 
 
-async def test_a_lease_that_is_not_renewed_expires_by_itself_and_one_that_is_does_not() -> None:
-    controller = Controller(TaskSpec("t", ("a",), ("out",), lease_seconds=0.2), 1)
-    await ready(controller, meta(0))
-    held = await controller.lease(1, None, None)
-    assert held is not None
-    waiting = await parked(controller.lease(1, None, None))
+async def test_a_lease_that_is_not_renewed_expires_by_itself_and_one_that_is_does_not(follows: Any) -> None:
+    f = follows(lease_seconds=0.2)
+    await f.ready(meta(0))
+    held = await leased(f.controller)
+    waiting = await parked(f.controller.lease(ONE))
     for _ in range(4):
         await asyncio.sleep(0.08)
-        await controller.renew(held.token)
+        await f.controller.renew(held.token)
     assert not waiting.done()
     again = await answer(waiting)
-    assert again is not None and again.rows == [rows(0)] and again.attempt == 1
+    assert again is not None and again.rows == [rows(0)] and again.attempts == [[1, 1]]
     with pytest.raises(StaleToken):
-        await controller.renew(held.token)
-    assert controller.table.num_redelivered == 2
+        await f.controller.renew(held.token)
+    assert f.table.num_redelivered == f.table.num_expired == 2
+    for group in (1, 2):
+        await f.ready(meta(group))
+    assert [ended for _, _, ended in f.unit.asked[-2:]] == [[held.token.lease], []]  # the unit is told, once
 
 
-async def test_what_a_gone_worker_held_goes_to_who_waits() -> None:
-    controller = Controller(SPEC, 1)
-    await ready(controller, meta(0))
-    await as_worker("gone", controller.lease(1, None, None))
-    waiting = await parked(as_worker("alive", controller.lease(1, None, None)))
-    controller.abandon("gone")
-    assert (await answer(waiting)).rows == [rows(0)]
-    assert controller.table.holders() == {"alive": 2}
+async def test_what_a_gone_worker_held_goes_to_who_waits_and_the_units_are_told(follows: Any) -> None:
+    f = follows()
+    await f.ready(meta(0))
+    gone = await answer(as_worker("gone", f.controller))
+    waiting = await parked(as_worker("alive", f.controller))
+    f.controller.abandon("gone")
+    assert (await answer(waiting)).rows == [rows(0)]  # type: ignore[union-attr]
+    assert f.table.holders() == {"alive": 2}
+    await f.ready(meta(1))
+    assert f.unit.asked[-1][2] == [gone.token.lease]  # type: ignore[union-attr]
 
 
-async def test_a_request_that_is_cancelled_takes_nothing_and_costs_its_worker_nothing() -> None:
-    controller = Controller(SPEC, 1)
-    await ready(controller, meta(0))
-    held = await as_worker("w", controller.lease(1, None, None))
+async def test_a_request_that_is_cancelled_takes_nothing_and_costs_its_worker_nothing(follows: Any) -> None:
+    f = follows()
+    await f.ready(meta(0))
+    held = await answer(as_worker("w", f.controller))
     assert held is not None
-    cancelled = await parked(as_worker("w", controller.lease(1, None, None)))
-    other = await parked(as_worker("other", controller.lease(1, None, None)))
+    cancelled, other = await parked(as_worker("w", f.controller)), await parked(as_worker("other", f.controller))
     cancelled.cancel()
-    await ready(controller, meta(1))  # before the cancelled task has had a turn
-    assert (await answer(other)).rows == [rows(1)]
-    assert controller.table.holders() == {"w": 2, "other": 2} and controller.table.num_redelivered == 0
-    await controller.check(held.token, rows(0))
+    await f.ready(meta(1))
+    assert (await answer(other)).rows == [rows(1)]  # type: ignore[union-attr]
+    assert f.table.holders() == {"w": 2, "other": 2} and f.table.num_redelivered == 0
+    await f.controller.check(held.token, rows(0))
 
 
-async def test_the_books_are_told_once_of_what_is_done() -> None:
+async def test_the_books_are_told_once_of_what_is_done(follows: Any) -> None:
     done: list[int] = []
-    controller = Controller(SPEC, 1, on_done=done.extend)
-    await ready(controller, meta(0))
-    lease = await controller.lease(1, None, None)
-    assert lease is not None
+    f = follows(on_done=done.extend)
+    await f.ready(meta(0))
+    await leased(f.controller)
     for _ in range(2):
-        await controller.notify([], [1], ["out"], lease.token)
-    assert done == [1]
-    assert controller.table.holders() == {"driver": 1}
+        await f.unit.tell(f.notice([1], "out"))
+    assert done == [1] and f.table.holders() == {"driver": 1}
 
 
-async def test_a_notice_under_another_tasks_token_settles_nothing() -> None:
-    controller = Controller(SPEC, 1)
-    await ready(controller, meta(0))
-    lease = await controller.lease(1, None, None)
-    assert lease is not None
-    other = type(lease.token)("other task", lease.token.incarnation, lease.token.lease)
-    await controller.notify([], rows(0), ["else"], other)
-    await controller.check(lease.token, rows(0))
+async def test_tokens_of_another_task_or_life_settle_nothing(follows: Any) -> None:
+    f = follows()
+    await f.ready(meta(0))
+    lease = await leased(f.controller)
+    earlier = Token("t", "earlier", lease.token.lease)
+    for call in (f.controller.renew(earlier), f.controller.check(earlier, [0]), f.controller.fail(earlier, [0], "x")):
+        with pytest.raises(StaleToken, match="is over"):
+            await call
+    with pytest.raises(StaleToken, match="does not hold row 5"):
+        await f.controller.check(lease.token, [0, 5])
+    await f.controller.check(lease.token, rows(0))
+
+
+async def test_following_acknowledges_by_asking_for_more(follows: Any) -> None:
+    f = follows()
+    await turns()
+    await f.ready(meta(0))
+    await f.ready(meta(1))
+    assert f.unit.asked == [("", 0, []), ("first life", 1, []), ("first life", 2, [])]
+    await asyncio.wait_for(f.controller.caught_up(0), 1)
+
+
+async def test_a_connection_that_is_lost_is_made_again_from_where_it_was_and_tells_the_rest(follows: Any) -> None:
+    f = follows()
+    await f.ready(meta(0))
+    await as_worker("gone", f.controller)  # type: ignore[misc]
+    f.controller.abandon("gone")
+    await f.unit.raises(ConnectionLost("gone"))
+    await asyncio.sleep(0.1)
+    assert f.unit.asked[-1] == ("first life", 1, [1])  # still to be told of the lease that has ended
+    await f.unit.raises(ConnectionLost("gone"))
+    await asyncio.sleep(0.15)
+    await f.ready(meta(1))
+    assert f.unit.asked[-2:] == [("first life", 1, [1]), ("first life", 2, [])]
+
+
+async def test_a_unit_that_tells_everything_has_no_other_rows_and_those_of_a_lost_life_are_named(follows: Any) -> None:
+    lost: list[tuple[int, list[int]]] = []
+    f = follows(on_lost=lambda unit, rows: lost.append((unit, rows)))
+    await f.ready(meta(0), meta(1), meta(2))
+    await f.unit.tell(f.notice([0, 1, 4, 5], "a", metas=[meta(0), meta(2)]), is_full=True)  # 2 and 3 were dropped meanwhile
+    assert lost == [] and (await f.controller.status()).counts["ready"] == 4
+    f.unit.epoch, f.unit.number = "second life", 0
+    await f.unit.tell(f.notice([0], is_drop=True), f.notice([1], "a", metas=[meta(0)]), is_full=True)
+    assert lost == [(0, [0, 4, 5])]
+    assert (await f.controller.status()).counts["ready"] == 1
+    assert f.unit.asked[-1] == ("second life", 2, [])
+
+
+async def test_what_one_unit_does_not_tell_says_nothing_of_the_rows_of_another(follows: Any) -> None:
+    lost: list[tuple[int, list[int]]] = []
+    f = follows(on_lost=lambda unit, rows: lost.append((unit, rows)))
+    other = Unit()
+    following = asyncio.create_task(f.controller.follow(1, other))  # type: ignore[arg-type]
+    await f.ready(meta(0))
+    await other.tell(f.notice(rows(1), "a", metas=[meta(1)]))
+    f.unit.epoch = "second life"
+    await f.unit.tell(is_full=True)
+    assert lost == [(0, rows(0))] and (await leased(f.controller, Want(groups=9))).rows == [rows(1)]
+    following.cancel()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from asyncflow.transfer_queue.dataloader import Jagged, Padded, StreamBatch, Str
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Ragged, RunError
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
+
+open_loader = functools.partial(StreamDataLoader, timeout_seconds=10.0)
 
 
 @pytest.fixture
@@ -81,7 +85,7 @@ def test_every_row_comes_once_and_results_go_back(queue: ServedQueue, num_worker
     rows = queue.put(range(11))
     queue.when_done("score", len(rows), lambda: queue.end_step("score"))
     seen: list[int] = []
-    with StreamDataLoader(queue.address, "score", batch_size=6, step=0, num_workers=num_workers, timeout_seconds=20) as loader:
+    with open_loader(queue.address, "score", batch_size=6, step=0, num_workers=num_workers) as loader:
         assert (loader.batch_size, loader.num_workers) == (6, num_workers)
         for batch, indices in loader:
             assert len(indices) <= 6
@@ -103,12 +107,21 @@ def test_every_row_comes_once_and_results_go_back(queue: ServedQueue, num_worker
     assert [e.tolist() for e in written.ragged("logprobs")] == [response(row).tolist() for row in some]
 
 
+def test_the_example_runs(queue: ServedQueue) -> None:
+    rows = queue.put(range(5))
+    queue.when_done("score", len(rows), lambda: queue.close_task("score"))
+    text = str(StreamDataLoader.__doc__)
+    example = text[text.index("        with ") : text.index("    A batch is held")]
+    exec(textwrap.dedent(example), {"StreamDataLoader": open_loader, "torch": torch, "address": queue.address})
+    assert queue.read([1, 2], ["score"]).dense("score").tolist() == [length(1), length(2)]
+
+
 def test_two_loaders_share_a_task(queue: ServedQueue) -> None:
     rows = queue.put(range(30))
     queue.when_done("train", len(rows), lambda: queue.end_step("train"))
 
     def consume(together: threading.Barrier) -> list[int]:
-        with StreamDataLoader(queue.address, "train", batch_size=3, step=0, name="same", timeout_seconds=10) as loader:
+        with open_loader(queue.address, "train", batch_size=3, step=0, name="same") as loader:
             seen = []
             for i, (_, indices) in enumerate(loader):
                 if i == 0:
@@ -124,10 +137,10 @@ def test_two_loaders_share_a_task(queue: ServedQueue) -> None:
 
 def test_loaders_of_the_same_name_do_not_give_each_others_rows_back(queue: ServedQueue) -> None:
     queue.put(range(2))
-    with StreamDataLoader(queue.address, "train", groups=1, prefetch=0, name="same") as loader:
+    with open_loader(queue.address, "train", groups=1, prefetch=0, name="same") as loader:
         stream = iter(loader)
         next(stream)
-        with StreamDataLoader(queue.address, "train", groups=1, prefetch=0, name="same") as other:
+        with open_loader(queue.address, "train", groups=1, prefetch=0, name="same") as other:
             next(iter(other))
         until(lambda: queue.counts("train") == {"ready": 4, "leased": 4})
         assert settled_counts(queue, "train") == {"ready": 4, "leased": 4}
@@ -137,7 +150,7 @@ def test_loaders_of_the_same_name_do_not_give_each_others_rows_back(queue: Serve
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_leaving_the_loop_gives_rows_back(queue: ServedQueue, num_workers: int) -> None:
     rows = queue.put(range(5))
-    loader = StreamDataLoader(queue.address, "score", batch_size=4, num_workers=num_workers, timeout_seconds=20)
+    loader = open_loader(queue.address, "score", batch_size=4, num_workers=num_workers)
     for i, (batch, indices) in enumerate(loader):
         if i == 1:
             break
@@ -162,12 +175,12 @@ def test_leaving_the_loop_gives_rows_back(queue: ServedQueue, num_workers: int) 
 
 def test_a_loader_that_is_forgotten_gives_rows_back(queue: ServedQueue) -> None:
     queue.put(range(3))
-    stream = iter(StreamDataLoader(queue.address, "score", groups=1, prefetch=1))
+    stream = iter(open_loader(queue.address, "score", groups=1, prefetch=1))
     next(stream)
     until(lambda: queue.counts("score") == {"ready": 4, "leased": 8})
     del stream
     until(lambda: queue.counts("score") == {"ready": 12})
-    loader = StreamDataLoader(queue.address, "score", groups=3, step=0)
+    loader = open_loader(queue.address, "score", groups=3, step=0)
     for _ in loader:
         queue.end_step("score")
     assert settled_counts(queue, "score") == {"leased": 12}, "the stream has ended, its rows may be completed yet"
@@ -177,7 +190,7 @@ def test_a_loader_that_is_forgotten_gives_rows_back(queue: ServedQueue) -> None:
 
 def test_closing_the_task_ends_all(queue: ServedQueue) -> None:
     def consume(prefetch: int) -> int:
-        with StreamDataLoader(queue.address, "train", groups=2, prefetch=prefetch, timeout_seconds=10) as loader:
+        with open_loader(queue.address, "train", groups=2, prefetch=prefetch) as loader:
             return sum(1 for _ in loader)
 
     with ThreadPoolExecutor(3) as threads:
@@ -191,13 +204,13 @@ def test_closing_the_task_ends_all(queue: ServedQueue) -> None:
 def test_rows_that_are_ready_when_the_step_ends_still_come(queue: ServedQueue) -> None:
     rows = queue.put(range(3))
     queue.end_step("train")
-    with StreamDataLoader(queue.address, "train", batch_size=5, at_least=5, step=0, timeout_seconds=5) as loader:
+    with open_loader(queue.address, "train", batch_size=5, at_least=5, step=0, timeout_seconds=5) as loader:
         assert sorted(row for _, indices in loader for row in indices.tolist()) == rows
 
 
 def test_close_within_a_loop_ends_it(queue: ServedQueue) -> None:
     queue.put(range(3))
-    loader = StreamDataLoader(queue.address, "train", groups=1)
+    loader = open_loader(queue.address, "train", groups=1)
     assert sum(1 for _ in loader if loader.close() is None) == 1
     until(lambda: queue.counts("train") == {"ready": 12})
 
@@ -205,7 +218,7 @@ def test_close_within_a_loop_ends_it(queue: ServedQueue) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_what_is_leased_ahead_is_bounded(queue: ServedQueue, prefetch: int) -> None:
     queue.put(range(15))
-    with StreamDataLoader(queue.address, "score", batch_size=4, prefetch=prefetch) as loader:
+    with open_loader(queue.address, "score", batch_size=4, prefetch=prefetch) as loader:
         for i, (batch, indices) in enumerate(loader):
             assert settled_counts(queue, "score")["leased"] == 4 * (1 + prefetch)
             loader.complete(indices, outputs(batch))
@@ -224,7 +237,7 @@ def test_the_next_request_does_not_wait_for_the_transfer(queue: ServedQueue) -> 
             return await at_once(*asked)
 
         unit.storage.read = read  # type: ignore[method-assign]
-    loader = StreamDataLoader(queue.address, "train", batch_size=4, prefetch=2)
+    loader = open_loader(queue.address, "train", batch_size=4, prefetch=2)
     with ThreadPoolExecutor(1) as thread, loader:
         stream = iter(loader)
         first = thread.submit(next, stream)
@@ -236,7 +249,7 @@ def test_the_next_request_does_not_wait_for_the_transfer(queue: ServedQueue) -> 
 
 def test_a_slow_consumer_keeps_its_rows(queue: ServedQueue) -> None:
     queue.put(range(1))  # leases of this queue last a second
-    with StreamDataLoader(queue.address, "score", groups=1) as loader:
+    with open_loader(queue.address, "score", groups=1) as loader:
         batch, indices = next(iter(loader_kept := iter(loader)))
         time.sleep(2.5)
         kept = loader.complete(indices, outputs(batch))
@@ -246,7 +259,7 @@ def test_a_slow_consumer_keeps_its_rows(queue: ServedQueue) -> None:
 
 def test_rows_are_done_when_the_next_batch_is_taken(queue: ServedQueue) -> None:
     queue.put(range(3))
-    with StreamDataLoader(queue.address, "train", groups=1, prefetch=0) as loader:
+    with open_loader(queue.address, "train", groups=1, prefetch=0) as loader:
         stream = iter(loader)
         for num_done in (0, 4, 8):
             next(stream)
@@ -257,7 +270,7 @@ def test_rows_are_done_when_the_next_batch_is_taken(queue: ServedQueue) -> None:
 
 def test_a_whole_step_is_acknowledged_at_its_end(queue: ServedQueue) -> None:
     rows = queue.put(range(3))
-    with StreamDataLoader(queue.address, "train", groups=1, step=0, acknowledge="manual") as loader:
+    with open_loader(queue.address, "train", groups=1, step=0, acknowledge="manual") as loader:
         taken = []
         for _, indices in loader:
             taken.append(indices)
@@ -273,7 +286,7 @@ def test_a_whole_step_is_acknowledged_at_its_end(queue: ServedQueue) -> None:
 
 def test_failed_rows_come_again_and_are_given_up_in_the_end(queue: ServedQueue) -> None:
     queue.put(range(1))
-    with StreamDataLoader(queue.address, "score", batch_size=4, prefetch=0) as loader:
+    with open_loader(queue.address, "score", batch_size=4, prefetch=0) as loader:
         stream = iter(loader)
         _, indices = next(stream)
         loader.fail(indices[1:2], "an odd one")
@@ -302,7 +315,7 @@ def test_dropped_rows_are_left_out(queue: ServedQueue) -> None:
             return await at_once(*asked)
 
         unit.read = read  # type: ignore[method-assign]
-    loader = StreamDataLoader(queue.address, "train", groups=1, prefetch=2)
+    loader = open_loader(queue.address, "train", groups=1, prefetch=2)
     with ThreadPoolExecutor(1) as thread, loader:
         stream = iter(loader)
         first = thread.submit(next, stream)
@@ -318,7 +331,7 @@ def test_dropped_rows_are_left_out(queue: ServedQueue) -> None:
 def test_padding(queue: ServedQueue) -> None:
     queue.put(range(2))
     options: dict[str, Any] = {"batch_size": 8, "pad_to_multiple_of": 4, "pad_values": {"response": -1}}
-    with StreamDataLoader(queue.address, "score", **options) as loader:
+    with open_loader(queue.address, "score", **options) as loader:
         batch, indices = next(iter(stream := iter(loader)))
         padded, hidden = batch["response"], batch["hidden"]
         assert isinstance(padded, Padded) and padded.lengths.tolist() == [length(row) for row in range(8)]
@@ -332,16 +345,16 @@ def test_padding(queue: ServedQueue) -> None:
         assert [e.tolist() for e in queue.read([2, 3], ["logprobs"]).ragged("logprobs")] == [response(r).tolist() for r in (2, 3)]
         stream.close()
     with pytest.raises(ValueError, match="'reward', which is no ragged column"):
-        next(iter(StreamDataLoader(queue.address, "score", batch_size=8, pad_to_multiple_of=4, pad_values={"reward": 1})))
+        next(iter(open_loader(queue.address, "score", batch_size=8, pad_to_multiple_of=4, pad_values={"reward": 1})))
 
 
 def test_batches_by_tokens_and_of_at_least(queue: ServedQueue) -> None:
     queue.put(range(4))
-    with StreamDataLoader(queue.address, "train", tokens=20, prefetch=0) as loader:
+    with open_loader(queue.address, "train", tokens=20, prefetch=0) as loader:
         (first, _), stream = next(stream := iter(loader)), stream
         assert 9 < len(first["response"].values) <= 20
         stream.close()
-    with StreamDataLoader(queue.address, "train", batch_size=18, at_least=18, timeout_seconds=0.3, prefetch=0) as loader:
+    with open_loader(queue.address, "train", batch_size=18, at_least=18, timeout_seconds=0.3, prefetch=0) as loader:
         with pytest.raises(TimeoutError, match=r"waiting for rows that are ready for task 'train' took more than 0\.3 s"):
             next(iter(loader))
         queue.put([9])
@@ -350,7 +363,7 @@ def test_batches_by_tokens_and_of_at_least(queue: ServedQueue) -> None:
 
 def test_what_can_be_written_back(queue: ServedQueue) -> None:
     queue.put(range(1))
-    with StreamDataLoader(queue.address, "score", batch_size=4) as loader:
+    with open_loader(queue.address, "score", batch_size=4) as loader:
         stream = iter(loader)
         _, indices = next(stream)
         entries = [torch.full((length(row),), row + 0.5) for row in range(4)]
@@ -383,15 +396,15 @@ def test_errors_surface(queue: ServedQueue, tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch, pytest.raises(RunError, match="no more leases"):
         patch.setattr(TransferQueueClient, "lease", lease)
-        next(iter(StreamDataLoader(queue.address, "train", groups=1)))
+        next(iter(open_loader(queue.address, "train", groups=1)))
     for options, why in (({"task": "nosuch"}, "no task 'nosuch'"), ({"columns": ["nosuch"]}, "'nosuch' is not declared")):
         with pytest.raises(ValueError, match=why):
-            next(iter(StreamDataLoader(**{"address": queue.address, "task": "train", "groups": 1} | options)))
+            next(iter(open_loader(**{"address": queue.address, "task": "train", "groups": 1} | options)))
     with pytest.raises(LookupError, match="has no column 'score'"):
-        next(iter(StreamDataLoader(queue.address, "train", groups=1, columns=["score"])))
+        next(iter(open_loader(queue.address, "train", groups=1, columns=["score"])))
     with pytest.raises(ConnectionLost, match="nobody answers at"):
-        next(iter(StreamDataLoader(f"unix:{tmp_path}/nosuch.sock", "train", groups=1)))
-    with StreamDataLoader(queue.address, "train", groups=1) as loader:
+        next(iter(open_loader(f"unix:{tmp_path}/nosuch.sock", "train", groups=1)))
+    with open_loader(queue.address, "train", groups=1) as loader:
         stream = iter(loader)
         next(stream)
         with pytest.raises(RuntimeError, match="iterated already"):
@@ -400,12 +413,25 @@ def test_errors_surface(queue: ServedQueue, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_leases_that_cannot_be_renewed_are_an_error(queue: ServedQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_fail = threading.Event()
+
     async def renew_held(client: TransferQueueClient) -> None:
+        while not may_fail.is_set():
+            await asyncio.sleep(0.01)
         raise RunError("no more renewals")
 
     monkeypatch.setattr(TransferQueueClient, "renew_held", renew_held)
-    with pytest.raises(RunError, match="no more renewals"), StreamDataLoader(queue.address, "train", groups=1) as loader:
-        next(iter(loader))
+    with open_loader(queue.address, "train", groups=1) as loader:
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(next, iter(loader))
+            until(lambda: queue.status("train").parked == 1)
+            may_fail.set()
+            with pytest.raises(RunError, match="no more renewals"):
+                waiting.result(10)
+        feed = loader._opened()
+        until(lambda: feed._failure is not None)  # before a pass has begun
+        with pytest.raises(RunError, match="no more renewals"):
+            next(iter(loader))
 
 
 @pytest.mark.parametrize(
@@ -421,13 +447,13 @@ def test_leases_that_cannot_be_renewed_are_an_error(queue: ServedQueue, monkeypa
 )
 def test_contradictions(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        StreamDataLoader("unix:/nowhere", "train", **options)
+        open_loader("unix:/nowhere", "train", **options)
 
 
 def test_a_queue_that_goes_ends_the_wait(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         with served_queue(tmp_path / "queue.sock") as queue:
-            loader = StreamDataLoader(queue.address, "train", groups=1)
+            loader = open_loader(queue.address, "train", groups=1)
             waiting = thread.submit(next, iter(loader))
             until(lambda: queue.status("train").parked == 1)
         with pytest.raises((ConnectionLost, StopIteration)):
@@ -437,7 +463,7 @@ def test_a_queue_that_goes_ends_the_wait(tmp_path: Path) -> None:
 
 def test_a_reader_that_dies_is_told_of(queue: ServedQueue) -> None:
     queue.put(range(3))
-    with StreamDataLoader(queue.address, "train", groups=1, num_workers=1, prefetch=0) as loader:
+    with open_loader(queue.address, "train", groups=1, num_workers=1, prefetch=0) as loader:
         stream = iter(loader)
         next(stream)
         (reader,) = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
@@ -483,14 +509,24 @@ def test_a_batch_unpacks() -> None:
 
 def test_close_does_not_wait_for_a_unit_that_hangs(queue: ServedQueue) -> None:
     queue.put(range(2))
-    loader = StreamDataLoader(queue.address, "train", groups=1, num_workers=1, prefetch=0, timeout_seconds=5)
+    loader = open_loader(queue.address, "train", groups=1, num_workers=1, prefetch=0)
     stream = iter(loader)
     next(stream)
     for unit in queue.queue.units:
         unit.read = lambda *asked: asyncio.Event().wait()  # type: ignore[method-assign,assignment,return-value]
-    loader._timeout_seconds = 0.5
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        next(stream)
-    assert time.monotonic() - began < 5
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(next, stream)
+        until(lambda: queue.counts("train").get("leased", 0) == 4 and queue.counts("train").get("done", 0) == 4)
+        feed = loader._feed
+        assert feed is not None
+        closing = threading.Thread(target=feed.close, daemon=True)
+        closing.start()
+        closing.join(5)
+        is_closed = not closing.is_alive()
+        if not is_closed:  # so that this test ends
+            for reader in psutil.Process().children():
+                reader.kill()
+        assert is_closed
+        with pytest.raises(CancelledError):
+            waiting.result(10)
     until(lambda: queue.counts("train").get("leased", 0) == 0)
