@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint types layers unit install install-dev clean
+.PHONY: quickstart test soak lint types layers unit install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
@@ -24,6 +24,9 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+soak: install-dev
+	$(BIN)/python -m tests.sim.run --seeds 0:20000
 
 lint: install-dev
 	$(BIN)/ruff check .

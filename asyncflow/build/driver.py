@@ -131,7 +131,7 @@ class Driver:
         """Tell every loop, here and in the workers, that the run is over."""
         self.ledger.stop()
         self.board.stop()
-        await self.queue.close()
+        self.transfer_queue.stop()
 
     async def close(self) -> None:
         """Write what is left and close the files."""

@@ -123,7 +123,7 @@ class TransferQueueClient:
 
         `groups`, `rows`, `tokens`: at most so many, one group if none is given. `at_least`: wait for so many rows, unless the step
         has no more. `installed`: only groups that this policy version may generate. `step`: only groups of this step. None when the
-        step has ended, the task is closed, or the request was withdrawn.
+        step has ended or the task is closed, and nothing more is ready, or when the request was withdrawn.
         """
         reads = self.schema.task(task).reads if columns is None else tuple(columns)
         self.schema.mask(reads)
@@ -240,12 +240,12 @@ class TransferQueueClient:
             await asyncio.gather(*(self._unit(number).drop(indices) for number in self._places.units))
 
     async def end_step(self, task: str, step: int) -> None:
-        """Tell a task that no more rows of this step will come."""
+        """Tell a task that no more rows of this step will come: who asks for them gets what is ready, then None."""
         self.schema.task(task)
         await asyncio.gather(*(self._unit(number).end_step(task, step) for number in self._places.units))
 
     async def close(self, task: str | None = None) -> None:
-        """End the stream of one task, or of all, for every consumer."""
+        """End the stream of one task, or of all: every consumer gets what is ready, then None."""
         for spec in self.schema.tasks if task is None else (self.schema.task(task),):
             await asyncio.gather(*(self._unit(number).close_task(spec.name) for number in self._places.units))
 

@@ -70,6 +70,7 @@ class Controller:
         self._on_done, self._on_dead, self._on_lost = on_done, on_dead, on_lost
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self._ended_leases: dict[int, list[int]] = {}  # unit -> leases that it has not been told of
         self._caught_up: dict[int, asyncio.Event] = {}
         self._units: dict[int, StorageUnit] = {}
@@ -146,11 +147,15 @@ class Controller:
     def lease(self, want: Want) -> Awaitable[Lease | None]:
         """What is wanted, as soon as there is some.
 
-        None: the step has ended, the task is closed, or the worker has withdrawn its request.
+        None: the step has ended or the task is closed, and nothing more is ready; or the worker has withdrawn its request.
+        Raises `ValueError` for a request that can never be served.
         """
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
         if not want.groups and not want.rows and not want.tokens:
-            answer.set_exception(ValueError("a lease is wanted for a number of groups, of rows, or of tokens"))
+            raise ValueError("a lease is wanted for a number of groups, of rows, or of tokens")
+        self._sampler.check(self.spec, want)
+        if self._is_closed:
+            answer.set_result(None)
             return answer
         self._parked.append(_Parked(client_name.get(), want, answer))
         self._serve()
@@ -204,7 +209,8 @@ class Controller:
         self._serve()
 
     def close(self) -> None:
-        """Stop the clock, and answer whoever waits with None."""
+        """Stop the clock, and answer every request, now and later, with None, whatever is ready."""
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
         for burial in self._burials:
@@ -234,14 +240,13 @@ class Controller:
         now = _now()
         self._tell_ended(self.table.expire(now))
         self._prune()
-        for request in self._parked:
-            if self.table.is_over(request.want):
-                request.answer.set_result(None)
-        self._prune()
         if self._parked:
             wants = [(request.worker, request.want) for request in self._parked]
             for i, pick in self._sampler.assign(self.table, wants):
                 self._parked[i].answer.set_result(self.table.hand_out(wants[i][0], now, pick))
+            for request in self._parked:
+                if not request.answer.done() and self.table.has_nothing_left(request.want):
+                    request.answer.set_result(None)
             self._prune()
         self._set_timer()
 

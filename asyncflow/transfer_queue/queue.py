@@ -110,10 +110,14 @@ class TransferQueue:
                 await following
             await self.close()
 
-    async def close(self) -> None:
-        """Answer whoever waits, and let go of the storages."""
+    def stop(self) -> None:
+        """Answer every request to this process's controllers, now and later, with None: the consumers are to end."""
         for controller in self.controllers.values():
             controller.close()
+
+    async def close(self) -> None:
+        """Answer whoever waits, and let go of the storages."""
+        self.stop()
         for unit in self.units:
             await unit.close()
         await self.places.close()

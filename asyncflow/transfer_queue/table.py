@@ -176,8 +176,12 @@ class Table:
         self.ended_steps.add(step)
 
     def is_over(self, want: Want) -> bool:
-        """Whether a request is to be answered with nothing: the table is closed, or the step that it is limited to has ended."""
+        """Whether no more rows will come for a request: the table is closed, or the step that it is limited to has ended."""
         return self.is_closed or want.step in self.ended_steps
+
+    def has_nothing_left(self, want: Want) -> bool:
+        """Whether a request is to be answered with nothing: no more will come, and nothing is ready."""
+        return self.is_over(want) and not self.available(want, 1)
 
     # -- choosing -----------------------------------------------------------------------------------------------------------
 

@@ -154,9 +154,10 @@ async def town(redis_url: str | None, names: list[str], *, hub_has_controllers: 
                     await asyncio.sleep(0.02)
             for name in names:
                 made.start(name)
-            await made.join(sum(name.startswith("unit/") for name in names))
-            yield made
-            await made.client.disconnect()
+            async with asyncio.timeout(60):
+                await made.join(sum(name.startswith("unit/") for name in names))
+                yield made
+                await made.client.disconnect()
         finally:
             made.end()
 

@@ -558,8 +558,10 @@ class World:
         there = set().union(*books.present.values())
         for process, controller, knew in self.knew:
             unnamed = (knew & books.lost) - there - controller.named
-            if process.is_alive and unnamed:
-                books.violated(f"controller {controller.spec.name} has not named rows {sorted(unnamed)}, which it knew and are lost")
+            if process.is_alive and self.processes[process.name] is process and unnamed:
+                books.violated(
+                    f"controller {controller.spec.name} has not named rows {sorted(unnamed)}, which it knew and are lost"
+                )
 
     def _count_at_the_end(self) -> None:
         counts, books = self.counts, self.books

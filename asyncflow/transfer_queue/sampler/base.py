@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from asyncflow.transfer_queue.schema import TaskSpec
 from asyncflow.transfer_queue.table import Pick, Table, Want
 
 
 class Sampler(Protocol):
     """Chooses what parked requests get. It may not keep anything that the table would have to hear of."""
+
+    def check(self, spec: TaskSpec, want: Want) -> None:
+        """Raises `ValueError` for a task, or a request, that this sampler cannot serve. Called before the request is parked."""
+        ...
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         """Which parked requests (worker name, want; oldest first) can be served now, and with what: position, pick.

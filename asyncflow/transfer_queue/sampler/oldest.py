@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from asyncflow.transfer_queue.sampler.base import is_enough
+from asyncflow.transfer_queue.schema import TaskSpec
 from asyncflow.transfer_queue.table import Pick, Table, Want
 
 
 class Oldest:
+    def check(self, spec: TaskSpec, want: Want) -> None:
+        """Serves every one."""
+
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         for position, (_, want) in enumerate(wants):
             if is_enough(table, want) and (pick := table.take(want)) is not None:

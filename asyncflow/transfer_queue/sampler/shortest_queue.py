@@ -11,10 +11,14 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from asyncflow.transfer_queue.sampler.base import is_enough
+from asyncflow.transfer_queue.schema import TaskSpec
 from asyncflow.transfer_queue.table import Pick, Table, Want
 
 
 class ShortestQueue:
+    def check(self, spec: TaskSpec, want: Want) -> None:
+        """Serves every one."""
+
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         open_ = [position for position, (_, want) in enumerate(wants) if is_enough(table, want)]
         load = {wants[position][0]: table.outstanding(wants[position][0]) for position in open_}

@@ -3,14 +3,14 @@
 waits for: a request of every rank for the same step, and enough ready rows for all; or the end of the step, for whatever is left
 
 A round has `per_rank` items for each rank: rows where the request limits rows and the task may split groups, otherwise groups. It
-is made of layers of one item per rank. Each layer starts from the oldest item left, so that nothing waits for ever, and takes the
-`ranks - 1` others of most similar length among the next `window` items that are ready. Layers are then dealt out, heaviest first,
-the longest item of each to the rank that is lightest so far (longest processing time first: Graham, 1969), and pairs are swapped
-between ranks while that lightens the heaviest.
+is made of layers of one item per rank. Each layer starts from the oldest item left and takes the `ranks - 1` others of most similar length
+among the next `window` items that are ready. Layers are then dealt out, heaviest first, the longest item of each to the rank that
+is lightest so far (longest processing time first: Graham, 1969), and pairs are swapped between ranks while that lightens the
+heaviest. If the round is uneven all the same, the item least like its fellows is held back until there are others like it: odd
+items gather in the window, so none waits longer than a window of odd ones, or than the step.
 
 Where no more is ready than the round needs (the tail of a step, a slow producer) there is nothing to choose among: everything is
-partitioned as well as swaps can. With one group per rank a round is as uneven as its anchor is odd: nothing in the window may
-resemble the longest group of a step.
+partitioned as well as swaps can.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from asyncflow.transfer_queue.schema import TaskSpec
 from asyncflow.transfer_queue.table import Pick, Table, Want
 
 MAX_SWAPS = 200
+UNEVENNESS = 1.05
+"""Max / mean tokens of a round above which an odd item is held back."""
+MAX_HELD_BACK = 32
 
 
 class TokenBalanced:
@@ -33,14 +37,16 @@ class TokenBalanced:
             raise ValueError(f"{ranks} ranks and a window of {window}: at least 1 rank is needed, and no less than 0")
         self.ranks, self.window = ranks, window
 
-    def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+    def check(self, spec: TaskSpec, want: Want) -> None:
         """Raises `ValueError` for a request of a rank that is not, or without a limit of rows or groups."""
+        if not 0 <= want.rank < self.ranks:
+            raise ValueError(f"a request of rank {want.rank}: there are {self.ranks}")
+        if not want.rows and not want.groups:
+            raise ValueError("token_balanced needs a request to limit its rows or its groups")
+
+    def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         parked: dict[tuple[int | None, int | None], list[list[int]]] = {}
         for position, (_, want) in enumerate(wants):
-            if not 0 <= want.rank < self.ranks:
-                raise ValueError(f"a request of rank {want.rank}: there are {self.ranks}")
-            if not want.rows and not want.groups:
-                raise ValueError("token_balanced needs a request to limit its rows or its groups")
             parked.setdefault((want.step, want.installed), [[] for _ in range(self.ranks)])[want.rank].append(position)
         for by_rank in parked.values():
             for together in zip(*by_rank, strict=False):
@@ -79,8 +85,30 @@ def _num_items(table: Table, want: Want, of_rows: bool) -> int:
 
 
 def balance(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
-    """Positions in `weights` (oldest first) for each rank: `per_rank` each, the oldest among them; fewer if there are fewer."""
-    layers = _layers(weights, ranks, per_rank) if len(weights) > ranks * per_rank else _tail(weights, ranks)
+    """Positions in `weights` (oldest first) for each rank: `per_rank` each, or all, evenly, where there are no more than that.
+
+    While a round is uneven, the item that is least like its fellows is held back and the round is made anew.
+    """
+    if len(weights) <= ranks * per_rank:
+        return _dealt(weights, _tail(weights, ranks), ranks)[0]
+    held_back: set[int] = set()
+    best: tuple[float, list[list[int]]] | None = None
+    while len(held_back) <= MAX_HELD_BACK and len(weights) - len(held_back) >= ranks * per_rank:
+        layers = _layers(weights, ranks, per_rank, held_back)
+        bins, loads = _dealt(weights, layers, ranks)
+        unevenness = max(loads) * ranks / max(1, sum(loads))
+        if best is None or unevenness < best[0]:
+            best = unevenness, bins
+        if unevenness <= UNEVENNESS:
+            break
+        _, odd = max((abs(weights[i] - sorted(weights[j] for j in layer)[ranks // 2]), i) for layer in layers for i in layer)
+        held_back.add(odd)
+    assert best is not None
+    return best[1]
+
+
+def _dealt(weights: Sequence[int], layers: list[list[int]], ranks: int) -> tuple[list[list[int]], list[int]]:
+    """(positions, tokens) for each rank."""
     bins: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for layer in sorted(layers, key=lambda layer: -sum(weights[i] for i in layer)):
@@ -89,7 +117,7 @@ def balance(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]
             bins[rank].append(i)
             loads[rank] += weights[i]
     _swap(weights, bins, loads)
-    return [sorted(bin_) for bin_ in bins]
+    return [sorted(bin_) for bin_ in bins], loads
 
 
 def _tail(weights: Sequence[int], ranks: int) -> list[list[int]]:
@@ -98,10 +126,10 @@ def _tail(weights: Sequence[int], ranks: int) -> list[list[int]]:
     return [order[start : start + ranks] for start in range(0, len(order), ranks)]
 
 
-def _layers(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
+def _layers(weights: Sequence[int], ranks: int, per_rank: int, held_back: set[int]) -> list[list[int]]:
     """`per_rank` times the oldest item left and its `ranks - 1` fellows in the narrowest run of lengths that it is in."""
-    left = sorted((weight, i) for i, weight in enumerate(weights))
-    is_used = [False] * len(weights)
+    left = sorted((weight, i) for i, weight in enumerate(weights) if i not in held_back)
+    is_used = [i in held_back for i in range(len(weights))]
     layers: list[list[int]] = []
     oldest = 0
     for _ in range(per_rank):

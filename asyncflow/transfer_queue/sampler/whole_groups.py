@@ -5,15 +5,13 @@ Which rows make a group is told by their group number, never by where they lie: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from asyncflow.transfer_queue.sampler.oldest import Oldest
-from asyncflow.transfer_queue.table import Pick, Table, Want
+from asyncflow.transfer_queue.schema import TaskSpec
+from asyncflow.transfer_queue.table import Want
 
 
 class WholeGroups(Oldest):
-    def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
+    def check(self, spec: TaskSpec, want: Want) -> None:
         """Raises `ValueError` for a task that is not of whole groups."""
-        if not table.spec.whole_groups:
-            raise ValueError(f"the sampler whole_groups is chosen for task {table.spec.name!r}, which may split groups")
-        return super().assign(table, wants)
+        if not spec.whole_groups:
+            raise ValueError(f"the sampler whole_groups is chosen for task {spec.name!r}, which may split groups")

@@ -200,7 +200,6 @@ def test_closing_the_task_ends_all(queue: ServedQueue) -> None:
         assert [count.result(10) for count in counts] == [0, 0, 0]
 
 
-@pytest.mark.xfail(reason="the controller answers None as soon as a step has ended, though rows of it are ready")
 def test_rows_that_are_ready_when_the_step_ends_still_come(queue: ServedQueue) -> None:
     rows = queue.put(range(3))
     queue.end_step("train")
