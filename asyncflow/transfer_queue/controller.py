@@ -14,6 +14,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -83,8 +84,10 @@ class Controller:
 
         Raises `Superseded` when another controller has taken this task over.
         """
-        epoch, last, pause = "", 0, RETRY_SECONDS[0]
         self._units[number] = unit
+        if isinstance(unit, StorageUnit):
+            return await self._listen(number, unit)
+        epoch, last, pause = "", 0, RETRY_SECONDS[0]
         ended = self._ended_leases.setdefault(number, [])
         caught_up = self._caught_up.setdefault(number, asyncio.Event())
         while True:
@@ -100,6 +103,12 @@ class Controller:
             self._take(number, news, is_new_life=epoch not in ("", news.epoch))
             epoch, last = news.epoch, news.last
             caught_up.set()
+
+    async def _listen(self, number: int, unit: StorageUnit) -> None:
+        """Follow a unit of this process, by calls."""
+        listening = unit.listen(self.spec.name, self.table.incarnation, partial(self._take, number, is_new_life=False))
+        self._caught_up.setdefault(number, asyncio.Event()).set()
+        await listening
 
     async def caught_up(self, number: int) -> None:
         """Until the unit's rows are known here."""
@@ -258,6 +267,9 @@ class Controller:
         if leases:
             for ended in self._ended_leases.values():
                 ended.extend(leases)
+            for unit in self._units.values():
+                if isinstance(unit, StorageUnit):
+                    unit.refuse(self.spec.name, leases)
 
     def _set_timer(self) -> None:
         deadline = self.table.next_deadline

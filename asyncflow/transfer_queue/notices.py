@@ -68,6 +68,7 @@ class _Follower:
     interest: int  # the columns that it is told of
     acked: int = 0
     asking: asyncio.Future[News] | None = None
+    take: Callable[[News], None] | None = None  # one of this process is told by a call, and does not ask
     waiting: deque[tuple[int, float, _Waiter]] = field(default_factory=deque)  # (notice, since, writer)
     is_away: bool = False
 
@@ -102,7 +103,9 @@ class NoticeLog:
         for follower in self._followers.values():
             if follower.is_away:
                 continue
-            if _concerns(notice, follower):
+            if follower.take is not None:
+                self._call(follower, follower.take, notice)
+            elif _concerns(notice, follower):
                 waiter.left += 1
                 follower.waiting.append((self._last, loop.time(), waiter))
                 self._answer(follower)
@@ -121,15 +124,9 @@ class NoticeLog:
         Raises `Superseded` for one that a newer one has replaced.
         """
         follower = self._followers.get(task)
-        if (task, incarnation) in self._retired:
-            raise Superseded(f"another controller has taken task {task!r} over")
         is_known = follower is not None and follower.incarnation == incarnation and epoch == self.epoch
-        if follower is not None and not is_known:
-            self._leave(follower)
-            if follower.incarnation != incarnation:
-                self._retire(follower)
         if follower is None or not is_known:
-            follower = self._followers[task] = _Follower(task, incarnation, interest)
+            follower = self._begin(task, incarnation, interest)
         if follower.is_away:
             log.warning("the controller of task %r is back", task)
             follower.is_away = False
@@ -146,6 +143,35 @@ class NoticeLog:
         asked = follower.asking
         self._answer(follower)
         return asked
+
+    def listen(self, task: str, incarnation: str, interest: int, take: Callable[[News], None]) -> asyncio.Future[News]:
+        """Follow from within the unit's process: `take` is called with everything, now, and later with each notice, before its
+        writer is answered. The future never has a result; it raises `Superseded`, or what `take` has raised."""
+        follower = self._begin(task, incarnation, interest)
+        follower.take, follower.asking = take, asyncio.get_running_loop().create_future()
+        take(News(self.epoch, self._last, True, self._snapshot()))
+        return follower.asking
+
+    def _begin(self, task: str, incarnation: str, interest: int) -> _Follower:
+        if (task, incarnation) in self._retired:
+            raise Superseded(f"another controller has taken task {task!r} over")
+        before = self._followers.get(task)
+        if before is not None:
+            self._leave(before)
+            if before.incarnation != incarnation:
+                self._retire(before)
+        follower = self._followers[task] = _Follower(task, incarnation, interest)
+        return follower
+
+    def _call(self, follower: _Follower, take: Callable[[News], None], notice: Notice) -> None:
+        if not _concerns(notice, follower):
+            return
+        try:
+            take(News(self.epoch, self._last, False, [notice]))
+        except Exception as error:  # the controller's failure, not the writer's: raised where it listens
+            follower.is_away = True
+            if follower.asking is not None and not follower.asking.done():
+                follower.asking.set_exception(error)
 
     def _answer(self, follower: _Follower) -> None:
         if follower.asking is None or follower.asking.done():

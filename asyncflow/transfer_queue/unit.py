@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,14 +198,22 @@ class StorageUnit:
     @remote
     def follow(self, task: str, incarnation: str, epoch: str, acked: int, ended_leases: list[int]) -> Awaitable[News]:
         """See `NoticeLog.follow`. `ended_leases`: completions under these are refused from now on."""
-        if ended_leases:
-            ended = self._ended_leases.setdefault(task, {})
-            ended.update(dict.fromkeys(ended_leases))
-            while len(ended) > TOKENS_REMEMBERED:
-                del ended[next(iter(ended))]
+        self.refuse(task, ended_leases)
         if self._log.incarnation(task) not in (None, incarnation):
             self._ended_leases.pop(task, None)  # its predecessor's leases are refused by their incarnation
         return self._log.follow(task, incarnation, self._interest[self.schema.task(task).name], epoch, acked)
+
+    def listen(self, task: str, incarnation: str, take: Callable[[News], None]) -> asyncio.Future[News]:
+        """See `NoticeLog.listen`: for a controller in this process."""
+        return self._log.listen(task, incarnation, self._interest[self.schema.task(task).name], take)
+
+    def refuse(self, task: str, leases: Sequence[int]) -> None:
+        """Refuse completions under these leases from now on."""
+        if leases:
+            ended = self._ended_leases.setdefault(task, {})
+            ended.update(dict.fromkeys(leases))
+            while len(ended) > TOKENS_REMEMBERED:
+                del ended[next(iter(ended))]
 
     # -- snapshots ----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The suite bites: each patch beside this file plants one bug in a copy of the package, and some seed of the simulation has to fail.
+"""The suite bites: each patch beside this file plants one bug in a copy of the package, and a seed of the simulation has to fail.
 
 `patch -p1 < tests/mutants/<name>.patch` in a clean tree shows what one does. A patch that no longer applies is to be made anew.
 """
