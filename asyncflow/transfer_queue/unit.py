@@ -198,10 +198,12 @@ class StorageUnit:
     @remote
     def follow(self, task: str, incarnation: str, epoch: str, acked: int, ended_leases: list[int]) -> Awaitable[News]:
         """See `NoticeLog.follow`. `ended_leases`: completions under these are refused from now on."""
-        self.refuse(task, ended_leases)
-        if self._log.incarnation(task) not in (None, incarnation):
+        is_another = self._log.incarnation(task) not in (None, incarnation)
+        news = self._log.follow(task, incarnation, self._interest[self.schema.task(task).name], epoch, acked)
+        if is_another:
             self._ended_leases.pop(task, None)  # its predecessor's leases are refused by their incarnation
-        return self._log.follow(task, incarnation, self._interest[self.schema.task(task).name], epoch, acked)
+        self.refuse(task, ended_leases)
+        return news
 
     def listen(self, task: str, incarnation: str, take: Callable[[News], None]) -> asyncio.Future[News]:
         """See `NoticeLog.listen`: for a controller in this process."""
@@ -239,8 +241,12 @@ class StorageUnit:
             self._room.take(_num_rows(new), _num_rows(new) * each)
             await self._store(batch, new)
             count += _num_rows(new)
-        self._facts = msgspec.msgpack.decode(facts, type=Facts)
-        dropped = [row for rows in self._facts.dropped.values() for row in rows]
+        found = msgspec.msgpack.decode(facts, type=Facts)  # besides those of what was here, or was restored from another file
+        for task, steps in found.ended_steps.items():
+            ended = self._facts.ended_steps.setdefault(task, [])
+            ended += [step for step in steps if step not in ended]
+        self._facts.closed += [task for task in found.closed if task not in self._facts.closed]
+        dropped = [row for rows in found.dropped.values() for row in rows]
         await self.drop(np.array(dropped, np.int64))
         self._has_new_facts = True
         await self._keep_facts()

@@ -23,6 +23,8 @@ class Model:
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
         self.gone: set[int] = set()  # groups that were dropped whole
+        self.leased: dict[tuple[str, int], set[int]] = {}  # (task, lease) -> rows
+        self.deliveries: dict[tuple[str, int], int] = {}
         self.forget("rollout")
         self.forget("train")
 
@@ -30,7 +32,8 @@ class Model:
         """The controller of a task is another one now."""
         if task == "rollout":
             self.failures: dict[int, int] = {}
-        self.leased = {lease: rows for lease, rows in getattr(self, "leased", {}).items() if lease[0] != task}
+        self.deliveries = {of: n for of, n in self.deliveries.items() if of[0] != task}
+        self.leased = {lease: rows for lease, rows in self.leased.items() if lease[0] != task}
 
     def put(self, group: int, size: int) -> None:
         if group not in self.gone and not any(row >> 2 == group for row in self.rows):
@@ -51,8 +54,19 @@ class Model:
         held_up = {row >> 2 for row in self.rows if self.state(task, row) in ("waiting", "leased")}
         return {row for row in ready if row >> 2 not in held_up}
 
-    def complete(self, task: str, rows: list[int], value: int, *, is_stale: bool) -> list[bool]:
-        kept = [not is_stale and row in self.rows and task not in self.rows[row].done for row in rows]
+    def lease(self, task: str, lease: int, rows: list[int]) -> list[int]:
+        """How often each of the rows had been delivered before."""
+        self.leased[task, lease] = set(rows)
+        before = [self.deliveries.get((task, row), 0) for row in rows]
+        self.deliveries |= {(task, row): n + 1 for row, n in zip(rows, before, strict=True)}
+        return before
+
+    def holds(self, task: str, lease: int) -> list[int]:
+        held = self.leased.get((task, lease), set())
+        return [row for row in held if row in self.rows and self.state(task, row) == "leased"]
+
+    def complete(self, task: str, rows: list[int], value: int) -> list[bool]:
+        kept = [row in self.rows and task not in self.rows[row].done for row in rows]
         for row in (row for row, is_kept in zip(rows, kept, strict=True) if is_kept):
             self.rows[row].done.add(task)
             if task == "rollout":
@@ -84,5 +98,6 @@ class Model:
 
     def restore(self, rows: dict[int, Row]) -> None:
         """Into a new queue."""
-        self.__init__()  # type: ignore[misc]
-        self.rows = copy.deepcopy(rows)
+        self.rows, self.gone = copy.deepcopy(rows), set()
+        self.forget("rollout")
+        self.forget("train")

@@ -32,18 +32,18 @@ class Loop:
     async def main(self) -> None:
         self.queue = await TransferQueueClient.connect("hub", self.name)
         await self.queue.wait_for_units(len(self.plan.units))
-        self.start(self.queue.renew_held(), "renews")
+        self.start(self.queue.renew_held, "renews")
         await self.run()
 
     async def run(self) -> None:
         raise NotImplementedError
 
-    def start(self, coroutine: Awaitable[None], what: str) -> None:
+    def start(self, loop: Callable[[], Awaitable[None]], what: str) -> None:
         """Beside the loop; what it raises ends the process."""
 
         async def guarded() -> None:
             try:
-                await coroutine
+                await loop()
             except (RunError, LookupError) as error:
                 self.world.has_failed(process, error)
 
@@ -99,7 +99,7 @@ class Roller(Loop):
     async def run(self) -> None:
         rng, self.lease_number = self.rng, 0
         if self.plan.follows_versions:
-            self.start(self._install(), "installs")
+            self.start(self._install, "installs")
         while True:
             kind = rng.random()
             at_least = 1

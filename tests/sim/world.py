@@ -521,11 +521,15 @@ class World:
 
     def _compare_controllers_with_units(self) -> None:
         """Controllers know what the units have, no more and no less."""
-        live: dict[str, Controller] = {c.spec.name: c for process, c in self.controllers if process.is_alive}
+        by_incarnation = {c.table.incarnation: c for process, c in self.controllers if process.is_alive}
         bits = {name: self.schema.mask([name]) for name in (DEAD, FILTERED)}
-        for task, controller in live.items():
-            reads, outputs = self.schema.mask(controller.spec.reads), self.schema.mask(controller.spec.outputs)
+        for spec in self.schema.tasks:
+            task, reads, outputs = spec.name, self.schema.mask(spec.reads), self.schema.mask(spec.outputs)
             for number, at in sorted(self.units.items()):
+                controller = by_incarnation.get(at._log.incarnation(task) or "")
+                if controller is None:
+                    self.books.violated(f"nobody follows unit {number} for task {task}")
+                    continue
                 masks = {row: mask for rows, mask, _ in at._index.records() for row in rows.tolist()}
                 known = controller.table.rows_of(number).tolist()
                 if sorted(masks) != known:

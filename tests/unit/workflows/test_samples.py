@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -28,25 +29,31 @@ def meta(group: int, *, step: int = 0, size: int = 3, low: int = 0) -> GroupMeta
 
 
 def leased(metas: list[GroupMeta], rows: list[list[int]], batch: Batch) -> Leased:
-    return Leased(Lease(Token("t", "i", 1), metas, rows), batch)
+    return Leased(Lease(Token("t", "i", 1), metas, rows, [[0] * len(of_group) for of_group in rows], [0] * len(metas)), batch)
 
 
 def stored(m: GroupMeta, *responses: Response, prompt_length: int = 2) -> Leased:
     """A trainer's lease of one group, through a storage."""
-    storage = MemoryStorage(BITS)
-    storage.declare(COLUMNS)
     first = m.group << BITS
     rows = [first + r.sample for r in responses]
-    storage.write(samples.admission([m], [Prompt(np.arange(prompt_length), {})], [1.0]))
-    for row, r in zip(rows, responses, strict=True):
-        storage.write(samples.outputs(row, m.group, r, reward=r.sample / 2))
-    train = next(task for task in samples.tasks(9.0, 2) if task.name == "train")
-    return leased([m], [rows], storage.read(np.array(rows), train.reads))
+    schema = samples.schema(BITS, 9.0, 2)
+
+    async def store() -> Batch:
+        storage = MemoryStorage()
+        await storage.open(schema)
+        await storage.write([m], samples.admission([m], [Prompt(np.arange(prompt_length), {})], [1.0]))
+        for row, r in zip(rows, responses, strict=True):
+            await storage.write([], samples.outputs(row, m.group, r, reward=r.sample / 2))
+        return await storage.read(np.array(rows), schema.task("train").reads)
+
+    return leased([m], [rows], asyncio.run(store()))
 
 
 def test_the_tasks_read_and_write_declared_columns_and_take_the_limits() -> None:
-    rollout, train, evaluation = samples.tasks(9.0, 5)
+    schema = samples.schema(BITS, 9.0, 5)
+    rollout, train, evaluation = schema.tasks
     declared = {column.name for column in COLUMNS}
+    assert schema.declared == COLUMNS and schema.group_bits == BITS
     for task in (rollout, train, evaluation):
         assert set(task.reads) | set(task.writes) <= declared and (task.lease_seconds, task.max_failures) == (9.0, 5)
     assert (rollout.whole_groups, train.whole_groups, evaluation.whole_groups) == (False, True, True)
@@ -79,9 +86,7 @@ def test_a_response_becomes_the_columns_that_are_declared_for_it() -> None:
     assert batch.ragged("version_spans")[0].tolist() == [0, 3, 1, 4]
     assert batch.dense("truncated").tolist() == [1] and batch.dense("reward").tolist() == [0.25]
     assert samples.outputs(0, 0, response(0, 1), 0.0).dense("truncated").tolist() == [0]
-    storage = MemoryStorage(BITS)
-    storage.declare(COLUMNS)
-    assert storage.write(batch).tolist() == [True]
+    samples.schema(BITS, 9.0, 2).check(batch)
 
 
 def test_a_token_of_a_version_outside_the_interval_is_refused_naming_the_row() -> None:
