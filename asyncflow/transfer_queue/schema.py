@@ -110,6 +110,20 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
             mask |= self._bits[name]
         return mask
 
+    def masks_of(self, names: tuple[str, ...]) -> tuple[int, int]:
+        """The bits of the columns among `names` that are stored per row, and of those per group."""
+        masks = self._masks.get(names)
+        if masks is None:
+            mask = self.mask(names)
+            if len(self._masks) > 1024:  # somebody tries all orders
+                self._masks.clear()
+            masks = self._masks[names] = (mask & ~self.group_mask, mask & self.group_mask)
+        return masks
+
+    @cached_property
+    def _masks(self) -> dict[tuple[str, ...], tuple[int, int]]:
+        return {}
+
     def task(self, name: str) -> TaskSpec:
         """Raises `ValueError` listing the tasks when `name` is not one."""
         found = next((task for task in self.tasks if task.name == name), None)

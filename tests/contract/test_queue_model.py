@@ -102,7 +102,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(group=st.integers(0, 9), size=st.integers(1, 4))
     def put(self, group: int, size: int) -> None:
-        if self.has_moved and any(row >> 2 == group for row in self.model.rows):
+        if self.has_moved and (group in self.model.gone or any(row >> 2 == group for row in self.model.rows)):
             return  # it may lie on another unit than the one that it would be put on now
         prompts = Ragged.from_arrays([np.full(group, group)], "int64")
         batch = Batch(np.empty(0, np.int64), np.array([group]), {"prompt": prompts})

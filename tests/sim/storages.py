@@ -59,6 +59,7 @@ class SimKeyValue:
     """A key-value store elsewhere: `data` outlives whoever uses it. What is on its way when its client dies still arrives."""
 
     is_durable = True
+    is_immediate = False
     address = "simulated store"
 
     def __init__(self, data: dict[str, bytes], weather: Weather) -> None:
@@ -114,7 +115,7 @@ class Witness:
 
     def __init__(self, inner: Storage, number: int, books: Books) -> None:
         self.inner, self.number, self.books = inner, number, books
-        self.is_durable = inner.is_durable
+        self.is_durable, self.is_immediate = inner.is_durable, False
         self._schema = Schema((), (), 1)
 
     async def open(self, schema: Schema) -> None:

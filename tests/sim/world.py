@@ -266,8 +266,8 @@ class World:
         left = [row for group in sorted(books.acknowledged) for row in books.rows(group) if not self.has_ended(row)]
         lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
         for number, at in sorted(self.units.items()):
-            masks = {row: f"{mask:b}" for rows, mask, _ in at._index.records() for row in rows.tolist() if row in left}
-            lines.append(f"unit {number} has {masks}, room {at._room.state()}, away {at._log.away()}")
+            masks = {row: f"{mask:b}" for rows, mask, _ in at.holdings.index.records() for row in rows.tolist() if row in left}
+            lines.append(f"unit {number} has {masks}, room {at.holdings.room.state()}, away {at._log.away()}")
         for process, controller in self.controllers:
             if process.is_alive:
                 states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
@@ -511,7 +511,7 @@ class World:
 
     def check_told(self, at: SimUnit, metas: list[GroupMeta]) -> None:
         """A put is answered when every controller in session knows of it."""
-        rows = at._index.present(self.schema.rows_of(metas)).tolist()
+        rows = at.holdings.index.present(self.schema.rows_of(metas)).tolist()
         followers = {follower.incarnation for follower in at._log._followers.values() if not follower.is_away}
         for process, controller in self.controllers:
             if process.is_alive and controller.table.incarnation in followers:
@@ -530,7 +530,7 @@ class World:
                 if controller is None:
                     self.books.violated(f"nobody follows unit {number} for task {task}")
                     continue
-                masks = {row: mask for rows, mask, _ in at._index.records() for row in rows.tolist()}
+                masks = {row: mask for rows, mask, _ in at.holdings.index.records() for row in rows.tolist()}
                 known = controller.table.rows_of(number).tolist()
                 if sorted(masks) != known:
                     more, less = sorted(set(known) - set(masks)), sorted(set(masks) - set(known))
@@ -578,7 +578,7 @@ class World:
             counts["expired"] += controller.table.num_expired
             counts["redelivered"] += controller.table.num_redelivered
         for at in self.units.values():
-            counts["admission wait"] += at._room.state().longest_wait_seconds > 0
+            counts["admission wait"] += at.holdings.room.state().longest_wait_seconds > 0
 
 
 class SimController(Controller):
@@ -643,7 +643,7 @@ class SimUnit(StorageUnit):
     @remote
     async def complete(self, token: Token, batch: WireBatch) -> np.ndarray:
         was_over = token in self.over or self._log.incarnation(token.task) not in (None, token.incarnation)
-        before = {row: (token.task, row) in self._writers for row in batch.batch().indices.tolist()}
+        before = {row: (token.task, row) in self.holdings._writers for row in batch.batch().indices.tolist()}
         stored = await super().complete(token, batch)
         late = [row for row, is_kept in zip(before, stored.tolist(), strict=True) if is_kept and not before[row]]
         if was_over and late:

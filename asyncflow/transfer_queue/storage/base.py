@@ -25,6 +25,9 @@ class Storage(Protocol):
     is_durable: bool
     """Whether what is written outlives the unit's process."""
 
+    is_immediate: bool
+    """Whether `write`, `drop` and `keep` never wait: nothing else happens between their beginning and their end."""
+
     async def open(self, schema: Schema) -> None:
         """Once, before anything else. Raises `RunError` saying what to do when the backend cannot be reached."""
         ...

@@ -85,7 +85,7 @@ class KeyValueStorage:
         """Raises `UserError` when `prefix` has characters that could mean something to the store."""
         if not re.fullmatch(r"[A-Za-z0-9._:/-]+", prefix):
             raise UserError(f"the storage prefix {prefix!r} is to be made of letters, digits and . _ : / -")
-        self.is_durable = store.is_durable
+        self.is_durable, self.is_immediate = store.is_durable, False
         self._store = store
         self._prefix = f"{prefix}/unit-{unit}/"
         self._session, self._serials = uuid.uuid4().hex[:8], itertools.count()

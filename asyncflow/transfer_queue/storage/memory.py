@@ -26,6 +26,7 @@ class MemoryStorage:
     """See `segments.py`. Nothing is awaited, so calls never overlap."""
 
     is_durable = False
+    is_immediate = True
 
     def __init__(self, unit: int = 0) -> None:
         """`unit`, which every storage is told, makes no difference to this one."""

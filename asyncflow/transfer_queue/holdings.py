@@ -1,0 +1,383 @@
+"""What a storage unit holds, and the order in which it changes: claimed, written, told; forgotten, told, freed.
+
+Whoever asks may go at any moment, the storage may fail or take its time, and other requests come in between: what has begun to change
+something goes on to its end, and what is not sure yet is waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from asyncflow.transfer_queue.batches import take
+from asyncflow.transfer_queue.index import Index
+from asyncflow.transfer_queue.notices import Notice
+from asyncflow.transfer_queue.room import Room
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.snapshot import SnapshotFile, read_snapshot, write_snapshot
+from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.table import Token
+from asyncflow.types import Array, Batch, GroupMeta, Ragged
+
+T = TypeVar("T")
+
+REMEMBERED = 65536
+FACTS = "facts"
+
+
+class Facts(msgspec.Struct):
+    """What must outlive a process and is no column: per task the steps that have ended, and whether it is closed; the rows that
+    have been dropped from groups that are still there."""
+
+    ended_steps: dict[str, list[int]] = {}
+    closed: list[str] = []
+    dropped: dict[int, list[int]] = {}
+
+
+class Holdings:
+    """Rows in a storage, with their index, their room and the facts. `post` numbers a notice and tells it to the controllers."""
+
+    def __init__(self, storage: Storage, schema: Schema, room: Room, post: Callable[[Notice], asyncio.Future[None]]) -> None:
+        self.storage, self.schema, self.room = storage, schema, room
+        self.index = Index(schema.group_bits)
+        self._post = post
+        self._facts = Facts()
+        self._has_new_facts = False
+        self._row_bytes: dict[int, int] = {}  # group -> what each of its rows has reserved
+        self._writers: dict[tuple[str, int], Token] = {}  # (task, row) -> the lease that completed it, the latest ones
+        self._gone: dict[int, None] = {}  # groups that have been dropped, the latest ones
+        self._num_drops = 0
+        self._arriving: set[int] = set()  # groups that have been admitted and are being written for the first time
+        self._writes: dict[object, Array] = {}  # under way, with the groups that they concern
+        self._settled = asyncio.Event()  # set, and replaced, whenever a write is over
+        self._unfreed: list[tuple[Array, Array]] = []  # rows, and whole groups, that are dropped and still in the storage
+        self._freeing = asyncio.Lock()
+        self._snapshotting = asyncio.Lock()  # nothing is freed meanwhile
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._token_columns = {c.name: c.per for c in schema.columns if c.counts_tokens}
+
+    async def open(self) -> None:
+        """Open the storage and take up what has outlived an earlier process."""
+        await self.storage.open(self.schema)
+        async for stored in self.storage.recover():
+            self._take_up(stored.metas, stored.rows, stored.columns)
+            await self._weigh(stored.rows, stored.columns)
+        if (facts := await self.storage.kept(FACTS)) is not None:
+            self._facts = msgspec.msgpack.decode(facts, type=Facts)
+            await self._drop(np.array([row for rows in self._facts.dropped.values() for row in rows], np.int64))
+
+    async def close(self) -> None:
+        if self._under_way:
+            await asyncio.wait(self._under_way)
+        await self.storage.close()
+
+    # -- in -----------------------------------------------------------------------------------------------------------------
+
+    async def admit(self, metas: Sequence[GroupMeta], columns: Batch, row_bytes: int) -> list[GroupMeta]:
+        """Wait for room for those of the groups that are new, and admit them. A group that was dropped does not come back."""
+        while True:
+            while self._arriving and any(meta.group in self._arriving for meta in metas):  # whether they are there is not sure yet
+                await self._settled.wait()
+            new = [meta for meta in metas if meta.group not in self.index.metas and meta.group not in self._gone]
+            if not new:
+                return []
+            reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
+            await self.room.reserve(reserved, reserved * each)
+            if not any(meta.group in self.index.metas or meta.group in self._gone for meta in new):
+                break
+            self.room.release(reserved, reserved * each)  # admitted by another request meanwhile
+        new = self._admit(new, each)
+        if surplus := reserved - _num_rows(new):  # of a group that is in the request twice
+            self.room.release(surplus, surplus * each)
+        self._arriving.update(meta.group for meta in new)
+        return new
+
+    async def store(self, batch: Batch, new: list[GroupMeta], writer: Token | None = None) -> Array:
+        """Store what is not there yet, all of a row's columns or none, and tell the controllers.
+
+        Returns bool [n]: which rows are stored by this, or, for a `writer`, by an earlier request of the same lease.
+        """
+        stored = await self._to_its_end(self._store(batch, new, writer))
+        if writer is not None and not stored.all():  # maybe the same request again, whose answer was lost
+            stored |= self.written_by(writer, batch.indices)
+        return stored
+
+    def written_by(self, writer: Token, rows: Array) -> Array:
+        """bool [n]: rows that a lease has completed, as far as they are remembered."""
+        return np.array([self._writers.get((writer.task, row)) == writer for row in rows.tolist()], bool)
+
+    async def _store(self, batch: Batch, new: list[GroupMeta], writer: Token | None) -> Array:
+        row_mask, group_mask = self.schema.masks_of(tuple(batch.columns))
+        groups = batch.groups.tolist()
+        while self._writes and self.index.is_claimed(batch.indices, row_mask, groups, group_mask):
+            await self._settled.wait()  # until it is sure whether that is kept
+        free = self.index.claim(batch.indices, row_mask) if row_mask else np.zeros(len(batch.indices), bool)
+        free_groups = np.array(self.index.claim_groups(groups, group_mask) if group_mask else [False] * len(groups), bool)
+        if not new and not free.any() and not free_groups.any():
+            return free
+        rows, numbers = batch.indices[free], batch.groups[free_groups].tolist()
+        is_written, write, num_drops = False, object(), self._num_drops
+        self._writes[write] = batch.groups
+        try:
+            await self._write(batch, new, free, free_groups, row_mask, group_mask)
+            is_written = True
+        finally:
+            self.index.settle(rows, row_mask, is_written=is_written)
+            self.index.settle_groups(numbers, group_mask, is_written=is_written)
+            del self._writes[write]
+            if not is_written:
+                self._take_back(new)
+                self._arriving.difference_update(meta.group for meta in new)
+            self._wake()
+        if writer is not None:
+            self._writers.update(((writer.task, row), writer) for row in rows.tolist())
+            _forget_oldest(self._writers)
+        self._count_tokens(batch, rows, free, numbers, free_groups)
+        there = rows if num_drops == self._num_drops else self.index.present(rows)
+        told = self._tell(new, there, row_mask, self.index.rows_of(numbers), group_mask)
+        try:
+            await self._sweep(rows, there)
+            for answer in told:
+                if not answer.done():
+                    await answer
+        finally:
+            if new:
+                self._arriving.difference_update(meta.group for meta in new)
+                self._wake()
+        return free
+
+    async def _write(
+        self, batch: Batch, new: list[GroupMeta], free: Array, free_groups: Array, row_mask: int, group_mask: int
+    ) -> None:
+        """Hand the storage what is free of the batch; a batch whose columns are not wanted for any entry goes without them."""
+        if (not row_mask or free.all()) and (not group_mask or free_groups.all()):  # as a rule
+            return await self.storage.write(new, batch)
+        wanted = {n: v for n, v in batch.columns.items() if (free if self.schema.column(n).per == "row" else free_groups).any()}
+        rows = np.flatnonzero(free) if row_mask else np.arange(0)
+        groups = np.flatnonzero(free_groups) if group_mask else np.arange(0)
+        of_rows = np.flatnonzero(np.isin(batch.groups, batch.indices[rows] >> self.schema.group_bits))
+        if len(groups) and not np.isin(of_rows, groups).all():  # the columns of a group are there, those of its rows are not
+            alone = {n: v for n, v in wanted.items() if self.schema.column(n).per == "group"}
+            await self.storage.write(new, take(self.schema, Batch(batch.indices, batch.groups, alone), np.arange(0), groups))
+            wanted, new = {n: v for n, v in wanted.items() if n not in alone}, []
+            groups = of_rows
+        groups = groups if len(groups) else of_rows
+        await self.storage.write(new, take(self.schema, Batch(batch.indices, batch.groups, wanted), rows, groups))
+
+    def _count_tokens(self, batch: Batch, rows: Array, free: Array, groups: list[int], free_groups: Array) -> None:
+        for name, per in self._token_columns.items():
+            values = batch.columns.get(name)
+            if not isinstance(values, Ragged):
+                continue
+            if per == "row":
+                self.index.add_tokens(rows, values.lengths[free])
+            else:
+                for group, length in zip(groups, values.lengths[free_groups].tolist(), strict=True):
+                    of_group = self.index.rows_of([group])
+                    self.index.add_tokens(of_group, np.full(len(of_group), length, np.int64))
+
+    def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
+        """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
+        new = self.index.admit(metas)
+        self._row_bytes.update((meta.group, each) for meta in new)
+        return new
+
+    def _take_back(self, new: Iterable[GroupMeta]) -> None:
+        """Groups that could not be written have not been admitted."""
+        for meta in new:
+            rows, _ = self.index.drop(self.index.rows_of([meta.group]))
+            self.room.release(len(rows), len(rows) * self._row_bytes.pop(meta.group, 0))
+            self._post(Notice(rows=rows.tobytes(), is_drop=True))  # a controller that was told everything meanwhile knows it
+
+    def _wake(self) -> None:
+        """Have those look again who wait for a write to be over."""
+        self._settled.set()
+        self._settled = asyncio.Event()
+
+    # -- out ----------------------------------------------------------------------------------------------------------------
+
+    async def drop(self, rows: Array) -> None:
+        """Forget rows, tell of it, and free them; free as well what an earlier request could not."""
+        await self._to_its_end(self._drop(rows))
+
+    async def _drop(self, rows: Array) -> None:
+        dropped, gone = self.index.drop(rows)
+        told = None
+        if len(dropped):
+            self._num_drops += 1
+            groups, counts = np.unique(dropped >> self.schema.group_bits, return_counts=True)
+            freed = sum(self._row_bytes.get(g, 0) * n for g, n in zip(groups.tolist(), counts.tolist(), strict=True))
+            numbers = {meta.group: None for meta in gone}
+            for row in dropped.tolist():
+                group = row >> self.schema.group_bits
+                if group not in numbers:
+                    self._facts.dropped.setdefault(group, []).append(row)
+                    self._has_new_facts = True
+            for group in numbers:
+                self._row_bytes.pop(group, None)
+            self._gone.update(numbers)
+            _forget_oldest(self._gone)
+            self._unfreed.append((dropped, np.array(sorted(numbers), np.int64)))
+            self.room.release(len(dropped), freed)
+            told = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
+        await self._free()
+        if told is not None:
+            await told
+
+    async def _free(self) -> None:
+        """Free what has been dropped; while a snapshot is written, which may still read it, leave that to the snapshot's end."""
+        async with self._freeing:
+            await self._keep_facts()  # first: should this process die in between, they are not to come back
+            while self._unfreed and not self._snapshotting.locked():
+                rows, groups = self._unfreed[0]
+                while any(np.isin(written, rows >> self.schema.group_bits).any() for written in self._writes.values()):
+                    await self._settled.wait()  # what came to the storage after its group has gone would stay there
+                await self.storage.drop(rows, groups)
+                del self._unfreed[0]
+                for group in groups.tolist():
+                    self._has_new_facts |= self._facts.dropped.pop(group, None) is not None
+            await self._keep_facts()
+
+    async def _sweep(self, rows: Array, there: Array) -> None:
+        """Free what has been dropped while it was being written."""
+        if len(there) < len(rows):
+            gone = np.setdiff1d(rows, there)
+            groups = [g for g in np.unique(gone >> self.schema.group_bits).tolist() if g not in self.index.metas]
+            self._unfreed.append((gone, np.array(groups, np.int64)))
+            await self._free()
+
+    # -- facts --------------------------------------------------------------------------------------------------------------
+
+    async def end_step(self, task: str, step: int) -> None:
+        """No more rows of this step will come for the task."""
+        ended = self._facts.ended_steps.setdefault(task, [])
+        if step not in ended:
+            ended.append(step)
+            self._has_new_facts = True
+            await self._keep_facts()
+        await self._post(Notice(task=task, ended_step=step))
+
+    async def close_task(self, task: str) -> None:
+        """No more rows will come for the task."""
+        if task not in self._facts.closed:
+            self._facts.closed.append(task)
+            self._has_new_facts = True
+            await self._keep_facts()
+        await self._post(Notice(task=task, is_closed=True))
+
+    async def _keep_facts(self) -> None:
+        """If they have changed."""
+        if self._has_new_facts:
+            self._has_new_facts = False
+            try:
+                await self.storage.keep(FACTS, msgspec.msgpack.encode(self._facts))
+            except BaseException:
+                self._has_new_facts = True
+                raise
+
+    # -- all of it ----------------------------------------------------------------------------------------------------------
+
+    def everything(self) -> list[Notice]:
+        """The notices that tell a controller all there is."""
+        notices = [Notice(metas=list(self.index.metas.values()))]
+        if dropped := [row for rows in self._facts.dropped.values() for row in rows]:
+            notices.append(Notice(rows=np.array(dropped, np.int64).tobytes(), is_drop=True))
+        for rows, mask, tokens in self.index.records():
+            notices.append(Notice(rows=rows.tobytes(), mask=mask, tokens=tokens.tobytes() if self._token_columns else b""))
+        return notices + self._told_facts()
+
+    async def snapshot(self, path: Path) -> SnapshotFile:
+        """An exact cut in a file. Other requests are served meanwhile; what they drop is freed at the end."""
+        try:
+            async with self._snapshotting:
+                facts = msgspec.msgpack.encode(self._facts)
+                return await write_snapshot(path, self.schema, self.index, self.storage, facts)
+        finally:
+            await self._to_its_end(self._free())
+
+    async def restore(self, path: Path) -> int:
+        """Take up the rows of a snapshot's file, besides what is here. Returns how many. Raises `ValueError` when it is damaged."""
+        facts, frames = read_snapshot(path, self.schema)
+        count = 0
+        for metas, batch in frames:
+            each = _bytes_per_row(metas, batch)
+            new = self._admit(metas, each)
+            self.room.take(_num_rows(new), _num_rows(new) * each)
+            await self.store(batch, new)
+            count += _num_rows(new)
+        found = msgspec.msgpack.decode(facts, type=Facts)
+        for task, steps in found.ended_steps.items():
+            ended = self._facts.ended_steps.setdefault(task, [])
+            ended += [step for step in steps if step not in ended]
+        self._facts.closed += [task for task in found.closed if task not in self._facts.closed]
+        dropped = [row for rows in found.dropped.values() for row in rows]
+        await self.drop(np.array(dropped, np.int64))
+        self._has_new_facts = True
+        await self._keep_facts()
+        for notice in self._told_facts():
+            await self._post(notice)
+        return count - len(dropped)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """What has begun to change something goes on, also when its caller has gone. Over a storage that never waits the change is
+        over before anybody can go."""
+        if self.storage.is_immediate:
+            return await work
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    def _tell(
+        self, new: list[GroupMeta], rows: Array, row_mask: int, of_groups: Array, group_mask: int
+    ) -> list[asyncio.Future[None]]:
+        """One notice for the rows' columns and one for their groups', or one for both where they are of the same rows."""
+        parts = [(of_groups, group_mask), (rows, row_mask)]
+        if np.array_equal(rows, of_groups):
+            parts = [(rows, row_mask | group_mask)]
+        parts = [part for part in parts if len(part[0])] or [(rows, 0)]
+        return [self._post(self._notice(new if i == 0 else [], *part)) for i, part in enumerate(parts)]
+
+    def _notice(self, metas: list[GroupMeta], rows: Array, mask: int) -> Notice:
+        tokens = self.index.tokens(rows).tobytes() if self._token_columns else b""
+        return Notice(metas, rows.tobytes(), mask, tokens)
+
+    def _told_facts(self) -> list[Notice]:
+        ended = [Notice(task=task, ended_step=step) for task, steps in self._facts.ended_steps.items() for step in steps]
+        return ended + [Notice(task=task, is_closed=True) for task in self._facts.closed]
+
+    def _take_up(self, metas: Sequence[GroupMeta], rows: Array, columns: Sequence[str]) -> None:
+        """Recovered rows: in the index as if they had just been written."""
+        self.room.take(_num_rows(self._admit(metas, 0)), 0)
+        mask = self.schema.mask(columns)
+        groups = np.unique(rows >> self.schema.group_bits).tolist()
+        self.index.settle_groups(groups, mask & self.schema.group_mask, is_written=True)
+        self.index.settle(rows, mask & ~self.schema.group_mask, is_written=True)
+
+    async def _weigh(self, rows: Array, columns: Sequence[str]) -> None:
+        counted = [name for name in self._token_columns if name in columns]
+        if counted and len(rows):
+            batch = await self.storage.read(rows, counted)
+            everything, groups = np.ones(len(rows), bool), batch.groups.tolist()
+            self._count_tokens(batch, rows, everything, groups, np.ones(len(groups), bool))
+
+
+def _forget_oldest(remembered: dict[Any, Any]) -> None:
+    while len(remembered) > REMEMBERED:
+        del remembered[next(iter(remembered))]
+
+
+def _num_rows(metas: Iterable[GroupMeta]) -> int:
+    return sum(meta.size for meta in metas)
+
+
+def _bytes_per_row(metas: Sequence[GroupMeta], batch: Batch) -> int:
+    rows = _num_rows(metas)
+    return -(-sum(values.nbytes for values in batch.columns.values()) // rows) if rows else 0
