@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 
-
 def small_payload(rng: np.random.Generator, rows: int = 1024) -> dict[str, list[np.ndarray]]:
     """The payload of the issue: ragged ids and log-probs."""
     prompts, responses = rng.integers(64, 193, rows), rng.integers(128, 385, rows)

@@ -112,7 +112,7 @@ class Driver:
         self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
 
     def server(self, status: object, arena: Path) -> Server:
-        """Serves the run's services; `status` answers `asyncflow status`. Large columns lie in the file `arena`, in shared memory."""
+        """Serves the run's services; `status` answers `asyncflow status`. Large columns lie in the file `arena`."""
         services = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
         queue, on_disconnect = self.config.queue, self.transfer_queue.abandon
         memory = Arena(queue.unit_capacity_bytes * queue.num_units, arena)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.table import Lease
 from asyncflow.types import Array, Batch, Ragged, Values
 
 
@@ -67,6 +69,32 @@ def take(schema: Schema, batch: Batch, rows: Array, groups: Array) -> Batch:
     return Batch(batch.indices[rows], batch.groups[groups], columns)
 
 
+def units_of(schema: Schema, lease: Lease, rows: Array) -> Array:
+    """int64 [n]: the unit of each row. Raises `ValueError` naming a row whose group is not the lease's."""
+    unit = {meta.group: at for meta, at in zip(lease.groups, lease.units, strict=True)}
+    groups = (rows >> schema.group_bits).tolist()
+    for row, group in zip(rows.tolist(), groups, strict=True):
+        if group not in unit:
+            raise ValueError(f"row {row} is not one of lease {lease.token.lease} of task {lease.token.task!r}")
+    return np.array([unit[group] for group in groups], np.int64)
+
+
+async def read_lease(
+    schema: Schema, lease: Lease, columns: Sequence[str], read: Callable[[int, Array], Awaitable[Batch]]
+) -> Batch:
+    """The columns of a lease's rows, in its order; `read` asks a unit. Raises `LookupError` when a row has not got one."""
+    rows = np.array(lease.indices, np.int64)
+    groups = np.array([meta.group for meta in lease.groups], np.int64)
+    if not columns:
+        return Batch(rows, groups, {})
+    if len(set(lease.units)) == 1:
+        parts = [await read(lease.units[0], rows)]
+    else:
+        unit_of = units_of(schema, lease, rows)
+        parts = await asyncio.gather(*(read(number, rows[unit_of == number]) for number in np.unique(unit_of).tolist()))
+    return concatenate(schema, parts, rows, groups)
+
+
 def concatenate(schema: Schema, batches: Sequence[Batch], rows: Array, groups: Array) -> Batch:
     """Batches with the same columns end to end, then put in the order of `rows` and `groups` (int64, every one is there once)."""
     if len(batches) > 1:
@@ -74,6 +102,8 @@ def concatenate(schema: Schema, batches: Sequence[Batch], rows: Array, groups: A
         joined = Batch(np.concatenate([b.indices for b in batches]), np.concatenate([b.groups for b in batches]), columns)
     else:
         joined = batches[0]
+    if np.array_equal(joined.indices, rows) and np.array_equal(joined.groups, groups):
+        return joined
     return take(schema, joined, _positions(joined.indices, rows), _positions(joined.groups, groups))
 
 

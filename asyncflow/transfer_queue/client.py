@@ -1,7 +1,7 @@
 """The transfer queue as a loop sees it.
 
     put(metas, batch)              admit groups with the columns that they come with; waits for room, and for nothing else
-    lease(task, ...)               rows, whole groups or a token budget, with the columns that the task reads; waits until there are some
+    lease(task, ...)               rows, whole groups or a token budget, with the columns that the task reads; waits for some
     complete(lease, outputs)       outputs and acknowledgement in one request, all of a lease or part of it
     fail(lease, rows, error)       give rows back; after k failures they are dead, with the error
     filter(rows, reason)  drop(rows)  end_step(task, step)  close(task)
@@ -17,8 +17,8 @@ from typing import Self, TypedDict, Unpack
 
 import numpy as np
 
-from asyncflow.transfer_queue.batches import WireBatch, concatenate, take
-from asyncflow.transfer_queue.controller import Controller, TaskStatus
+from asyncflow.transfer_queue.batches import WireBatch, read_lease, take, units_of
+from asyncflow.transfer_queue.controller import Controller, Handed, TaskStatus
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transfer_queue.schema import FILTERED
 from asyncflow.transfer_queue.table import Lease, StaleToken, Token, Want
@@ -55,7 +55,7 @@ class TransferQueueClient:
         self.schema = places.schema
         self._places = places
         self._held: dict[Token, set[int]] = {}
-        self._asking: dict[str, set[asyncio.Future[Lease | None]]] = {}
+        self._asking: dict[str, set[asyncio.Future[Handed | None]]] = {}
         self._peer: Peer | None = None
 
     @classmethod
@@ -96,12 +96,14 @@ class TransferQueueClient:
         if len(units) == 1:
             return await self._unit(units[0]).put(list(metas), WireBatch.of(batch), row_bytes)
         stored = np.zeros(len(batch.indices), bool)
-        of_meta = np.array([meta.group for meta in metas], np.int64) % len(units)
-        for number in np.unique(of_meta).tolist():
+
+        async def put_on(number: int) -> None:
             rows = np.flatnonzero(row_groups % len(units) == number)
             part = take(self.schema, batch, rows, np.flatnonzero(batch.groups % len(units) == number))
-            admitted = [meta for meta, at in zip(metas, of_meta.tolist(), strict=True) if at == number]
+            admitted = [meta for meta in metas if meta.group % len(units) == number]
             stored[rows] = await self._unit(units[number]).put(admitted, WireBatch.of(part), row_bytes)
+
+        await asyncio.gather(*(put_on(number) for number in sorted({meta.group % len(units) for meta in metas})))
         return stored
 
     # -- out ----------------------------------------------------------------------------------------------------------------
@@ -130,14 +132,16 @@ class TransferQueueClient:
         if not groups and not rows and not tokens:
             groups = 1
         want = Want(groups, rows, tokens, at_least, installed, step, rank)
-        while True:
-            lease = await self._ask(task, want)
-            if lease is None:
-                return None
-            if (leased := await self.fetch(lease, reads)) is not None:
-                lease = leased.lease
-                self._held[lease.token] = set(lease.indices)  # not sooner: a lease never seen by its asker is not kept alive
+        while (handed := await self._ask(task, want, list(reads))) is not None:
+            lease = handed.lease
+            if handed.batch is not None:
+                leased: Leased | None = Leased(lease, handed.batch.batch())
+            else:
+                leased = await self._fetch(lease, reads, is_sure=columns is None)
+            if leased is not None:
+                self._held[lease.token] = set(leased.lease.indices)  # not sooner: what its asker never sees is not kept alive
                 return leased
+        return None
 
     async def fetch(self, lease: Lease, columns: Sequence[str]) -> Leased | None:
         """These columns of a lease's rows, also for somebody whom its holder has told of it.
@@ -145,19 +149,27 @@ class TransferQueueClient:
         Rows dropped meanwhile are left out, of the lease too; None if all were. Raises `LookupError` naming a row and a column that
         it does not have.
         """
+        return await self._fetch(lease, columns, is_sure=False)
+
+    async def _fetch(self, lease: Lease, columns: Sequence[str], *, is_sure: bool) -> Leased | None:
+        """`is_sure`: the rows had these columns when they were leased, so one that lacks them is another life's of its unit."""
+
+        async def read(number: int, rows: Array) -> Batch:
+            return (await self._unit(number).read(rows, list(columns))).batch()
+
         while True:
             try:
-                return Leased(lease, await self._read(lease, columns))
+                return Leased(lease, await read_lease(self.schema, lease, columns, read))
             except LookupError:
                 there = await self._still_there(lease)
-                if there is None:
+                if there is None or (is_sure and there.indices == lease.indices):
                     return None
                 if there.indices == lease.indices:
                     raise
                 lease = there
 
     async def stream(self, task: str, step: int | None = None, **wanted: Unpack[Wanted]) -> AsyncIterator[Leased]:
-        """What becomes ready, in that order, until the step or the task ends; the next lease is fetched while this one is worked on.
+        """What becomes ready, in that order, until the step or the task ends; the next one is fetched while this is worked on.
 
         `wanted`: what `lease` takes.
         """
@@ -182,7 +194,7 @@ class TransferQueueClient:
         `ValueError` when the outputs do not fit, or are of rows that are not the lease's.
         """
         self.schema.check(outputs)
-        unit_of = self._units_of(lease, outputs.indices)
+        unit_of = units_of(self.schema, lease, outputs.indices)
         stored = np.zeros(len(outputs.indices), bool)
         for number in np.unique(unit_of).tolist():
             rows = np.flatnonzero(unit_of == number)
@@ -264,8 +276,8 @@ class TransferQueueClient:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, task: str, want: Want) -> Lease | None:
-        request = asyncio.ensure_future(self._controller(task).lease(want))
+    async def _ask(self, task: str, want: Want, columns: list[str]) -> Handed | None:
+        request = asyncio.ensure_future(self._controller(task).lease(want, columns))
         asking = self._asking.setdefault(task, set())
         asking.add(request)
         try:
@@ -274,17 +286,6 @@ class TransferQueueClient:
         finally:
             request.cancel()
             asking.discard(request)
-
-    async def _read(self, lease: Lease, columns: Sequence[str]) -> Batch:
-        """Raises `LookupError` when some of it was dropped while the lease was on its way, or is not there yet."""
-        rows = np.array(lease.indices, np.int64)
-        groups = np.array([meta.group for meta in lease.groups], np.int64)
-        if not columns:
-            return Batch(rows, groups, {})
-        unit_of = self._units_of(lease, rows)
-        numbers = np.unique(unit_of).tolist()
-        parts = await asyncio.gather(*(self._unit(n).read(rows[unit_of == n], list(columns)) for n in numbers))
-        return concatenate(self.schema, [part.batch() for part in parts], rows, groups)
 
     async def _still_there(self, lease: Lease) -> Lease | None:
         """The part of a lease that has not been dropped; the rest is nobody's any more."""
@@ -304,15 +305,6 @@ class TransferQueueClient:
         if len(indices):
             reasons = [reason] * len(indices)
             await asyncio.gather(*(self._unit(number).end(indices, mark, reasons) for number in self._places.units))
-
-    def _units_of(self, lease: Lease, indices: Array) -> Array:
-        """int64 [n]: the unit of each row. Raises `ValueError` naming a row whose group is not the lease's."""
-        unit = {meta.group: at for meta, at in zip(lease.groups, lease.units, strict=True)}
-        groups = (indices >> self.schema.group_bits).tolist()
-        for i, group in enumerate(groups):
-            if group not in unit:
-                raise ValueError(f"row {indices[i]} is not one of lease {lease.token.lease} of task {lease.token.task!r}")
-        return np.array([unit[group] for group in groups], np.int64)
 
     def _controller(self, task: str) -> Controller:
         self.schema.task(task)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.registry import build
+from asyncflow.transfer_queue.batches import WireBatch, read_lease
 from asyncflow.transfer_queue.notices import News, Notice
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
@@ -44,6 +45,13 @@ class TaskStatus(msgspec.Struct):
     dead: dict[int, str]
 
 
+class Handed(msgspec.Struct):
+    """A lease, and columns of its rows, or not."""
+
+    lease: Lease
+    batch: WireBatch | None
+
+
 @dataclass(slots=True)
 class _Parked:
     """A request waiting to be served."""
@@ -54,7 +62,7 @@ class _Parked:
 
 
 class Controller:
-    """`on_done(rows)`, `on_dead(dead rows)` and `on_lost(unit, rows)` tell whoever keeps the books, in the controller's event loop."""
+    """`on_done(rows)`, `on_dead(dead rows)` and `on_lost(unit, rows)` tell whoever keeps the books, in the controller's loop."""
 
     def __init__(
         self,
@@ -65,7 +73,7 @@ class Controller:
         on_dead: Callable[[list[DeadRow]], None] = lambda rows: None,
         on_lost: Callable[[int, list[int]], None] = lambda unit, rows: None,
     ) -> None:
-        self.spec = schema.task(task)
+        self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, uuid.uuid4().hex[:12])
         self._sampler: Sampler = build("sampler", self.spec.sampler, self.spec.sampler_options, SAMPLERS)
         self._on_done, self._on_dead, self._on_lost = on_done, on_dead, on_lost
@@ -153,22 +161,32 @@ class Controller:
     # -- what clients ask ---------------------------------------------------------------------------------------------------
 
     @remote
-    def lease(self, want: Want) -> Awaitable[Lease | None]:
-        """What is wanted, as soon as there is some.
+    async def lease(self, want: Want, columns: list[str]) -> Handed | None:
+        """What is wanted, as soon as there is some, with these columns of it if its units are in this process.
 
         None: the step has ended or the task is closed, and nothing more is ready; or the worker has withdrawn its request.
         Raises `ValueError` for a request that can never be served.
         """
-        answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
         if not want.groups and not want.rows and not want.tokens:
             raise ValueError("a lease is wanted for a number of groups, of rows, or of tokens")
         self._sampler.check(self.spec, want)
         if self._is_closed:
-            answer.set_result(None)
-            return answer
+            return None
+        answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
         self._parked.append(_Parked(client_name.get(), want, answer))
         self._serve()
-        return answer
+        lease = await answer
+        return None if lease is None else Handed(lease, await self._columns_here(lease, columns))
+
+    async def _columns_here(self, lease: Lease, columns: list[str]) -> WireBatch | None:
+        units = {number: unit for number in set(lease.units) if isinstance(unit := self._units.get(number), StorageUnit)}
+        if not columns or len(units) < len(set(lease.units)):
+            return None
+        try:
+            reading = read_lease(self._schema, lease, columns, lambda number, rows: units[number].columns(rows, columns))
+            return WireBatch.of(await reading)
+        except LookupError:  # some of it has been dropped in this moment: the asker finds out what is left
+            return None
 
     @remote
     async def withdraw(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transport import ConnectionLost, Credentials, Peer, proxy, remote
 
@@ -42,6 +43,8 @@ class Directory:
     def __init__(self, schema: Schema) -> None:
         self.current = Description(0, schema, {})
         self._changed = asyncio.Event()
+        self._last_turn = 0
+        self._turns: dict[str, int] = {}  # of those that serve a place
 
     @remote
     async def describe(self, after: int) -> Description:
@@ -51,14 +54,27 @@ class Directory:
         return self.current
 
     @remote
-    async def register(self, name: str, address: str) -> None:
-        """`name` is served at `address` from now on. Raises `ValueError` for a name that is none."""
+    async def turn(self) -> int:
+        """A number above all that have been given out: who asked later serves in place of who asked sooner."""
+        self._last_turn += 1
+        return self._last_turn
+
+    @remote
+    async def register(self, name: str, address: str, turn: int) -> None:
+        """`name` is served at `address` from now on.
+
+        Raises `ValueError` for a name that is none, `Superseded` when somebody with a later turn serves it.
+        """
         kind, _, which = name.partition("/")
         if kind == "controller":
             self.current.schema.task(which)
         elif kind != "unit" or not which.isdecimal():
             raise ValueError(f"{name!r} is no place in a queue: controller/<task> or unit/<number>")
-        self.add(name, address)
+        if turn < self._turns.get(name, 0):
+            raise Superseded(f"another process serves {name} by now")
+        self._turns[name] = turn
+        if self.current.places.get(name) != address:
+            self.add(name, address)
 
     def next_unit(self) -> int:
         """The lowest number that no unit has had yet."""

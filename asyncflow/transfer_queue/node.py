@@ -30,6 +30,7 @@ async def serve_unit(
 ) -> None:
     """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone."""
     peer, directory = await _join(hub, f"unit/{number}", credentials)
+    turn = await directory.turn()
     unit = StorageUnit(
         storage,
         (await directory.describe(-1)).schema,
@@ -41,7 +42,7 @@ async def serve_unit(
     await unit.open()
     server = Server({f"unit/{number}": unit}, credentials=credentials)
     try:
-        await directory.register(f"unit/{number}", await server.start(address))
+        await directory.register(f"unit/{number}", await server.start(address), turn)
         await peer.wait_lost()
     finally:
         await server.close()
@@ -49,27 +50,39 @@ async def serve_unit(
 
 
 async def serve_controller(hub: str, task: str, address: str | Path, *, credentials: Credentials | None = None) -> None:
-    """Be the controller of a task of the queue whose directory is served at `hub`, until the hub has gone."""
-    peer, directory = await _join(hub, f"controller/{task}", credentials)
-    places = Places(directory, f"controller/{task}", peer=peer, credentials=credentials)
-    schema = (await places.learn()).schema
+    """Be the controller of a task of the queue whose directory is served at `hub`, until the hub has gone.
+
+    Raises `Superseded` when another one has taken the task over.
+    """
+    name = f"controller/{task}"
+    peer, directory = await _join(hub, name, credentials)
+    places = Places(directory, name, peer=peer, credentials=credentials)
+    schema, turn = (await places.learn()).schema, await directory.turn()
     controller = Controller(task, schema)
-    server = Server({f"controller/{task}": controller}, controller.abandon, credentials=credentials)
-    following = asyncio.create_task(follow_all([controller], places))
-    gone = asyncio.create_task(peer.wait_lost())
+    server = Server({name: controller}, controller.abandon, credentials=credentials)
+    work = (follow_all(controller, places), _register(name, turn, controller, places, directory, server, address), peer.wait_lost())
+    running = [asyncio.create_task(coroutine) for coroutine in work]
     try:
-        for number in places.units:  # a controller that knows nothing yet would have everybody wait for a moment
-            await controller.caught_up(number)
-        await directory.register(f"controller/{task}", await server.start(address))
-        await asyncio.wait([following, gone], return_when=asyncio.FIRST_COMPLETED)
-        if following.done():
-            await following  # raises why
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        if not peer.is_lost:
+            for ended in done:
+                ended.result()  # raises why
     finally:
-        following.cancel()
-        gone.cancel()
+        for one in running:
+            one.cancel()
         await server.close()
         controller.close()
         await places.close()
+
+
+async def _register(
+    name: str, turn: int, controller: Controller, places: Places, directory: Directory, server: Server, address: str | Path
+) -> None:
+    """Listen, once the units are known: a controller that knows nothing yet would have everybody wait for a moment."""
+    for number in places.units:
+        await controller.caught_up(number)
+    await directory.register(name, await server.start(address), turn)
+    await asyncio.Event().wait()
 
 
 async def _join(hub: str, name: str, credentials: Credentials | None) -> tuple[Peer, Directory]:

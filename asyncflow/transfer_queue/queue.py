@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,12 @@ class TransferQueue:
 
     async def run(self) -> None:
         """For ever: have the controllers of this process follow all units, those that join later too. `open` first."""
-        await follow_all(list(self.controllers.values()), self.places, follow=_follow_until_superseded)
+        await asyncio.gather(self._learn(), *(self._follow(controller) for controller in self.controllers.values()))
+
+    async def _learn(self) -> None:
+        """For ever: know the units that there are, also where all controllers are elsewhere."""
+        async for _ in self.places.changes():
+            pass
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[TransferQueue]:
@@ -172,6 +177,13 @@ class TransferQueue:
         """The state of tasks and units in Prometheus' text form."""
         return prometheus_text(*await self.client().status())
 
+    async def _follow(self, controller: Controller) -> None:
+        try:
+            await follow_all(controller, self.places)
+        except Superseded as error:  # clients learn of the other one from the directory
+            log.warning("%s", error)
+            controller.close()
+
     def _manifest(self, name: str) -> Path:
         if self._snapshot_dir is None:
             raise ValueError("this queue has no snapshot directory; give it one (queue.snapshot_dir)")
@@ -191,24 +203,16 @@ class TransferQueue:
         self.places.known = self.directory.current
 
 
-Follow = Callable[[Controller, int, StorageUnit], Coroutine[Any, Any, None]]
 
 
-async def follow_all(controllers: Sequence[Controller], places: Places, follow: Follow = Controller.follow) -> None:
-    """For ever: controllers follow all units that there are, and those that join later. Raises `Superseded`, in a group."""
+async def follow_all(controller: Controller, places: Places) -> None:
+    """For ever: a controller follows all units that there are, and those that join later. Raises `Superseded`."""
     followed: set[int] = set()
-    async with asyncio.TaskGroup() as tasks:
-        async for units in places.changes():
-            for number in set(units) - followed:
-                unit = places.get(StorageUnit, f"unit/{number}")
-                for controller in controllers:
-                    tasks.create_task(follow(controller, number, unit), name=f"{controller.spec.name} follows unit {number}")
-            followed.update(units)
-
-
-async def _follow_until_superseded(controller: Controller, number: int, unit: StorageUnit) -> None:
     try:
-        await controller.follow(number, unit)
-    except Superseded as error:  # its clients learn of the other one from the directory
-        log.warning("unit %d: %s", number, error)
-        controller.close()
+        async with asyncio.TaskGroup() as tasks:
+            async for units in places.changes():
+                for number in set(units) - followed:
+                    tasks.create_task(controller.follow(number, places.get(StorageUnit, f"unit/{number}")))
+                followed.update(units)
+    except* Superseded as group:
+        raise Superseded(f"task {controller.spec.name!r}: another controller has taken it over") from group

@@ -140,7 +140,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
         """Raises `ValueError` naming the group whose size or number cannot be."""
         for meta in metas:
             if not 1 <= meta.size <= 1 << self.group_bits:
-                raise ValueError(f"group {meta.group} has {meta.size} rows: at most {1 << self.group_bits} fit, at least 1 is needed")
+                raise ValueError(f"group {meta.group} has {meta.size} rows: 1 to {1 << self.group_bits} fit")
             if not 0 <= meta.group < 1 << (62 - self.group_bits):
                 raise ValueError(f"group number {meta.group} is out of range")
 

@@ -50,6 +50,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.leases: dict[tuple[str, str, int], Lease] = {}
         self.deadlines: dict[tuple[str, str, int], float] = {}
         self.writers: dict[tuple[str, int], tuple[str, str, int]] = {}  # (task, row) -> the lease that completed it
+        self.told: set[tuple[str, str, int]] = set()  # leases that have expired with rows: the units know of them
         self.kept: dict[int, Row] | None = None
         self.value, self.has_moved = 0, False
         self.following: dict[str, asyncio.Task[None]] = {}
@@ -66,7 +67,7 @@ class QueueMachine(RuleBasedStateMachine):
     def _follow(self, task: str) -> None:
         async def follow() -> None:
             controller = self.queue.controllers[task]
-            self.following[task] = asyncio.create_task(follow_all([controller], self.queue.places))
+            self.following[task] = asyncio.create_task(follow_all(controller, self.queue.places))
             for number in self.queue.places.units:
                 await controller.caught_up(number)
 
@@ -139,12 +140,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.leases[key], self.deadlines[key] = found, self.loop.now + LEASE_SECONDS
 
     def _some_lease(self, data: st.DataObject) -> tuple[tuple[str, str, int], Lease, list[int]]:
-        """Of those in hand, with some of the rows that it still holds, or once held."""
+        """Of those in hand, with some of the rows that it holds or once held."""
         key = data.draw(st.sampled_from(list(self.leases)))
-        rows = sorted(self.leases[key].indices)
-        if self._is_alive(key):
-            rows = sorted(self.model.leased[key[0], key[2]])
-        return key, self.leases[key], data.draw(st.lists(st.sampled_from(rows), unique=True)) if rows else []
+        rows = st.lists(st.sampled_from(sorted(self.leases[key].indices)), unique=True)
+        return key, self.leases[key], data.draw(rows)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -159,28 +158,24 @@ class QueueMachine(RuleBasedStateMachine):
                 "value": np.full(len(rows), self.value),
                 "values": Ragged.from_arrays([np.full(3, self.value)] * len(rows), "int64"),
             }
-        is_stale = not self._is_alive(key)
+        is_stale = key in self.told or key[1] != self.queue.controllers[task].table.incarnation
         kept = self.do(self.client.complete(lease, Batch(indices, groups, columns)))
         assert kept.tolist() == self._model_completes(key, rows, is_stale)
 
     def _model_completes(self, key: tuple[str, str, int], rows: list[int], is_stale: bool) -> list[bool]:
         task = key[0]
-        if is_stale:  # unless it is the one that did complete it: its answer may have been lost
-            return [self.writers.get((task, row)) == key for row in rows]
-        kept = self.model.complete(task, rows, self.value)
+        kept = [False] * len(rows) if is_stale else self.model.complete(task, rows, self.value)
         self.writers |= {(task, row): key for row, is_kept in zip(rows, kept, strict=True) if is_kept}
-        return kept
+        return [self.writers.get((task, row)) == key for row in rows]  # it may be told again: the first answer may have been lost
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         key, lease, rows = self._some_lease(data)
         if key[0] == "rollout":
-            is_alive = self._is_alive(key)
-            live = [row for row in rows if row in self.model.rows and self.model.state("rollout", row) == "leased"]
+            held = self.model.holds(key[0], key[2]) if self._is_alive(key) else []
             self.do(self.client.fail(lease, rows, f"failure {self.value}"))
-            if is_alive:
-                self.model.fail(live)
+            self.model.fail([row for row in rows if row in held])
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -199,8 +194,11 @@ class QueueMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         """Then the units are told of something, and so hear of the leases that are over."""
         self.loop.run_until_complete(asyncio.sleep(seconds + LEASE_SECONDS / 1000))
-        for task, incarnation, number in self.leases:
-            if not self._is_alive((task, incarnation, number)) and incarnation == self.queue.controllers[task].table.incarnation:
+        for key in self.leases:
+            task, incarnation, number = key
+            if not self._is_alive(key) and incarnation == self.queue.controllers[task].table.incarnation:
+                if self.model.holds(task, number):
+                    self.told.add(key)
                 self.model.leased.pop((task, number), None)
         for task in self.queue.controllers:
             self.do(self.client.end_step(task, 77))

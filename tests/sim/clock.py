@@ -26,7 +26,7 @@ class Process:
     def __init__(self, loop: SimLoop, name: str) -> None:
         self.name = name
         self.loop = loop
-        self.is_alive, self.is_paused, self.was_missing = True, False, False
+        self.is_alive, self.is_paused = True, False
         self.backlog: list[events.Handle] = []
         loop.processes.append(self)
         self.on_death: list[Callable[[], None]] = []

@@ -43,7 +43,6 @@ from tests.sim.network import Network, SimPeer, SimServer
 from tests.sim.storages import SimKeyValue, SlowMemory, Weather, Witness
 from tests.sim.workload import Feeder, Keeper, Loop, Roller, StepTrainer, StreamTrainer
 
-PROBE_SECONDS = 5.0
 QUIET_SECONDS = 150.0  # so long after the last fault everything has come to its end, or never will
 
 
@@ -362,18 +361,7 @@ class World:
 
     async def _controller(self, task: str) -> None:
         name = f"controller/{task}"
-        self._look_after(current_process(), f"{name}@{self.lives[name]}")
         await node.serve_controller("hub", task, f"{name}@{self.lives[name]}")
-
-    def _look_after(self, process: Process, address: str) -> None:
-        """As whoever supervises processes would: start a controller anew that nobody finds in the directory."""
-        if process.is_alive and self.processes[process.name] is process:
-            if not process.is_paused and process.was_missing and self.directory.current.places.get(process.name) != address:
-                self.counts["nowhere to be found"] += 1
-                self._crash(process.name)
-            else:
-                process.was_missing = self.directory.current.places.get(process.name) != address
-                self.loop.call_later(PROBE_SECONDS, self._look_after, process, address, context=contextvars.Context())
 
     async def _loop(self, name: str, kind: type[Loop]) -> None:
         await kind(self, name).main()
@@ -602,14 +590,6 @@ class SimController(Controller):
 
         super().__init__(task, schema, on_done=on_done, on_lost=on_lost, **callbacks)
         world.controllers.append((current_process(), self))
-
-    async def follow(self, number: int, unit: StorageUnit) -> None:
-        """The process of a controller that has been superseded is over."""
-        try:
-            await super().follow(number, unit)
-        except Superseded as error:
-            World.active.has_failed(current_process(), error)
-            raise
 
     def _take(self, unit: int, news: News, *, is_new_life: bool) -> None:
         counts = World.active.counts

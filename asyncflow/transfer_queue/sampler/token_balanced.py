@@ -3,10 +3,10 @@
 waits for: a request of every rank for the same step, and enough ready rows for all; or the end of the step, for whatever is left
 
 A round has `per_rank` items for each rank: rows where the request limits rows and the task may split groups, otherwise groups. It
-is made of layers of one item per rank. Each layer starts from the oldest item left and takes the `ranks - 1` others of most similar length
-among the next `window` items that are ready. Layers are then dealt out, heaviest first, the longest item of each to the rank that
-is lightest so far (longest processing time first: Graham, 1969), and pairs are swapped between ranks while that lightens the
-heaviest. If the round is uneven all the same, the item least like its fellows is held back until there are others like it: odd
+is made of layers of one item per rank. Each layer starts from the oldest item left and takes the `ranks - 1` others of most similar
+length among the next `window` items that are ready. Layers are then dealt out, heaviest first, the longest item of each to the
+rank that is lightest so far (longest processing time first: Graham, 1969), and pairs are swapped between ranks while that lightens
+the heaviest. If the round is uneven all the same, the item least like its fellows is held back until there are others like it: odd
 items gather in the window, so none waits longer than a window of odd ones, or than the step.
 
 Where no more is ready than the round needs (the tail of a step, a slow producer) there is nothing to choose among: everything is

@@ -167,8 +167,10 @@ class KeyValueStorage:
                 del changed[self._tomb(group)]
             tombs = [self._tomb(group) for group in (*going, *empty) if group in self._dropped]
             known = {group: {value.key for value in self._values[group]} for group in anew}
+            strays = list(self._strays)
             if changed or gone or tombs:
-                await self._store.change(changed, [value.key for value in gone] + tombs)
+                await self._store.change(changed, [*(value.key for value in gone), *tombs, *strays])
+                self._strays.difference_update(strays)
             for value in gone:
                 value.is_gone = True
             for group, values in anew.items():
@@ -201,8 +203,8 @@ class KeyValueStorage:
                 value.forget(self._dropped.get(group, ()))
                 self._values.setdefault(group, []).append(value)
                 metas.update({meta.group: meta for meta in found})
-        for group in self._values.keys() - metas.keys():
-            raise RunError(f"{self._store.address} has rows of group {group} under {self._prefix} and no longer the group itself")
+        for group in self._values.keys() - metas.keys():  # of a write that failed and arrived after its group had gone
+            self._strays.update(value.key for value in self._values.pop(group))
         for recovered in self._alike(metas):
             yield recovered
 

@@ -116,9 +116,14 @@ async def parked(request: Awaitable[Lease | None]) -> asyncio.Task[Lease | None]
 def as_worker(name: str, controller: Controller, want: Want = ONE) -> Coroutine[Any, Any, Lease | None]:
     async def asked() -> Lease | None:
         client_name.set(name)
-        return await controller.lease(want)
+        return await ask(controller, want)
 
     return asyncio.create_task(asked())  # type: ignore[return-value]
+
+
+async def ask(controller: Controller, want: Want = ONE) -> Lease | None:
+    handed = await controller.lease(want, [])
+    return handed.lease if handed is not None else None
 
 
 async def answer(request: Awaitable[Lease | None]) -> Lease | None:
@@ -126,14 +131,14 @@ async def answer(request: Awaitable[Lease | None]) -> Lease | None:
 
 
 async def leased(controller: Controller, want: Want = ONE) -> Lease:
-    lease = await answer(controller.lease(want))
+    lease = await answer(ask(controller, want))
     assert lease is not None
     return lease
 
 
 async def test_a_parked_request_is_answered_by_a_notice(follows: Any) -> None:
     f = follows()
-    first, second = await parked(f.controller.lease(ONE)), await parked(f.controller.lease(ONE))
+    first, second = await parked(ask(f.controller, ONE)), await parked(ask(f.controller, ONE))
     await f.ready(meta(0))
     lease = await answer(first)
     assert lease is not None and lease.rows == [rows(0)]
@@ -144,31 +149,32 @@ async def test_a_parked_request_is_answered_by_a_notice(follows: Any) -> None:
 
 async def test_a_request_for_nothing_is_refused(follows: Any) -> None:
     with pytest.raises(ValueError, match="a number of groups, of rows, or of tokens"):
-        await answer(follows().controller.lease(Want()))
+        await answer(ask(follows().controller, Want()))
 
 
 async def test_a_parked_request_is_answered_by_the_end_of_its_step_and_of_no_other(follows: Any) -> None:
     f = follows()
-    of_step_0, of_step_1, of_any = [await parked(f.controller.lease(Want(groups=1, step=step))) for step in (0, 1, None)]
+    of_step_0, of_step_1, of_any = [await parked(ask(f.controller, Want(groups=1, step=step))) for step in (0, 1, None)]
     await f.unit.tell(Notice(task="other", ended_step=0), Notice(task="t", ended_step=1))
     assert await answer(of_step_1) is None
     assert not of_step_0.done() and not of_any.done()
-    assert await answer(f.controller.lease(Want(groups=1, step=1))) is None
+    assert await answer(ask(f.controller, Want(groups=1, step=1))) is None
     await f.unit.tell(Notice(task="t", ended_step=0))
     assert await answer(of_step_0) is None
     f.controller.close()
     assert await answer(of_any) is None
 
 
-async def test_after_the_end_every_request_is_answered_with_none(follows: Any) -> None:
+async def test_after_the_end_what_is_ready_is_handed_out_and_then_every_request_is_answered_with_none(follows: Any) -> None:
     f = follows()
-    request = await parked(f.controller.lease(ONE))
+    request = await parked(ask(f.controller, ONE))
     await f.unit.tell(Notice(task="other", is_closed=True))
     assert not request.done()
     await f.unit.tell(Notice(task="t", is_closed=True))
     assert await answer(request) is None
     await f.ready(meta(0))
-    assert await answer(f.controller.lease(ONE)) is None
+    assert (await leased(f.controller)).rows == [rows(0)]
+    assert await answer(ask(f.controller, ONE)) is None
 
 
 async def test_withdrawing_answers_the_calling_worker_alone(follows: Any) -> None:
@@ -185,7 +191,7 @@ async def test_a_failure_serves_who_waits_until_the_row_is_dead_and_marked_so(fo
     f = follows(on_dead=dead.extend)
     await f.ready(meta(0))
     lease = await leased(f.controller)
-    waiting = await parked(f.controller.lease(ONE))
+    waiting = await parked(ask(f.controller, ONE))
     assert await f.controller.fail(lease.token, [0], "broken") == []
     again = await answer(waiting)
     assert again is not None and again.rows == [[0]] and again.attempts == [[1]] and dead == f.unit.ended == []
@@ -198,7 +204,7 @@ async def test_a_failure_serves_who_waits_until_the_row_is_dead_and_marked_so(fo
 
 async def test_a_drop_serves_who_waits_for_the_rest_of_the_group(follows: Any) -> None:
     f = follows(whole_groups=True)
-    waiting = await parked(f.controller.lease(ONE))
+    waiting = await parked(ask(f.controller, ONE))
     await f.unit.tell(f.notice([1], "a", metas=[meta(0)]))
     assert not waiting.done()
     await f.unit.tell(f.notice([0], is_drop=True))
@@ -209,7 +215,7 @@ async def test_a_lease_that_is_not_renewed_expires_by_itself_and_one_that_is_doe
     f = follows(lease_seconds=0.2)
     await f.ready(meta(0))
     held = await leased(f.controller)
-    waiting = await parked(f.controller.lease(ONE))
+    waiting = await parked(ask(f.controller, ONE))
     for _ in range(4):
         await asyncio.sleep(0.08)
         await f.controller.renew(held.token)

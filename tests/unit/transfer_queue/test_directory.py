@@ -36,11 +36,11 @@ async def test_the_version_rises_with_every_place_and_who_waits_is_told() -> Non
     waiting = [asyncio.create_task(directory.describe(0)) for _ in range(2)]
     await asyncio.sleep(0.01)
     assert not any(task.done() for task in waiting)
-    await directory.register("unit/3", "unix:/a")
+    await directory.register("unit/3", "unix:/a", 1)
     for task in waiting:
         assert (await asyncio.wait_for(task, 1)).places == {"unit/3": "unix:/a"}
-    await directory.register("controller/t", "unix:/b")
-    await directory.register("unit/3", "unix:/c")
+    await directory.register("controller/t", "unix:/b", 2)
+    await directory.register("unit/3", "unix:/c", 3)
     found = await directory.describe(0)
     assert (found.version, found.places) == (3, {"unit/3": "unix:/c", "controller/t": "unix:/b"}) and found.schema is SCHEMA
 
@@ -49,10 +49,10 @@ async def test_what_is_no_place_is_refused() -> None:
     directory = Directory(SCHEMA)
     for name in ("", "unit", "unit/", "unit/x", "unit/-1", "unit/1/2", "queue", "directory/0"):
         with pytest.raises(ValueError, match="is no place in a queue"):
-            await directory.register(name, "unix:/a")
+            await directory.register(name, "unix:/a", 1)
     for name in ("controller/", "controller/u", "controller"):
         with pytest.raises(ValueError, match="there is no task"):
-            await directory.register(name, "unix:/a")
+            await directory.register(name, "unix:/a", 1)
     assert directory.current.version == 0
 
 
