@@ -114,12 +114,12 @@ class Ragged:
         np.cumsum(lengths, out=offsets[1:])
         if not len(chosen):
             return Ragged(self.values[:0].copy(), offsets)
-        if (np.diff(chosen) == 1).all():  # neighbours: one slice
-            return Ragged(self.values[self.offsets[chosen[0]] : self.offsets[chosen[-1] + 1]].copy(), offsets)
+        firsts = np.flatnonzero(np.diff(chosen, prepend=chosen[0] - 2) != 1)  # of runs of neighbours, each of which is one slice
+        lasts = np.append(firsts[1:], len(chosen)) - 1
+        starts, ends = self.offsets[chosen[firsts]].tolist(), self.offsets[chosen[lasts] + 1].tolist()
         values = np.empty((offsets[-1], *self.values.shape[1:]), self.values.dtype)
-        starts, ends = self.offsets[chosen].tolist(), self.offsets[chosen + 1].tolist()
-        for i, to in enumerate(offsets[:-1].tolist()):
-            values[to : to + ends[i] - starts[i]] = self.values[starts[i] : ends[i]]
+        for to, start, end in zip(offsets[firsts].tolist(), starts, ends, strict=True):
+            values[to : to + end - start] = self.values[start:end]
         return Ragged(values, offsets)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from asyncflow.transfer_queue.directory import Directory, Places, remote_directo
 from asyncflow.transfer_queue.queue import follow_all
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import StorageUnit
-from asyncflow.transport import Credentials, Peer, Server
+from asyncflow.transport import Arena, Credentials, Peer, Server
 
 
 async def serve_unit(
@@ -27,6 +27,7 @@ async def serve_unit(
     capacity_rows: int | None = None,
     capacity_bytes: int | None = None,
     snapshot_dir: Path | None = None,
+    arena: Arena | None = None,
 ) -> None:
     """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone."""
     peer, directory = await _join(hub, f"unit/{number}", credentials)
@@ -40,7 +41,7 @@ async def serve_unit(
         snapshot_dir=snapshot_dir,
     )
     await unit.open()
-    server = Server({f"unit/{number}": unit}, credentials=credentials)
+    server = Server({f"unit/{number}": unit}, credentials=credentials, arena=arena)
     try:
         await directory.register(f"unit/{number}", await server.start(address), turn)
         await peer.wait_lost()

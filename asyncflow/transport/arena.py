@@ -47,7 +47,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
 class Arena:
     """Buffers out of one large sparse mapping, freed when nothing refers to them. May be used from any thread."""
 
-    def __init__(self, capacity_bytes: int, path: Path | None = None, *, keep_bytes: int = 64 << 20) -> None:
+    def __init__(self, capacity_bytes: int, path: Path | None = None, *, keep_bytes: int = 18 << 20) -> None:
         """Anonymous without a `path`; else a new file there (mode 0600), which `close` removes.
 
         The capacity is address space: memory is taken as it is used. `keep_bytes` of freed memory are kept.

@@ -70,7 +70,12 @@ class SimServer:
     """Stands for `transport.Server`."""
 
     def __init__(
-        self, services: Mapping[str, object], on_disconnect: Callable[[str], None] | None = None, *, credentials: Any = None
+        self,
+        services: Mapping[str, object],
+        on_disconnect: Callable[[str], None] | None = None,
+        *,
+        credentials: Any = None,
+        arena: Any = None,
     ) -> None:
         self.services, self.on_disconnect = services, on_disconnect
         self.process = current_process()
