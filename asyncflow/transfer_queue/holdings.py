@@ -36,7 +36,7 @@ class Facts(msgspec.Struct):
 
     ended_steps: dict[str, list[int]] = {}
     closed: list[str] = []
-    dropped: dict[int, list[int]] = {}
+    dropped: dict[int, set[int]] = {}
 
 
 class Holdings:
@@ -206,7 +206,7 @@ class Holdings:
         await self._to_its_end(self._drop(rows))
 
     async def _drop(self, rows: Array) -> None:
-        dropped, gone = self.index.drop(rows)
+        dropped, gone = self.index.drop(np.unique(rows))  # one that is named twice must not count for another one of its group
         told = None
         if len(dropped):
             self._num_drops += 1
@@ -216,7 +216,7 @@ class Holdings:
             for row in dropped.tolist():
                 group = row >> self.schema.group_bits
                 if group not in numbers:
-                    self._facts.dropped.setdefault(group, []).append(row)
+                    self._facts.dropped.setdefault(group, set()).add(row)
                     self._has_new_facts = True
             for group in numbers:
                 self._row_bytes.pop(group, None)

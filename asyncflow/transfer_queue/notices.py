@@ -213,11 +213,12 @@ class NoticeLog:
             self._timer = loop.call_at(since + self._timeout_seconds, self._look_for_silent)
 
     def close(self) -> None:
-        """Let everybody go."""
+        """Let everybody go; who writes to the end waits for nobody."""
         if self._timer is not None:
             self._timer.cancel()
         for follower in self._followers.values():
             self._leave(follower)
+            follower.is_away = True
             if follower.asking is not None:
                 follower.asking.cancel()
 

@@ -369,6 +369,7 @@ async def test_only_what_the_installed_version_may_make_is_leased(client: Transf
     await put(client, 0, step=0)
     await put(client, 1, step=1)
     await put(client, 2, step=3, low=1)
+    await put(client, 4, step=2)
     assert sorted(m.group for m in (await leased(client, groups=9, installed=1)).lease.groups) == [1, 2]
     waiting = await parked(client.lease("rollout", installed=4))
     await put(client, 3, step=4)

@@ -1,0 +1,147 @@
+"""What a unit holds over a storage that outlives it, fails or takes its time: nothing that was acknowledged is lost, nobody hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from asyncflow.transfer_queue.batches import WireBatch
+from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.types import Batch, Column, GroupMeta, Interval, RunError
+
+BITS = 2
+SCHEMA = Schema((Column("prompt", "int64", per="group"), Column("reward", "float32")), (TaskSpec("train", ("prompt", "reward")),), BITS)
+NONE = np.empty(0, np.int64)
+
+
+class Dictionary:
+    """A durable store in this process. `num_failing`: so many of the next changes fail, before anything was done."""
+
+    address = "the dictionary"
+    is_durable = True
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.num_failing = 0
+
+    async def open(self) -> None: ...
+
+    async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
+        if self.num_failing:
+            self.num_failing -= 1
+            raise RunError("no answer")
+        self.values.update(values)
+        for key in gone:
+            self.values.pop(key, None)
+
+    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self.values.get(key) for key in keys]
+
+    async def keys(self, prefix: str) -> AsyncIterator[str]:
+        for key in list(self.values):
+            if key.startswith(prefix):
+                yield key
+
+    async def close(self) -> None: ...
+
+
+class SlowMemory(MemoryStorage):
+    """Writes wait at a gate."""
+
+    is_immediate = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def write(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
+        await self.gate.wait()
+        await super().write(metas, batch)
+
+
+async def lives(store: Dictionary) -> StorageUnit:
+    """A unit over what an earlier one has left."""
+    unit = StorageUnit(KeyValueStorage(store, "run"), SCHEMA)
+    await unit.open()
+    return unit
+
+
+async def put(unit: StorageUnit, group: int = 1, size: int = 4) -> None:
+    prompt = Batch(NONE, np.array([group]), {"prompt": np.array([10 * group])})
+    await unit.put([GroupMeta(group, size, 0, Interval(0, 0))], WireBatch.of(prompt), 0)
+
+
+async def rewarded(unit: StorageUnit, *rows: int) -> list[bool]:
+    """Put rewards. Returns which were stored."""
+    indices = np.array(rows, np.int64)
+    batch = Batch(indices, np.unique(indices >> BITS), {"reward": indices.astype(np.float32)})
+    return (await unit.put([], WireBatch.of(batch), 0)).tolist()
+
+
+async def there(unit: StorageUnit, *rows: int) -> list[int]:
+    """Those of the rows that are there, and can be read."""
+    found = await unit.present(np.array(rows, np.int64))
+    if len(found):
+        groups = found >> BITS
+        assert (await unit.columns(found, ["prompt"])).dense("prompt").tolist() == (10 * np.unique(groups)).tolist()
+    return found.tolist()
+
+
+@pytest.mark.parametrize("num_failing", [0, 1, 2])
+async def test_a_group_of_which_rows_were_dropped_survives_any_number_of_lives(num_failing: int) -> None:
+    store = Dictionary()
+    unit = await lives(store)
+    await put(unit)
+    await unit.drop(np.array([5]))
+    for _ in range(4):
+        store.num_failing = num_failing
+        while True:
+            try:
+                unit = await lives(store)
+                break
+            except RunError:  # its process ends, and another one is started
+                pass
+        store.num_failing = 0
+        assert await there(unit, 4, 5, 6, 7) == [4, 6, 7]
+    assert await rewarded(unit, 4, 5, 6, 7) == [True, False, True, True]
+    await unit.drop(np.array([4, 6]))
+    unit = await lives(store)
+    assert await there(unit, 4, 5, 6, 7) == [7]
+    await unit.drop(np.array([7]))
+    assert await there(await lives(store), 4, 5, 6, 7) == []
+    assert not [key for key in store.values if "fact" not in key]
+
+
+async def test_a_row_that_a_drop_names_twice_counts_once() -> None:
+    unit = StorageUnit(MemoryStorage(), SCHEMA, capacity_rows=4)
+    await unit.open()
+    await put(unit)
+    await unit.drop(np.array([6, 5, 6, 6, 6]))
+    assert await there(unit, 4, 5, 6, 7) == [4, 7]
+    assert (await unit.status()).room.reserved_rows == 2
+    assert await rewarded(unit, 4, 7) == [True, True]
+
+
+async def test_a_unit_that_ends_in_the_middle_of_a_write_waits_for_no_controller() -> None:
+    storage = SlowMemory()
+    unit = StorageUnit(storage, SCHEMA, notify_timeout_seconds=60.0)
+    await unit.open()
+    await unit.follow("train", "one", "", 0, [])  # and nothing more is heard of it
+    storage.gate.set()
+    told = asyncio.create_task(put(unit, 1))
+    while not (await unit.status()).rows or unit.holdings.index.first_without(np.array([4]), SCHEMA.mask(["prompt"])):
+        await asyncio.sleep(0)
+    storage.gate.clear()
+    writing = asyncio.create_task(put(unit, 2))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(unit.close())
+    await asyncio.sleep(0)
+    storage.gate.set()
+    async with asyncio.timeout(5.0):
+        await asyncio.gather(told, writing, closing)
