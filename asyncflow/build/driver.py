@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections import ChainMap
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,12 @@ class Driver:
 
     def server(self, status: object, arena: Path) -> Server:
         """Serves the run's services; `status` answers `asyncflow status`. Large columns lie in the file `arena`."""
-        services = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
+        own: dict[str, object] = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
         queue, on_disconnect = self.config.queue, self.transfer_queue.abandon
         memory = Arena(queue.unit_capacity_bytes * queue.num_units, arena)
         credentials = None if queue.listen is None else Credentials.create(self.config.run_dir / KEY_FILE)
-        return Server({**services, **self.transfer_queue.services}, on_disconnect, credentials=credentials, arena=memory)
+        services = ChainMap(own, self.transfer_queue.services)  # units may join
+        return Server(services, on_disconnect, credentials=credentials, arena=memory)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypedDict, Unpack
@@ -25,6 +26,8 @@ from asyncflow.transfer_queue.table import Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
 from asyncflow.transport import Credentials, Peer
 from asyncflow.types import Array, Batch, GroupMeta
+
+log = logging.getLogger(__name__)
 
 
 class Wanted(TypedDict, total=False):
@@ -56,6 +59,7 @@ class TransferQueueClient:
         self._places = places
         self._held: dict[Token, set[int]] = {}
         self._asking: dict[str, set[asyncio.Future[Handed | None]]] = {}
+        self._giving_back: set[asyncio.Future[None]] = set()
         self._peer: Peer | None = None
 
     @classmethod
@@ -137,11 +141,32 @@ class TransferQueueClient:
             if handed.batch is not None:
                 leased: Leased | None = Leased(lease, handed.batch.batch())
             else:
-                leased = await self._fetch(lease, reads, is_sure=columns is None)
+                leased = await self._fetched(lease, reads, is_sure=columns is None)
             if leased is not None:
                 self._held[lease.token] = set(leased.lease.indices)  # not sooner: what its asker never sees is not kept alive
                 return leased
         return None
+
+    async def _fetched(self, lease: Lease, columns: Sequence[str], *, is_sure: bool) -> Leased | None:
+        """`_fetch` for the holder of the lease: what is not read is given back."""
+        leased = None
+        try:
+            leased = await self._fetch(lease, columns, is_sure=is_sure)
+        finally:
+            if leased is None:
+                self._give_back(lease)
+        return leased
+
+    def _give_back(self, lease: Lease) -> None:
+        """Beside whatever goes on: the asker may have been cancelled."""
+        giving = asyncio.ensure_future(self._controller(lease.token.task).give_back(lease.token))
+        self._giving_back.add(giving)
+        giving.add_done_callback(self._gave_back)
+
+    def _gave_back(self, giving: asyncio.Future[None]) -> None:
+        self._giving_back.discard(giving)
+        if not giving.cancelled() and (error := giving.exception()) is not None:
+            log.warning("a lease could not be given back, and is over when it expires: %s", error)
 
     async def fetch(self, lease: Lease, columns: Sequence[str]) -> Leased | None:
         """These columns of a lease's rows, also for somebody whom its holder has told of it.
@@ -209,14 +234,18 @@ class TransferQueueClient:
     async def complete_marks(self, leases: Sequence[Lease]) -> None:
         """Acknowledge leases of a task without outputs: its rows get the mark `done/<task>`.
 
-        Raises `StaleToken`, and acknowledges nothing, when one of them is over.
+        Raises `StaleToken`, and acknowledges nothing, when one of them is over. One that ends meanwhile is named likewise, when the
+        ones before it have been acknowledged.
         """
         for lease in leases:
             await self._controller(lease.token.task).check(lease.token, lease.indices)
         for lease in leases:
             indices = np.array(lease.indices, np.int64)
             marks = {f"done/{lease.token.task}": np.ones(len(indices), np.uint8)}
-            await self.complete(lease, Batch(indices, np.array([meta.group for meta in lease.groups], np.int64), marks))
+            groups = np.array([meta.group for meta in lease.groups], np.int64)
+            stored = await self.complete(lease, Batch(indices, groups, marks))
+            if not stored.all():  # it ended between the two
+                raise StaleToken(f"rows {indices[~stored].tolist()} of task {lease.token.task!r} could not be acknowledged")
 
     async def fail(self, lease: Lease, rows: Sequence[int], error: str) -> None:
         """Give rows back after a failure. Does nothing when the lease is over: its rows have been given back already."""
@@ -283,9 +312,17 @@ class TransferQueueClient:
         try:
             await asyncio.wait([request])
             return None if request.cancelled() else request.result()
-        finally:
+        except asyncio.CancelledError:
+            request.add_done_callback(self._unwanted)
             request.cancel()
+            raise
+        finally:
             asking.discard(request)
+
+    def _unwanted(self, request: asyncio.Future[Handed | None]) -> None:
+        """A lease that came when its asker had just gone."""
+        if not request.cancelled() and request.exception() is None and (handed := request.result()) is not None:
+            self._give_back(handed.lease)
 
     async def _still_there(self, lease: Lease) -> Lease | None:
         """The part of a lease that has not been dropped; the rest is nobody's any more."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncflow.registry import build
 from asyncflow.transfer_queue.batches import WireBatch, read_lease
-from asyncflow.transfer_queue.notices import News, Notice
+from asyncflow.transfer_queue.notices import News, Notice, Superseded
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
 from asyncflow.transfer_queue.schema import DEAD, Schema
@@ -79,7 +79,7 @@ class Controller:
         self._on_done, self._on_dead, self._on_lost = on_done, on_dead, on_lost
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._is_closed = False
+        self._is_closed = self._is_replaced = False
         self._ended_leases: dict[int, list[int]] = {}  # unit -> leases that it has not been told of
         self._caught_up: dict[int, asyncio.Event] = {}
         self._units: dict[int, StorageUnit] = {}
@@ -170,13 +170,21 @@ class Controller:
         if not want.groups and not want.rows and not want.tokens:
             raise ValueError("a lease is wanted for a number of groups, of rows, or of tokens")
         self._sampler.check(self.spec, want)
+        if self._is_replaced:
+            raise Superseded(f"task {self.spec.name!r}: another controller has taken it over")
         if self._is_closed:
             return None
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
         self._parked.append(_Parked(client_name.get(), want, answer))
         self._serve()
         lease = await answer
-        return None if lease is None else Handed(lease, await self._columns_here(lease, columns))
+        if lease is None:
+            return None
+        try:
+            return Handed(lease, await self._columns_here(lease, columns))
+        except asyncio.CancelledError:  # its asker has gone
+            self._give_back(lease.token)
+            raise
 
     async def _columns_here(self, lease: Lease, columns: list[str]) -> WireBatch | None:
         units = {number: unit for number in set(lease.units) if isinstance(unit := self._units.get(number), StorageUnit)}
@@ -220,6 +228,11 @@ class Controller:
         return [letter.row for letter in dead]
 
     @remote
+    async def give_back(self, token: Token) -> None:
+        """End a lease: its rows are delivered again, and it counts as no failure."""
+        self._give_back(token)
+
+    @remote
     async def renew(self, token: Token) -> None:
         """Put the lease's deadline off by `lease_seconds`. Raises `StaleToken`."""
         self.table.renew(token, _now())
@@ -245,6 +258,14 @@ class Controller:
         for request in self._parked:
             if not request.answer.done():
                 request.answer.set_result(None)
+
+    def replace(self) -> None:
+        """Another controller serves the task: every request, now and later, raises `Superseded`; who asked looks for that one."""
+        self._is_replaced = True
+        for request in self._parked:
+            if not request.answer.done():
+                request.answer.set_exception(Superseded(f"task {self.spec.name!r}: another controller has taken it over"))
+        self.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
@@ -276,6 +297,10 @@ class Controller:
                     request.answer.set_result(None)
             self._prune()
         self._set_timer()
+
+    def _give_back(self, token: Token) -> None:
+        self._tell_ended(self.table.give_back(token))
+        self._serve()
 
     def _prune(self) -> None:
         if any(request.answer.done() for request in self._parked):

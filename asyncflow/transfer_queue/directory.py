@@ -174,6 +174,9 @@ class Places:
             try:
                 peer = await self._dial(name)
                 return await peer.call(interface, name, method, arguments)
+            except Superseded:
+                if asyncio.get_running_loop().time() + pause > give_up:
+                    raise
             except ConnectionLost as error:
                 if self._peer is not None and self._peer.is_lost:
                     raise  # the queue itself is gone

@@ -301,7 +301,12 @@ class Holdings:
             await self._to_its_end(self._free())
 
     async def restore(self, path: Path) -> int:
-        """Take up the rows of a snapshot's file, besides what is here. Returns how many. Raises `ValueError` when it is damaged."""
+        """Take up the rows of a snapshot's file, besides what is here. Returns how many.
+
+        Raises `ValueError`, and takes up nothing, when it is damaged.
+        """
+        for _ in read_snapshot(path, self.schema)[1]:  # to its end: it is whole
+            pass
         facts, frames = read_snapshot(path, self.schema)
         count = 0
         for metas, batch in frames:

@@ -180,9 +180,10 @@ class TransferQueue:
     async def _follow(self, controller: Controller) -> None:
         try:
             await follow_all(controller, self.places)
-        except Superseded as error:  # clients learn of the other one from the directory
+        except Superseded as error:
             log.warning("%s", error)
-            controller.close()
+            self._here.pop(f"controller/{controller.spec.name}", None)
+            controller.replace()  # clients find the other one in the directory
 
     def _manifest(self, name: str) -> Path:
         if self._snapshot_dir is None:

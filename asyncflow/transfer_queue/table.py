@@ -356,6 +356,13 @@ class Table:
         self._release(ended)
         return ended
 
+    def give_back(self, token: Token) -> list[int]:
+        """Deliver what a lease holds again, without a failure. Returns its number, or nothing if it is over."""
+        if token.incarnation != self.incarnation or token.lease not in self._leases:
+            return []
+        self._release([token.lease])
+        return [token.lease]
+
     def abandon(self, worker: str) -> list[int]:
         """Deliver again all that a worker holds (it has gone). Returns the leases that have ended so."""
         load = self._loads.get(worker)

@@ -12,7 +12,7 @@ import contextvars
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ _MESSAGE_CHARACTERS = 64 << 10  # of an exception, in a reply
 class House:
     """What the connections of a server share."""
 
-    services: dict[str, object]
+    services: Mapping[str, object]
     on_disconnect: Callable[[str], None] | None
     arena: Arena | None
     limits: Limits

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """Serves objects by name. `services` may gain and lose entries while it runs."""
+    """Serves objects by name. `services`, the caller's own mapping, may gain and lose entries while it runs."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Server:
         Large arrays are received into `arena`. If that has a file, those that lie in it are handed to clients on unix sockets by
         reference: an array that was returned stays as it is until the client has copied it, see `Limits.hold_seconds`.
         """
-        self.services = dict(services)
+        self.services = services
         self.limits = limits or Limits()
         self._house = House(self.services, on_disconnect, arena, self.limits, Room(self.limits.assembly_bytes), set())
         self._credentials = credentials

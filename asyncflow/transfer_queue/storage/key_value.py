@@ -74,6 +74,10 @@ class _Value:
         """Whether it has to stay for as long as its group does."""
         return self.has_meta or bool(self.group_columns)
 
+    def is_wanted_without(self, rows: set[int]) -> bool:
+        """Whether something of it is still wanted when these rows have gone."""
+        return self.serves_group or not self.rows.keys() <= rows
+
     def forget(self, rows: Iterable[int]) -> None:
         self.nbytes -= sum(self.rows.pop(row, (0, 0))[1] for row in rows)
 
@@ -138,50 +142,64 @@ class KeyValueStorage:
 
     async def drop(self, rows: Array, groups: Array) -> None:
         going = set(groups.tolist())
-        of_group: dict[int, set[int]] = {}
-        for row in rows.tolist():
-            if (group := row >> self._schema.group_bits) not in going:
-                of_group.setdefault(group, set()).add(row)
         async with self._dropping:  # of two at once each would write anew what the other lets go
-            gone = [value for group in going for value in self._values.get(group, ())]
-            changed: dict[str, bytes] = {}
-            anew: dict[int, list[_Value]] = {}
+            of_group: dict[int, set[int]] = {}
+            for row in rows.tolist():
+                if (group := row >> self._schema.group_bits) not in going and group in self._values:
+                    of_group.setdefault(group, set()).add(row)
+            for group, dropped in list(of_group.items()):
+                if not any(value.is_wanted_without(dropped) for value in self._values[group]):
+                    going.add(group)
+                    del of_group[group]
+            old_tombs = [self._tomb(group) for group in going if group in self._dropped]
+            tombs: dict[str, bytes] = {}
             for group, dropped in of_group.items():
-                if group not in self._values:
-                    continue
-                anew[group] = []
-                for value in self._values[group]:
-                    left = value.rows.keys() - dropped
-                    if not left and not value.serves_group:
-                        gone.append(value)
-                    elif len(left) < len(value.rows) and 2 * len(left) < value.num_stored:
-                        smaller, changed_bytes = await self._without(group, value, dropped)
-                        changed[smaller.key] = changed_bytes
-                        anew[group].append(smaller)
-                        gone.append(value)
-                    else:
-                        anew[group].append(value)
-                changed[self._tomb(group)] = msgspec.msgpack.encode(sorted(dropped | self._dropped.get(group, set())))
-            empty = [group for group, values in anew.items() if not values]
-            for group in empty:
-                del changed[self._tomb(group)]
-            tombs = [self._tomb(group) for group in (*going, *empty) if group in self._dropped]
-            known = {group: {value.key for value in self._values[group]} for group in anew}
+                known = self._dropped.setdefault(group, set())  # empty: its tomb may be there from now on
+                tombs[self._tomb(group)] = msgspec.msgpack.encode(sorted(dropped | known))
+            await self._shrink(of_group, tombs)
+            gone = [value for group in going for value in self._values.get(group, ())]
+            for group, dropped in of_group.items():
+                gone += [value for value in self._values[group] if not value.is_wanted_without(dropped)]
             strays = list(self._strays)
-            if changed or gone or tombs:
-                await self._store.change(changed, [*(value.key for value in gone), *tombs, *strays])
+            if tombs or gone or old_tombs:
+                await self._store.change(tombs, [*(value.key for value in gone), *old_tombs, *strays])
                 self._strays.difference_update(strays)
             for value in gone:
                 value.is_gone = True
-            for group, values in anew.items():
-                for value in values:
-                    value.forget(of_group[group])
-                self._dropped.setdefault(group, set()).update(of_group[group])
-                self._values[group] = values + [value for value in self._values[group] if value.key not in known[group]]
-            for group in (*going, *empty):
+            for group in (*going, *of_group):
+                self._values[group] = [value for value in self._values.get(group, ()) if not value.is_gone]
+                if not self._values[group]:
+                    del self._values[group]
+            for group, dropped in of_group.items():
+                for value in self._values.get(group, ()):
+                    value.forget(dropped)
+                self._dropped[group].update(dropped)
+            for group in going:
                 self._dropped.pop(group, None)
-                if group in going or not self._values[group]:
-                    self._values.pop(group, None)
+
+    async def _shrink(self, of_group: Mapping[int, set[int]], tombs: Mapping[str, bytes]) -> None:
+        """Write values anew of which less than half will be left. The old ones are deleted later, and not with the same change:
+        when it fails, nobody knows whether it was made, and what is left has to be found all the same."""
+        anew: dict[_Value, _Value] = {}
+        packed: dict[str, bytes] = {}
+        for group, dropped in of_group.items():
+            for value in self._values[group]:
+                num_left = len(value.rows.keys() - dropped)
+                if num_left < len(value.rows) and 2 * num_left < value.num_stored and value.is_wanted_without(dropped):
+                    smaller, packed_value = await self._without(group, value, dropped)
+                    anew[value], packed[smaller.key] = smaller, packed_value
+        if not anew:
+            return
+        try:
+            await self._store.change({**packed, **tombs}, ())
+        except BaseException:
+            self._strays.update(packed)
+            raise
+        for value in anew:
+            value.is_gone = True
+            self._strays.add(value.key)
+        for group in of_group:
+            self._values[group] = [anew.get(value, value) for value in self._values[group]]
 
     async def recover(self) -> AsyncIterator[Stored]:
         """Raises `RunError` naming the value that is damaged, or that is not of this schema."""
