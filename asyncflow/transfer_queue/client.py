@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypedDict, Unpack
@@ -59,6 +60,7 @@ class TransferQueueClient:
         self._places = places
         self._held: dict[Token, set[int]] = {}
         self._asking: dict[str, set[asyncio.Future[Handed | None]]] = {}
+        self._withdrawals: Counter[str] = Counter()
         self._giving_back: set[asyncio.Future[None]] = set()
         self._peer: Peer | None = None
 
@@ -136,7 +138,8 @@ class TransferQueueClient:
         if not groups and not rows and not tokens:
             groups = 1
         want = Want(groups, rows, tokens, at_least, installed, step, rank)
-        while (handed := await self._ask(task, want, list(reads))) is not None:
+        withdrawals = self._withdrawals[task]  # asked again after one it would be for what the worker has just given up
+        while self._withdrawals[task] == withdrawals and (handed := await self._ask(task, want, list(reads))) is not None:
             lease = handed.lease
             if handed.batch is not None:
                 leased: Leased | None = Leased(lease, handed.batch.batch())
@@ -148,14 +151,13 @@ class TransferQueueClient:
         return None
 
     async def _fetched(self, lease: Lease, columns: Sequence[str], *, is_sure: bool) -> Leased | None:
-        """`_fetch` for the holder of the lease: what is not read is given back."""
-        leased = None
+        """`_fetch` for the holder of the lease, which is given back if this fails, or if its asker goes. None where nothing of it is
+        as its controller believes: that one will hear of it from the unit, and let the lease go or expire."""
         try:
-            leased = await self._fetch(lease, columns, is_sure=is_sure)
-        finally:
-            if leased is None:
-                self._give_back(lease)
-        return leased
+            return await self._fetch(lease, columns, is_sure=is_sure)
+        except BaseException:
+            self._give_back(lease)
+            raise
 
     def _give_back(self, lease: Lease) -> None:
         """Beside whatever goes on: the asker may have been cancelled."""
@@ -269,6 +271,7 @@ class TransferQueueClient:
 
     async def withdraw(self, task: str) -> None:
         """Have this worker's parked requests answered with None."""
+        self._withdrawals[task] += 1
         asking = list(self._asking.get(task, ()))
         await self._controller(task).withdraw()
         for request in asking:  # it was lost on its way: it is not to be repeated

@@ -149,9 +149,11 @@ class Controller:
 
     def _forget_what_is_gone(self, unit: int, news: News, is_new_life: bool) -> None:
         """What a unit does not tell of when it tells everything has been dropped, or was lost when its process died."""
-        parts = [np.frombuffer(notice.rows, np.int64) for notice in news.notices if notice.rows and not notice.is_drop]
-        there = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        told = [(np.frombuffer(n.rows, np.int64), n.mask) for n in news.notices if n.rows and not n.is_drop]
+        there = np.concatenate([rows for rows, _ in told]) if told else np.empty(0, np.int64)
         gone = np.setdiff1d(self.table.rows_of(unit), there)
+        if is_new_life:  # a row may be there again, put once more, without the columns that it had
+            gone = np.union1d(gone, np.concatenate([self.table.beyond(rows, mask) for rows, mask in told] or [there]))
         if len(gone):
             self.table.drop(gone)
             if is_new_life:

@@ -174,8 +174,8 @@ class Places:
             try:
                 peer = await self._dial(name)
                 return await peer.call(interface, name, method, arguments)
-            except Superseded:
-                if asyncio.get_running_loop().time() + pause > give_up:
+            except Superseded:  # said by a controller: its successor is to be asked; said by a unit: to a controller, which is to end
+                if not name.startswith("controller/") or asyncio.get_running_loop().time() + pause > give_up:
                     raise
             except ConnectionLost as error:
                 if self._peer is not None and self._peer.is_lost:

@@ -401,6 +401,15 @@ class Table:
             parts.append(np.flatnonzero(known) + page.first)
         return np.concatenate(parts)
 
+    def beyond(self, rows: Array, mask: int) -> Array:
+        """int64: those of the rows that are known to have columns that are not in `mask`."""
+        found = []
+        for row in rows.tolist():
+            page = self._pages.page_of(row)
+            if page is not None and page.state[row - page.first] and page.mask[row - page.first] & ~mask:
+                found.append(row)
+        return np.array(found, np.int64)
+
     def counts(self) -> dict[str, int]:
         """Rows in each state now; `*_total`: that have ever come into it, dropped ones too; rows redelivered and expired."""
         counts, totals = self._pages.counts, self._pages.totals
