@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test soak lint types layers unit install install-dev clean
+.PHONY: quickstart test soak servers lint types layers unit install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
 
-test: install-dev lint types layers unit
+test: install-dev servers lint types layers unit
 
 install: $(VENV)/installed
 install-dev: $(VENV)/installed-dev
@@ -27,6 +27,12 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 soak: install-dev
 	$(BIN)/python -m tests.sim.run --seeds 0:20000
+
+# The queue is tested over a real Redis server.
+servers:
+	@command -v redis-server >/dev/null || ([ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -q && apt-get install -y -q --no-install-recommends redis-server) \
+	  || echo "NOTE: there is no redis-server here, and it cannot be installed: the tests over Redis will be skipped"
 
 lint: install-dev
 	$(BIN)/ruff check .

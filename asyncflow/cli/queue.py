@@ -87,6 +87,7 @@ def unit(
         capacity_rows=capacity_rows,
         capacity_bytes=capacity_bytes,
         snapshot_dir=snapshot_dir,
+        on_listening=_say,
     )
     _run(serving)
 
@@ -96,7 +97,7 @@ def controller(hub: Hub, task: Annotated[str, typer.Argument()], address: Addres
     """Be a task's controller of a queue that is served elsewhere, in place of the one it has, until that one ends."""
     from asyncflow.transfer_queue.node import serve_controller
 
-    _run(serve_controller(hub, task, address, credentials=_credentials(key)))
+    _run(serve_controller(hub, task, address, credentials=_credentials(key), on_listening=_say))
 
 
 @app.command()
@@ -129,7 +130,7 @@ async def _serve(queue: TransferQueue, addresses: list[str], restore: str, crede
         server = Server(queue.services, queue.abandon, credentials=credentials, arena=Arena(64 << 30))
         try:
             for address in addresses:
-                print(f"listening at {await server.start(address)}", flush=True)
+                _say(await server.start(address))
             await asyncio.Event().wait()
         finally:
             await server.close()
@@ -144,6 +145,10 @@ async def _ask(hub: str, key: Path | None, method: str, *arguments: Any) -> Any:
         return await getattr(proxy(TransferQueue, peer, "queue"), method)(*arguments)
     finally:
         await peer.close()
+
+
+def _say(address: str) -> None:
+    print(f"listening at {address}", flush=True)
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -151,8 +151,8 @@ class TransferQueueClient:
         return None
 
     async def _fetched(self, lease: Lease, columns: Sequence[str], *, is_sure: bool) -> Leased | None:
-        """`_fetch` for the holder of the lease, which is given back if this fails, or if its asker goes. None where nothing of it is
-        as its controller believes: that one will hear of it from the unit, and let the lease go or expire."""
+        """`_fetch` for the holder of the lease, which is given back if this fails, or if its asker goes. None where nothing of it
+        is as its controller believes: that one will hear of it from the unit, and let the lease go or expire."""
         try:
             return await self._fetch(lease, columns, is_sure=is_sure)
         except BaseException:

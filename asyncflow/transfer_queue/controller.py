@@ -33,6 +33,7 @@ from asyncflow.types import Array, RunError
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.05, 1.0)
+NO_ROWS = np.empty(0, np.int64)
 
 
 class TaskStatus(msgspec.Struct):
@@ -150,10 +151,12 @@ class Controller:
     def _forget_what_is_gone(self, unit: int, news: News, is_new_life: bool) -> None:
         """What a unit does not tell of when it tells everything has been dropped, or was lost when its process died."""
         told = [(np.frombuffer(n.rows, np.int64), n.mask) for n in news.notices if n.rows and not n.is_drop]
-        there = np.concatenate([rows for rows, _ in told]) if told else np.empty(0, np.int64)
-        gone = np.setdiff1d(self.table.rows_of(unit), there)
-        if is_new_life:  # a row may be there again, put once more, without the columns that it had
-            gone = np.union1d(gone, np.concatenate([self.table.beyond(rows, mask) for rows, mask in told] or [there]))
+        known = self.table.rows_of(unit)
+        is_gone = ~np.isin(known, np.concatenate([NO_ROWS, *(rows for rows, _ in told)]))
+        if is_new_life:  # a group may be there again, put once more, without columns that its rows had: it begins anew
+            again = np.concatenate([NO_ROWS, *(self.table.beyond(rows, mask) for rows, mask in told)])
+            is_gone |= np.isin(known >> self._schema.group_bits, again >> self._schema.group_bits)
+        gone = known[is_gone]
         if len(gone):
             self.table.drop(gone)
             if is_new_life:

@@ -174,7 +174,7 @@ class Places:
             try:
                 peer = await self._dial(name)
                 return await peer.call(interface, name, method, arguments)
-            except Superseded:  # said by a controller: its successor is to be asked; said by a unit: to a controller, which is to end
+            except Superseded:  # a controller says so: its successor is to be asked; a unit says so: its controller is to end
                 if not name.startswith("controller/") or asyncio.get_running_loop().time() + pause > give_up:
                     raise
             except ConnectionLost as error:

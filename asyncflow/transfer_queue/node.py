@@ -6,6 +6,7 @@ Each listens on an address of its own and registers it in the directory; restart
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 from asyncflow.transfer_queue.controller import Controller
@@ -28,8 +29,9 @@ async def serve_unit(
     capacity_bytes: int | None = None,
     snapshot_dir: Path | None = None,
     arena: Arena | None = None,
+    on_listening: Callable[[str], None] = lambda at: None,
 ) -> None:
-    """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone."""
+    """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone. `on_listening` is told where."""
     peer, directory = await _join(hub, f"unit/{number}", credentials)
     turn = await directory.turn()
     unit = StorageUnit(
@@ -43,14 +45,23 @@ async def serve_unit(
     await unit.open()
     server = Server({f"unit/{number}": unit}, credentials=credentials, arena=arena)
     try:
-        await directory.register(f"unit/{number}", await server.start(address), turn)
+        at = await server.start(address)
+        await directory.register(f"unit/{number}", at, turn)
+        on_listening(at)
         await peer.wait_lost()
     finally:
         await server.close()
         await unit.close()
 
 
-async def serve_controller(hub: str, task: str, address: str | Path, *, credentials: Credentials | None = None) -> None:
+async def serve_controller(
+    hub: str,
+    task: str,
+    address: str | Path,
+    *,
+    credentials: Credentials | None = None,
+    on_listening: Callable[[str], None] = lambda at: None,
+) -> None:
     """Be the controller of a task of the queue whose directory is served at `hub`, until the hub has gone.
 
     Raises `Superseded` when another one has taken the task over.
@@ -61,8 +72,16 @@ async def serve_controller(hub: str, task: str, address: str | Path, *, credenti
     schema, turn = (await places.learn()).schema, await directory.turn()
     controller = Controller(task, schema)
     server = Server({name: controller}, controller.abandon, credentials=credentials)
-    work = (follow_all(controller, places), _register(name, turn, controller, places, directory, server, address), peer.wait_lost())
-    running = [asyncio.create_task(coroutine) for coroutine in work]
+
+    async def join() -> None:
+        for number in places.units:  # a controller that knows nothing yet would have everybody wait for a moment
+            await controller.caught_up(number)
+        at = await server.start(address)
+        await directory.register(name, at, turn)
+        on_listening(at)
+        await asyncio.Event().wait()
+
+    running = [asyncio.create_task(coroutine) for coroutine in (follow_all(controller, places), join(), peer.wait_lost())]
     try:
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         if not peer.is_lost:
@@ -74,16 +93,6 @@ async def serve_controller(hub: str, task: str, address: str | Path, *, credenti
         await server.close()
         controller.close()
         await places.close()
-
-
-async def _register(
-    name: str, turn: int, controller: Controller, places: Places, directory: Directory, server: Server, address: str | Path
-) -> None:
-    """Listen, once the units are known: a controller that knows nothing yet would have everybody wait for a moment."""
-    for number in places.units:
-        await controller.caught_up(number)
-    await directory.register(name, await server.start(address), turn)
-    await asyncio.Event().wait()
 
 
 async def _join(hub: str, name: str, credentials: Credentials | None) -> tuple[Peer, Directory]:

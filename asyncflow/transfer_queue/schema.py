@@ -9,6 +9,7 @@ A row's state is a mask of the columns that it has. Besides the declared columns
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -45,6 +46,15 @@ class TaskSpec(msgspec.Struct, frozen=True):
         return self.writes or (f"done/{self.name}",)
 
 
+def _refuse_unknown(name: str, entries: object, kind: type) -> None:
+    known = [field.name for field in msgspec.inspect.type_info(kind).fields]  # type: ignore[attr-defined]
+    for i, entry in enumerate(entries if isinstance(entries, list) else []):
+        for key in entry if isinstance(entry, dict) else ():
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1)
+                raise ValueError(f"{name}[{i}] has no {key!r}: {f'did you mean {near[0]!r}?' if near else ', '.join(known)}")
+
+
 class _Described(msgspec.Struct, forbid_unknown_fields=True):
     group_size: int
     columns: tuple[Column, ...]
@@ -67,6 +77,8 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
         Raises `ValueError` saying where it is wrong.
         """
+        for name, kind in (("columns", Column), ("tasks", TaskSpec)):
+            _refuse_unknown(name, plain.get(name) if isinstance(plain, dict) else None, kind)
         described = msgspec.convert(plain, _Described)
         return cls(described.columns, described.tasks, group_bits_for(described.group_size))
 

@@ -403,12 +403,12 @@ class Table:
 
     def beyond(self, rows: Array, mask: int) -> Array:
         """int64: those of the rows that are known to have columns that are not in `mask`."""
-        found = []
-        for row in rows.tolist():
-            page = self._pages.page_of(row)
-            if page is not None and page.state[row - page.first] and page.mask[row - page.first] & ~mask:
-                found.append(row)
-        return np.array(found, np.int64)
+        rows, _ = _sorted_once(rows, None)
+        parts = [np.empty(0, np.int64)]
+        for page, start, stop in self._pages.split(rows) if len(rows) else ():
+            here = rows[start:stop]
+            parts.append(here[page.masks[here - page.first] & ~np.uint64(mask) != 0])
+        return np.concatenate(parts)
 
     def counts(self) -> dict[str, int]:
         """Rows in each state now; `*_total`: that have ever come into it, dropped ones too; rows redelivered and expired."""

@@ -22,6 +22,7 @@ class Books:
         self.metas: dict[int, GroupMeta] = {}
         self.acknowledged: set[int] = set()  # groups whose put has returned
         self.present: dict[int, set[int]] = defaultdict(set)  # unit -> rows stored there, by the storage's own account
+        self.ever_present: dict[int, set[int]] = defaultdict(set)
         self.being_stored: set[tuple[int, int, str]] = set()  # unit, row or group, column
         self.values: dict[tuple[int, str], Any] = {}  # (row or group, column) -> what was stored first
         self.kept: dict[int, tuple[int, ...]] = {}  # row -> the outputs whose writer was told that they are kept
@@ -61,6 +62,7 @@ class Books:
     def admitted(self, unit: int, meta: GroupMeta) -> None:
         rows = set(self.rows(meta.group))
         self.present[unit] |= rows
+        self.ever_present[unit] |= rows
         self.lost -= rows
 
     def stored(self, unit: int, key: int, name: str, value: Any) -> None:
@@ -103,11 +105,16 @@ class Books:
         """Whatever a unit's process was writing, it writes no more."""
         self.being_stored = {entry for entry in self.being_stored if entry[0] != unit}
 
-    def memory_died(self, unit: int) -> None:
-        """All that a unit had is gone."""
+    def memory_died(self, unit: int) -> set[int]:
+        """All that a unit had is gone, and all that it knew of what it had once. Rows whose put was not acknowledged will be put
+        again, and nobody can know that they are not new: these are returned."""
+        again = {row for row in self.ever_present[unit] if row >> self.group_bits not in self.acknowledged}
         self.lost |= self.present[unit]
-        self.ever_lost |= self.present[unit]
-        for row in self.present[unit]:
+        self.ever_lost |= self.present[unit] | again
+        self.freed_rows -= again
+        for row in again:
+            self.trained.pop(row, None)
+        for row in self.present[unit] | again:
             for name in [name for key, name in self.values if key == row and name != "prompt"]:
                 del self.values[row, name]
             self.done.discard(row)
@@ -115,6 +122,7 @@ class Books:
             self.filtered.pop(row, None)
             self.kept.pop(row, None)
         self.present[unit] = set()
+        return again
 
     # -- what the clients tell ----------------------------------------------------------------------------------------------
 

@@ -331,20 +331,18 @@ class World:
 
     async def _hub(self) -> None:
         plan = self.plan
-        storages = [self._storage(number) for number, (_, where) in enumerate(plan.units) if where == "hub"]
-        hub = queue.TransferQueue(
-            self.schema,
-            storages,
-            tasks=plan.hub_tasks,
-            notify_timeout_seconds=plan.notify_timeout,
-            capacity_rows=plan.capacity_rows,
-        )
-        self.directory = hub.directory
         while True:
+            hub = queue.TransferQueue(
+                self.schema,
+                [self._storage(number) for number, (_, where) in enumerate(plan.units) if where == "hub"],
+                tasks=plan.hub_tasks,
+                notify_timeout_seconds=plan.notify_timeout,
+                capacity_rows=plan.capacity_rows,
+            )
             try:
                 await hub.open()
                 break
-            except RunError:
+            except RunError:  # a storage does not answer
                 await asyncio.sleep(0.01)
         await SimServer(hub.services, hub.abandon).start("hub")
         await hub.run()
@@ -381,7 +379,9 @@ class World:
         for process, controller in self.controllers:
             if process.is_alive and number in self.units and controller.epochs.get(number) == self.units[number]._log.epoch:
                 self.knew.append((process, controller, set(controller.table.rows_of(number).tolist()) - self.books.dropped))
-        self.books.memory_died(number)
+        again = self.books.memory_died(number)
+        for _, controller in self.controllers:
+            controller.done -= again
 
     # -- faults -------------------------------------------------------------------------------------------------------------
 

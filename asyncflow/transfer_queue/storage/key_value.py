@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from asyncflow.transfer_queue.storage.base import Stored
 from asyncflow.transfer_queue.storage.memory import groups_of
 from asyncflow.transfer_queue.storage.packed import pack, unpack
 from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, RunError, UserError, Values
+
+log = logging.getLogger(__name__)
 
 FETCH_KEYS = 64  # values fetched at once by `recover`
 
@@ -221,8 +224,14 @@ class KeyValueStorage:
                 value.forget(self._dropped.get(group, ()))
                 self._values.setdefault(group, []).append(value)
                 metas.update({meta.group: meta for meta in found})
-        for group in self._values.keys() - metas.keys():  # of a write that failed and arrived after its group had gone
-            self._strays.update(value.key for value in self._values.pop(group))
+        if orphans := sorted(self._values.keys() - metas.keys()):
+            log.error(
+                "%s has something of groups %s and no longer the groups themselves: a write that failed has arrived after they "
+                "were dropped, or the store has lost them. What is left of them is deleted",
+                self._store.address,
+                orphans,
+            )
+            self._strays.update(value.key for group in orphans for value in self._values.pop(group))
         for recovered in self._alike(metas):
             yield recovered
 
