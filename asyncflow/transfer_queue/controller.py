@@ -131,7 +131,8 @@ class Controller:
             done += self._apply(unit, notice)
         if done:
             self._on_done(done)
-        self._serve()
+        if self._parked:
+            self._serve()
 
     def _apply(self, unit: int, notice: Notice) -> list[int]:
         """Returns the rows that are done now."""

@@ -181,7 +181,9 @@ class Index:
 
     def _split(self, rows: Array) -> Iterator[tuple[Array | slice, _Page | None, Array]]:
         """(positions in `rows`, their page if there is one, positions in the page)."""
-        if not len(rows):
+        if len(rows) < 2:
+            for row in rows.tolist():
+                yield slice(None), self._pages.get(row >> PAGE_BITS), rows & LOW
             return
         numbers, at = rows >> PAGE_BITS, rows & LOW
         if numbers[0] == numbers[-1] and (numbers == numbers[0]).all():

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.batches import WireBatch
+from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.table import State
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.types import Batch, Column, GroupMeta, Interval, RunError
 
@@ -144,6 +146,22 @@ async def test_what_a_drop_leaves_can_be_read_however_often_it_fails(num_failing
     assert not [key for key in store.values if "fact" not in key]
 
 
+async def test_a_dropped_row_stays_away_when_the_storage_could_not_free_it() -> None:
+    store = Dictionary()
+    unit = await lives(store)
+    await put(unit)
+    keeping = unit.holdings.storage.keep
+
+    async def keep_and_break(name: str, value: bytes) -> None:
+        await keeping(name, value)
+        store.num_failing = 1
+
+    unit.holdings.storage.keep = keep_and_break  # type: ignore[method-assign]
+    with pytest.raises(RunError):
+        await unit.drop(np.array([5]))
+    assert await there(await lives(store), 4, 5, 6, 7) == [4, 6, 7]
+
+
 async def test_a_row_that_a_drop_names_twice_counts_once() -> None:
     unit = StorageUnit(MemoryStorage(), SCHEMA, capacity_rows=4)
     await unit.open()
@@ -171,3 +189,20 @@ async def test_a_unit_that_ends_in_the_middle_of_a_write_waits_for_no_controller
     storage.gate.set()
     async with asyncio.timeout(5.0):
         await asyncio.gather(told, writing, closing)
+
+
+async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_it() -> None:
+    lost: list[int] = []
+    controller = Controller("train", SCHEMA, on_lost=lambda unit, rows: lost.extend(rows))
+    for life in range(2):
+        unit = StorageUnit(MemoryStorage(), SCHEMA)
+        await unit.open()
+        await put(unit)
+        await put(unit, 2)
+        if not life:
+            await rewarded(unit, 5, 6)
+        news = await unit.follow("train", controller.table.incarnation, "", 0, [])
+        controller._take(0, news, is_new_life=life > 0)
+    assert lost == [4, 5, 6, 7]
+    assert {controller.table.state_of(row) for row in (4, 5, 6, 7, 8)} == {State.WAITING}
+    controller.close()
