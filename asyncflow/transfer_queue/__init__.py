@@ -1,11 +1,12 @@
 """The transfer queue: where samples live between the loops (AsyncFlow, section 3).
 
     client --- lease / fail / renew -------> controller (one per task) --- table: what is ready, leased, done, dead (pure)
-       |                                          ^
-       |                                          | notices: these rows now have these columns
+       |                                          |  follows: which rows now have which columns
+       |                                          v
        +------ put / complete / read ------> unit (one or more) ---------- storage: the columns themselves
 
-Control and data are apart: a controller never sees a sample, a unit never decides who gets one.
+A unit never decides who gets a sample, and a controller's table never sees one. Start with `client.py`, then `unit.py` and
+`controller.py`; `queue.py` puts them together in one process, `node.py` in many.
 """
 
 STORAGES = {
