@@ -33,11 +33,12 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.node import serve_unit
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.table import Table, Want
+from asyncflow.transfer_queue.table import Table
 from asyncflow.transport import Arena, Server
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
 from benchmarks.figures import Figure, finish, parser

@@ -19,9 +19,9 @@ from asyncflow.telemetry.metrics import StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue import STORAGES
+from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
 from asyncflow.transfer_queue.queue import TransferQueue
-from asyncflow.transfer_queue.table import DeadRow
 from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES

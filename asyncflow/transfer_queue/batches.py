@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import numpy as np
 
+from asyncflow.transfer_queue.leases import Lease
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.table import Lease
 from asyncflow.types import Array, Batch, Ragged, Values
 
 

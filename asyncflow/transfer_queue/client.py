@@ -22,8 +22,8 @@ import numpy as np
 from asyncflow.transfer_queue.batches import WireBatch, read_lease, take, units_of
 from asyncflow.transfer_queue.controller import Controller, Handed, TaskStatus
 from asyncflow.transfer_queue.directory import Places, remote_directory
+from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.schema import FILTERED
-from asyncflow.transfer_queue.table import Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
 from asyncflow.transport import Credentials, Peer
 from asyncflow.types import Array, Batch, GroupMeta

@@ -21,11 +21,12 @@ import numpy as np
 
 from asyncflow.registry import build
 from asyncflow.transfer_queue.batches import WireBatch, read_lease
+from asyncflow.transfer_queue.leases import DeadRow, Lease, Token, Want
 from asyncflow.transfer_queue.notices import News, Notice, Superseded
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
 from asyncflow.transfer_queue.schema import DEAD, Schema
-from asyncflow.transfer_queue.table import DeadRow, Lease, Table, Token, Want
+from asyncflow.transfer_queue.table import Table
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import ConnectionLost, client_name, remote
 from asyncflow.types import Array, RunError

@@ -32,8 +32,8 @@ from torch import Tensor
 from asyncflow.transfer_queue.batches import take
 from asyncflow.transfer_queue.broadcast import WAITING_SECONDS, GroupBroadcast, Message
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.leases import Lease
 from asyncflow.transfer_queue.prefetch import Feed, Fetched, Source
-from asyncflow.transfer_queue.table import Lease
 from asyncflow.transfer_queue.tensors import Jagged, Padded, Padding, TensorColumn, WritableColumn, to_device, to_values
 from asyncflow.types import Array, Batch
 

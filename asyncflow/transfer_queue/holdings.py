@@ -16,12 +16,12 @@ import numpy as np
 
 from asyncflow.transfer_queue.batches import take
 from asyncflow.transfer_queue.index import Index
+from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import Notice
 from asyncflow.transfer_queue.room import Room
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, read_snapshot, write_snapshot
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.table import Token
 from asyncflow.types import Array, Batch, GroupMeta, Ragged
 
 T = TypeVar("T")

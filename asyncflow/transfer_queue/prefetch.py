@@ -35,8 +35,8 @@ import torch.multiprocessing  # tensors between processes: in shared memory
 from torch import Tensor
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.leases import Lease
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.table import Lease
 from asyncflow.transfer_queue.tensors import Padding, TensorColumn, to_tensors
 from asyncflow.transport import Credentials
 from asyncflow.types import RunError

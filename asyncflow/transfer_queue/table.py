@@ -18,84 +18,15 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
+from asyncflow.transfer_queue.leases import DeadRow, Lease, Pick, ReadyGroup, StaleToken, Token, Want
 from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, State, span
 from asyncflow.transfer_queue.schema import DEAD as DEAD_MARK
 from asyncflow.transfer_queue.schema import FILTERED as FILTERED_MARK
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.types import Array, GroupMeta, RunError, crosses
-
-Pick = list[tuple[int, list[int]]]
-"""What a sampler chose for a request: group numbers and, for each, its rows. It is to be handed out or put back."""
-
-
-class Want(msgspec.Struct, frozen=True):
-    """What a request asks for: limits (0: none), of which one at least is to be given, and what may be in it."""
-
-    groups: int = 0
-    """Groups touched."""
-    rows: int = 0
-    tokens: int = 0
-    at_least: int = 1
-    """Rows that must be available before the request is served, unless it can never get more."""
-    installed: int | None = None
-    """Only groups whose interval contains it."""
-    step: int | None = None
-    """Only that step."""
-    rank: int = 0
-    """The data-parallel rank that asks, for samplers that serve all ranks together."""
-
-
-class Token(msgspec.Struct, frozen=True, array_like=True):
-    """Names a lease, and the incarnation of the controller that gave it."""
-
-    task: str
-    incarnation: str
-    lease: int
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """Rows handed out together. For each group: its rows, how often each had been delivered before, the unit it lives on."""
-
-    token: Token
-    groups: list[GroupMeta]
-    rows: list[list[int]]
-    attempts: list[list[int]]
-    units: list[int]
-
-    @property
-    def indices(self) -> list[int]:
-        return [row for rows in self.rows for row in rows]
-
-    @property
-    def attempt(self) -> int:
-        """How often its most delivered row had been delivered before."""
-        return max((attempt for attempts in self.attempts for attempt in attempts), default=0)
-
-
-class DeadRow(msgspec.Struct, frozen=True):
-    """A row given up, and why."""
-
-    group: int
-    row: int
-    error: str
-
-
-class ReadyGroup(NamedTuple):
-    """A group that could be handed out: its ready rows, and the tokens of each."""
-
-    group: int
-    rows: list[int]
-    tokens: list[int]
-
-
-@crosses
-class StaleToken(RunError):
-    """The lease is over, or was given by an earlier incarnation of the controller."""
+from asyncflow.types import Array, GroupMeta
 
 
 class _Load:

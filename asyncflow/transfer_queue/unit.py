@@ -19,12 +19,12 @@ import numpy as np
 
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.holdings import REMEMBERED, Holdings
+from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, NoticeLog
 from asyncflow.transfer_queue.room import Room, RoomState
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.table import Token
 from asyncflow.transport import remote
 from asyncflow.types import Batch, GroupMeta, Ragged
 

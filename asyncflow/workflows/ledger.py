@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from asyncflow.transfer_queue.table import DeadRow
+from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
 from asyncflow.workflows.schedule import Schedule

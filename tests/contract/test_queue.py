@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncflow.transfer_queue import unit as unit_module
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller, TaskStatus
+from asyncflow.transfer_queue.leases import StaleToken, Token
 from asyncflow.transfer_queue.node import serve_controller, serve_unit
 from asyncflow.transfer_queue.notices import News, Superseded
 from asyncflow.transfer_queue.queue import TransferQueue
@@ -24,7 +25,6 @@ from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.storage.redis import RedisStorage
-from asyncflow.transfer_queue.table import StaleToken, Token
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import ConnectionLost, Credentials, Server
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, Values

@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.leases import Lease, StaleToken
 from asyncflow.transfer_queue.queue import TransferQueue, follow_all
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.table import Lease, StaleToken
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
 from tests.contract.queue_model import MAX_FAILURES, Model, Row
 from tests.sim.clock import SimLoop

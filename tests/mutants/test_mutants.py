@@ -27,7 +27,6 @@ RARE = {
     "27-asked-again-after-a-withdrawal": "test_client.py",
     "28-late-word-in-the-directory": "test_directory.py",
     "29-deleted-with-the-change-that-fails": "test_holdings.py",
-    "31-ended-step-keeps-what-is-ready": "test_controller.py",
 }
 """Bugs that none of the seeds meets, and the unit tests that do."""
 

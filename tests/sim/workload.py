@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.transfer_queue.table import StaleToken
+from asyncflow.transfer_queue.leases import StaleToken
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged, RunError
 from tests.sim.clock import current_process
 

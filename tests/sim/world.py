@@ -28,12 +28,13 @@ from asyncflow.transfer_queue import client, directory, node, queue, unit
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, Superseded
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema, TaskSpec
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.table import State, Token
+from asyncflow.transfer_queue.table import State
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import ConnectionLost, remote
 from asyncflow.types import Column, GroupMeta, RunError

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from asyncflow.transfer_queue.leases import Pick, Want
 from asyncflow.transfer_queue.schema import TaskSpec
-from asyncflow.transfer_queue.table import Pick, Table, Want
+from asyncflow.transfer_queue.table import Table
 
 
 class Sampler(Protocol):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from asyncflow.transfer_queue.leases import Pick, Want
 from asyncflow.transfer_queue.sampler.base import is_enough
 from asyncflow.transfer_queue.schema import TaskSpec
-from asyncflow.transfer_queue.table import Pick, Table, Want
+from asyncflow.transfer_queue.table import Table
 
 
 class Oldest:

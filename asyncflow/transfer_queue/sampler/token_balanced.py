@@ -18,8 +18,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
+from asyncflow.transfer_queue.leases import Pick, Want
 from asyncflow.transfer_queue.schema import TaskSpec
-from asyncflow.transfer_queue.table import Pick, Table, Want
+from asyncflow.transfer_queue.table import Table
 
 MAX_SWAPS = 200
 UNEVENNESS = 1.05

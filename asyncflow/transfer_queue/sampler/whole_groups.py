@@ -5,9 +5,9 @@ Which rows make a group is told by their group number, never by where they lie: 
 
 from __future__ import annotations
 
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.sampler.oldest import Oldest
 from asyncflow.transfer_queue.schema import TaskSpec
-from asyncflow.transfer_queue.table import Want
 
 
 class WholeGroups(Oldest):

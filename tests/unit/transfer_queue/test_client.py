@@ -10,8 +10,8 @@ import numpy as np
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.directory import Places
+from asyncflow.transfer_queue.leases import Lease, Token
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.transfer_queue.table import Lease, Token
 from asyncflow.types import Column, GroupMeta, Interval
 
 SCHEMA = Schema((Column("prompt", "int64"), Column("reward", "float32")), (TaskSpec("rollout", ("prompt",), ("reward",)),), 1)

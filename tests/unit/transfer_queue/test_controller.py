@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.notices import News, Notice
 from asyncflow.transfer_queue.schema import DEAD, Schema, TaskSpec
-from asyncflow.transfer_queue.table import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transport import ConnectionLost, client_name
 from asyncflow.types import Column, GroupMeta, Interval
 

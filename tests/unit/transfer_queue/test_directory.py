@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.transfer_queue.directory import HERE, Directory, Places
+from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transport import ConnectionLost, Peer, Server, remote
 from asyncflow.types import Column
@@ -177,6 +178,16 @@ async def test_when_the_queue_itself_is_gone_nobody_waits(town: Town) -> None:
     with pytest.raises(ConnectionLost):
         await asyncio.wait_for(places.get(Echo, "unit/0").say("x"), 3)
     await places.close()
+
+
+async def test_who_asked_sooner_does_not_take_the_place_of_who_asked_later() -> None:
+    directory = Directory(SCHEMA)
+    first, second = await directory.turn(), await directory.turn()
+    await directory.register("unit/0", "unix:/second", second)
+    with pytest.raises(Superseded, match="another process serves unit/0"):
+        await directory.register("unit/0", "unix:/first", first)
+    await directory.register("unit/0", "unix:/second", second)  # said twice
+    assert directory.current.places == {"unit/0": "unix:/second"}
 
 
 async def test_what_the_hub_or_this_process_serves_needs_no_connection_of_its_own(town: Town) -> None:

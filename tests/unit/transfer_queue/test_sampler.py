@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from asyncflow.registry import build
+from asyncflow.transfer_queue.leases import Lease, Want
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
 from asyncflow.transfer_queue.sampler.token_balanced import balance
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.transfer_queue.table import Lease, Table, Want
+from asyncflow.transfer_queue.table import Table
 from asyncflow.types import Column, GroupMeta, Interval
 
 BITS = 3

@@ -10,8 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.transfer_queue.table import DeadRow, Lease, StaleToken, State, Table, Token, Want
+from asyncflow.transfer_queue.table import State, Table
 from asyncflow.types import Array, Column, GroupMeta, Interval
 
 BITS = 2

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.transfer_queue.table import DeadRow
+from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta, Interval
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.periodic import Periodic

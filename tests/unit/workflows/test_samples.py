@@ -10,8 +10,8 @@ import pytest
 
 from asyncflow.engines.base import MicroBatchResult, Response
 from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.leases import Lease, Token
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.table import Lease, Token
 from asyncflow.types import Batch, GroupMeta, Interval
 from asyncflow.workflows import samples
 from asyncflow.workflows.samples import COLUMNS, Prompt
