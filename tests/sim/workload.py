@@ -232,7 +232,8 @@ class StepTrainer(Trainer):
         while not closing.done():
             wanted = step if self.is_first else None
             leasing = asyncio.ensure_future(self.insist(lambda s=wanted: self.queue.lease("train", step=s)))
-            await asyncio.wait([leasing, closing], return_when=asyncio.FIRST_COMPLETED)
+            waiting = [leasing] if self.is_first else [leasing, closing]  # the queue says when a step that it is asked for is over
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not leasing.done():
                 leasing.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -272,7 +273,9 @@ class StreamTrainer(Trainer):
         plan, rng = self.plan, self.rng
         while True:
             kind = rng.random()
-            if kind < 0.6:
+            if plan.is_balanced:  # a round needs requests of all ranks, and enough for all, until the step has ended
+                want = {"groups": rng.randint(1, 2), "step": 0, "rank": int(self.name[-1])}
+            elif kind < 0.6:
                 want = {"groups": 1}
             elif kind < 0.8:
                 want = {"rows": rng.randint(1, 6)}
@@ -282,6 +285,7 @@ class StreamTrainer(Trainer):
             if leased is None:
                 if self.world.is_closed:
                     return
+                await asyncio.sleep(0.1)
                 continue
             self.world.check_lease("train", leased, None, want)
             self.look_at(leased)
@@ -319,6 +323,9 @@ class Keeper(Loop):
                     world.close_step(step)
                     ended.add(step)
                     await self.insist(lambda s=step: self.queue.end_step("train", s))
+            if self.plan.is_balanced and world.has_fed and 0 not in ended:
+                ended.add(0)
+                await self.insist(lambda: self.queue.end_step("train", 0))
             over = [g for g in sorted(books.acknowledged) if g not in world.swept and all(map(world.has_ended, books.rows(g)))]
             for group in over:
                 if self.rng.random() < 0.8:

@@ -13,12 +13,15 @@ import contextvars
 import functools
 import gc
 import logging
+import os
 import random
+import tempfile
 import traceback
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -93,6 +96,15 @@ class Plan:
         self.fault_pause = rng.choice([0.2, 0.6])
         self.notices_kept = rng.choice([1, 3, 4096])
         self.closes_early = rng.random() < 0.1
+        rng = random.Random(f"{self.seed}/more")
+        if not self.by_steps and rng.random() < 0.2:
+            self.train_sampler = "token_balanced"
+        self.has_snapshots = rng.random() < 0.2
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether all trainers are served together, as ranks, one step after the other."""
+        return self.train_sampler == "token_balanced"
 
     def interval(self, step: int) -> tuple[int, int]:
         return max(0, step - self.slack), step
@@ -113,9 +125,10 @@ class Plan:
             columns.append(Column("tag", "int32"))
             reads = ("prompt", "tag")
         limits: dict[str, Any] = {"lease_seconds": self.lease_seconds, "max_failures": self.max_failures}
+        options = {"ranks": self.num_trainers} if self.is_balanced else {}
         tasks = (
             TaskSpec("rollout", reads, ("ids", "reward"), whole_groups=False, sampler=self.rollout_sampler, **limits),
-            TaskSpec("train", ("prompt", "ids", "reward"), sampler=self.train_sampler, **limits),
+            TaskSpec("train", ("prompt", "ids", "reward"), sampler=self.train_sampler, sampler_options=options, **limits),
         )
         return Schema(tuple(columns), tasks, self.group_bits)
 
@@ -154,7 +167,7 @@ class World:
         self.mains: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
         self.lives: Counter[str] = Counter()
         self.controllers: list[tuple[Process, SimController]] = []
-        self.units: dict[int, StorageUnit] = {}
+        self.units: dict[int, SimUnit] = {}
         self.knew: list[tuple[Process, SimController, set[int]]] = []  # rows that controllers knew when their memory was lost
         self.zombies: list[Process] = []
         self.has_faults = self.plan.fault_seconds > 0
@@ -203,6 +216,7 @@ class World:
             mock.patch.object(node, "StorageUnit", SimUnit),
             mock.patch.object(queue, "StorageUnit", SimUnit),
             mock.patch.object(unit, "NOTICES_KEPT", self.plan.notices_kept),
+            mock.patch.object(os, "fsync", lambda file: None),
             mock.patch.object(uuid, "uuid4", lambda: uuid.UUID(int=self._uuids.getrandbits(128), version=4)),
         ]
         gc.disable()
@@ -235,6 +249,8 @@ class World:
         loops |= {f"trainer-{i}": trainer for i in range(plan.num_trainers)}
         for name, kind in loops.items():
             self._spawn(name, functools.partial(self._loop, name, kind))
+        if plan.has_snapshots:
+            shooting = asyncio.ensure_future(self._snapshots())
         if self.has_faults:
             await self._faults()
         self.weather.failures = 0.0
@@ -250,6 +266,8 @@ class World:
             await asyncio.sleep(0.5)
         if not self.books.violations:
             await asyncio.sleep(10.0)  # for controllers to hear of everything
+            if plan.has_snapshots:
+                await shooting
             self.books.settle()
             self._compare_controllers_with_units()
             self._look_at_losses()
@@ -392,6 +410,37 @@ class World:
         while self.loop.now < until:
             await asyncio.sleep(rng.random() * 2 * plan.fault_pause)
             rng.choice(faults)()
+
+    async def _snapshots(self) -> None:
+        """Of one unit after the other, in the middle of everything."""
+        rng = random.Random(f"{self.plan.seed}/snapshots")
+        for _ in range(6):
+            await asyncio.sleep(rng.random())
+            at = self.units[rng.choice(sorted(self.units))]
+            if at.process.is_alive:
+                await at.process.start(self._snapshot(at), "a snapshot")
+
+    async def _snapshot(self, at: SimUnit) -> None:
+        """What another unit takes up from the file is what this one had when it was asked, no more and no less."""
+        then = _masks(at)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "unit"
+            try:
+                await at.holdings.snapshot(path)
+            except RunError:  # the storage does not answer
+                assert not path.exists()
+                return
+            restored = StorageUnit(MemoryStorage(), self.schema)
+            await restored.open()
+            count = await restored.holdings.restore(path)
+        self.counts["snapshot"] += 1
+        self.counts["row in a snapshot"] += count
+        if _masks(restored) != then or count != len(then):
+            self.books.violated(f"unit {at.number} had {then}, and its snapshot has {_masks(restored)}")
+        rows = np.array([row for row, mask in then.items() if mask & self.schema.mask(["ids"])], np.int64)
+        for row, ids in zip(rows.tolist(), (await restored.columns(rows, ["ids"])).ragged("ids"), strict=True):
+            if row in self.books.kept and self.books.kept[row] != tuple(ids.tolist()):
+                self.books.violated(f"row {row} was completed with {self.books.kept[row]} and is {ids.tolist()} in a snapshot")
 
     def _break(self) -> None:
         links = [peer for peer in self.network.links if peer.is_served and not peer.is_lost and peer.client.is_alive]
@@ -570,6 +619,11 @@ class World:
             counts["admission wait"] += at.holdings.room.state().longest_wait_seconds > 0
 
 
+def _masks(at: StorageUnit) -> dict[int, int]:
+    """The columns of all rows that a unit has."""
+    return {row: mask for rows, mask, _ in at.holdings.index.records() for row in rows.tolist()}
+
+
 class SimController(Controller):
     """A controller whose calls for the books go into the world's."""
 
@@ -613,7 +667,7 @@ class SimUnit(StorageUnit):
         super().__init__(storage, schema, **options)
         assert isinstance(storage, Witness)
         World.active.units[storage.number] = self
-        self.number, self.over = storage.number, set[Token]()
+        self.number, self.over, self.process = storage.number, set[Token](), current_process()
 
     @remote
     async def put(self, metas: list[GroupMeta], batch: WireBatch, row_bytes: int) -> np.ndarray:
