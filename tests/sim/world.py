@@ -98,7 +98,7 @@ class Plan:
         self.closes_early = rng.random() < 0.1
         rng = random.Random(f"{self.seed}/more")
         if not self.by_steps and rng.random() < 0.2:
-            self.train_sampler = "token_balanced"
+            self.train_sampler, self.capacity_rows = "token_balanced", None  # without room for a round there would never be one
         self.has_snapshots = rng.random() < 0.2
 
     @property
@@ -251,6 +251,7 @@ class World:
             self._spawn(name, functools.partial(self._loop, name, kind))
         if plan.has_snapshots:
             shooting = asyncio.ensure_future(self._snapshots())
+            shooting.set_name("snapshots")
         if self.has_faults:
             await self._faults()
         self.weather.failures = 0.0
@@ -266,8 +267,6 @@ class World:
             await asyncio.sleep(0.5)
         if not self.books.violations:
             await asyncio.sleep(10.0)  # for controllers to hear of everything
-            if plan.has_snapshots:
-                await shooting
             self.books.settle()
             self._compare_controllers_with_units()
             self._look_at_losses()
@@ -416,12 +415,14 @@ class World:
         rng = random.Random(f"{self.plan.seed}/snapshots")
         for _ in range(6):
             await asyncio.sleep(rng.random())
-            at = self.units[rng.choice(sorted(self.units))]
-            if at.process.is_alive:
-                await at.process.start(self._snapshot(at), "a snapshot")
+            at = self.units[rng.choice(sorted(self.units))] if self.units else None
+            if at is not None and at.process.is_alive:
+                at.process.start(self._snapshot(at), "a snapshot")  # which may die with it
 
     async def _snapshot(self, at: SimUnit) -> None:
         """What another unit takes up from the file is what this one had when it was asked, no more and no less."""
+        if at.holdings._snapshotting.locked():  # it would be one of a later moment
+            return
         then = _masks(at)
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "unit"
