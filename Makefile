@@ -26,7 +26,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 soak: install-dev
-	$(BIN)/python -m tests.sim.run --seeds 0:20000
+	$(BIN)/python -m tests.sim.run --seeds 0:20000 --processes 2
 
 # The queue is tested over a real Redis server.
 servers:

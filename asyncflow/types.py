@@ -43,6 +43,12 @@ def crosses(error: type[E]) -> type[E]:
     return error
 
 
+ARRAY_DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
+)  # fmt: skip
+"""The dtypes of columns, and of arrays in messages."""
+
+
 def group_bits_for(largest_group: int) -> int:
     """Bits that hold every sample number of the largest group of a run."""
     return max(1, (largest_group - 1).bit_length())

@@ -69,6 +69,7 @@ async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -
     shape, peer = shape_of(config), await Peer.connect(control_socket(run_dir), name)
     places = Places(remote_directory(peer), name, peer=peer)
     await places.learn()
+    places.watch()
     queue = TransferQueueClient(places)
     reporter = Reporter(proxy(Hub, peer, "hub"), name, time.monotonic, device(config), config.telemetry.flush_seconds)
     async with _beside(reporter.run(), queue.renew_held()):

@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypedDict, Unpack
+from typing import Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -23,12 +23,17 @@ from asyncflow.transfer_queue.batches import WireBatch, read_lease, take, units_
 from asyncflow.transfer_queue.controller import Controller, Handed, TaskStatus
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
-from asyncflow.transfer_queue.schema import FILTERED
+from asyncflow.transfer_queue.schema import FILTERED, TaskSpec
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
-from asyncflow.transport import Credentials, Peer
+from asyncflow.transport import ConnectionLost, Credentials, Peer
 from asyncflow.types import Array, Batch, GroupMeta
 
 log = logging.getLogger(__name__)
+
+STATUS_SECONDS = 3.0
+FETCH_SECONDS = 10.0
+"""For how long a lease's rows are waited for before others are asked for."""
+T = TypeVar("T")
 
 
 class Wanted(TypedDict, total=False):
@@ -75,6 +80,7 @@ class TransferQueueClient:
         await places.learn()
         client = cls(places)
         client._peer = peer
+        places.watch()
         return client
 
     async def disconnect(self) -> None:
@@ -94,9 +100,9 @@ class TransferQueueClient:
         """
         self.schema.check_metas(metas)
         self.schema.check(batch)
+        self.schema.check_rows(metas, batch)
         row_groups = batch.indices >> self.schema.group_bits
-        unknown = {*row_groups.tolist(), *batch.groups.tolist()}.difference(meta.group for meta in metas)
-        if unknown:
+        if unknown := set(batch.groups.tolist()).difference(meta.group for meta in metas):
             raise ValueError(f"group {min(unknown)} has columns in the batch and is not admitted with it")
         units = self._places.units
         if len(units) == 1:
@@ -206,6 +212,9 @@ class TransferQueueClient:
                 fetching = asyncio.ensure_future(self.lease(task, step=step, **wanted))
                 yield leased
         finally:
+            if fetching.done() and not fetching.cancelled() and fetching.exception() is None and (left := fetching.result()):
+                self._let_go(left.lease, left.lease.indices)
+                self._give_back(left.lease)
             fetching.cancel()
 
     async def read(self, units: Mapping[int, Array], columns: Sequence[str]) -> list[Batch]:
@@ -221,6 +230,9 @@ class TransferQueueClient:
         `ValueError` when the outputs do not fit, or are of rows that are not the lease's.
         """
         self.schema.check(outputs)
+        self.schema.check_outputs(lease.token.task, outputs)
+        if strangers := set(outputs.indices.tolist()).difference(lease.indices):
+            raise ValueError(f"row {min(strangers)} is not one of lease {lease.token.lease} of task {lease.token.task!r}")
         unit_of = units_of(self.schema, lease, outputs.indices)
         stored = np.zeros(len(outputs.indices), bool)
         for number in np.unique(unit_of).tolist():
@@ -261,13 +273,24 @@ class TransferQueueClient:
 
     async def renew_held(self) -> None:
         """For ever: put the deadlines of all leases held through this client off, well before they are reached."""
+        async with asyncio.TaskGroup() as tasks:  # the controller of one may be away, and is not to hold the others up
+            for task in self.schema.tasks:
+                tasks.create_task(self._renew_held(task))
+
+    async def _renew_held(self, task: TaskSpec) -> None:
         while True:
-            await asyncio.sleep(min(task.lease_seconds for task in self.schema.tasks) / 3)
-            for token in list(self._held):
+            await asyncio.sleep(task.lease_seconds / 3)
+            for token in [token for token in self._held if token.task == task.name]:
                 try:
-                    await self._controller(token.task).renew(token)
+                    await self._controller(task.name).renew(token)
                 except StaleToken:  # expired all the same: its rows are somebody else's by now
                     self._held.pop(token, None)
+                except ConnectionLost as error:
+                    log.warning("a lease of task %r could not be renewed: %s", task.name, error)
+
+    async def renew(self, lease: Lease) -> None:
+        """Put one lease's deadline off, for those who do not run `renew_held`. Raises `StaleToken`."""
+        await self._controller(lease.token.task).renew(lease.token)
 
     async def withdraw(self, task: str) -> None:
         """Have this worker's parked requests answered with None."""
@@ -296,9 +319,11 @@ class TransferQueueClient:
     # -- about it -----------------------------------------------------------------------------------------------------------
 
     async def status(self) -> tuple[dict[str, TaskStatus], dict[int, UnitStatus]]:
-        """The tasks' rows by state, and what each unit holds."""
-        tasks = {task.name: await self._controller(task.name).status() for task in self.schema.tasks}
-        return tasks, {number: await self._unit(number).status() for number in self._places.units}
+        """The tasks' rows by state, and what each unit holds; without those who do not answer within `STATUS_SECONDS`."""
+        tasks, units = [task.name for task in self.schema.tasks], self._places.units
+        asked = [self._controller(name).status() for name in tasks], [self._unit(number).status() for number in units]
+        of_tasks, of_units = await asyncio.gather(_all_that_answer(asked[0]), _all_that_answer(asked[1]))
+        return {tasks[i]: found for i, found in of_tasks.items()}, {units[i]: found for i, found in of_units.items()}
 
     async def wait_for_units(self, count: int) -> None:
         """Until the queue has so many units: rows put from then on go to all of them."""
@@ -358,3 +383,12 @@ class TransferQueueClient:
         held.difference_update(rows)
         if not held:
             self._held.pop(lease.token, None)
+
+
+async def _all_that_answer(asked: Sequence[Awaitable[T]]) -> dict[int, T]:
+    """By position, what answers soon."""
+    waiting = [asyncio.ensure_future(one) for one in asked]
+    done, late = await asyncio.wait(waiting, timeout=STATUS_SECONDS) if waiting else (set(), set())
+    for one in late:
+        one.cancel()
+    return {i: one.result() for i, one in enumerate(waiting) if one in done and one.exception() is None}

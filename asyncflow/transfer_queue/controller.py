@@ -28,7 +28,7 @@ from asyncflow.transfer_queue.sampler.base import Sampler
 from asyncflow.transfer_queue.schema import DEAD, Schema
 from asyncflow.transfer_queue.table import Table
 from asyncflow.transfer_queue.unit import StorageUnit
-from asyncflow.transport import ConnectionLost, client_name, remote
+from asyncflow.transport import ConnectionLost, client_key, client_name, remote
 from asyncflow.types import Array, RunError
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,15 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 class TaskStatus(msgspec.Struct):
-    """A task's rows by state (see `Table.counts`), and what is asked of it."""
+    """A task's rows by state (see `Table.counts`), and what is asked of it. `dead`: errors by row. `lost`: rows that went with a
+    storage unit's process, since the controller began."""
 
     counts: dict[str, int]
     oldest_ready_seconds: float
     parked: int
     holders: dict[str, int]
     dead: dict[int, str]
+    lost: list[int]
 
 
 class Handed(msgspec.Struct):
@@ -82,6 +84,7 @@ class Controller:
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = self._is_replaced = False
+        self._lost: list[int] = []
         self._ended_leases: dict[int, list[int]] = {}  # unit -> leases that it has not been told of
         self._caught_up: dict[int, asyncio.Event] = {}
         self._units: dict[int, StorageUnit] = {}
@@ -162,7 +165,9 @@ class Controller:
         if len(gone):
             self.table.drop(gone)
             if is_new_life:
-                log.error("task %r: storage unit %d has lost %d rows with its process", self.spec.name, unit, len(gone))
+                where = f"task {self.spec.name!r}: storage unit {unit} has lost {len(gone)} rows with its process"
+                log.error("%s: %s", where, _ranges(gone))
+                self._lost += gone.tolist()
                 self._on_lost(unit, gone.tolist())
 
     # -- what clients ask ---------------------------------------------------------------------------------------------------
@@ -182,7 +187,7 @@ class Controller:
         if self._is_closed:
             return None
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        self._parked.append(_Parked(client_name.get(), want, answer))
+        self._parked.append(_Parked(_asker(), want, answer))
         self._serve()
         lease = await answer
         if lease is None:
@@ -206,7 +211,7 @@ class Controller:
     @remote
     async def withdraw(self) -> None:
         """Answer the calling worker's parked requests with None (it is about to change what it may generate)."""
-        worker = client_name.get()
+        worker = _asker()
         for request in self._parked:
             if request.worker == worker and not request.answer.done():
                 request.answer.set_result(None)
@@ -236,7 +241,7 @@ class Controller:
 
     @remote
     async def give_back(self, token: Token) -> None:
-        """End a lease: its rows are delivered again, and it counts as no failure."""
+        """End a lease: its rows are delivered again, after what is ready by then, and it counts as no failure."""
         self._give_back(token)
 
     @remote
@@ -247,11 +252,11 @@ class Controller:
     @remote
     async def status(self) -> TaskStatus:
         self._prune()
-        table = self.table
-        return TaskStatus(table.counts(), table.oldest_ready(_now()), len(self._parked), table.holders(), dict(table.dead))
+        table, holders = self.table, _by_name(self.table.holders())
+        return TaskStatus(table.counts(), table.oldest_ready(_now()), len(self._parked), holders, dict(table.dead), self._lost)
 
     def abandon(self, worker: str) -> None:
-        """A worker has gone: all that it held is delivered again."""
+        """A client has gone (its `client_key`): all that it held is delivered again."""
         self._tell_ended(self.table.abandon(worker))
         self._serve()
 
@@ -334,6 +339,26 @@ class Controller:
     def _ring(self) -> None:
         self._timer = None
         self._serve()
+
+
+def _ranges(rows: Array) -> str:
+    """`0-7, 12`."""
+    firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
+    ends = [*(firsts[1:] - 1), len(rows) - 1]
+    runs = zip(rows[firsts].tolist(), rows[ends].tolist(), strict=True)
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _by_name(holders: dict[str, int]) -> dict[str, int]:
+    held: dict[str, int] = {}
+    for worker, rows in holders.items():
+        name = worker.rpartition("@")[0] or worker
+        held[name] = held.get(name, 0) + rows
+    return held
+
+
+def _asker() -> str:
+    return client_key.get() or client_name.get()
 
 
 def _now() -> float:

@@ -7,6 +7,7 @@ at; one that is restarted registers again, at another address perhaps. Everybody
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 from collections.abc import AsyncIterator, Mapping
@@ -70,6 +71,8 @@ class Directory:
             self.current.schema.task(which)
         elif kind != "unit" or not which.isdecimal():
             raise ValueError(f"{name!r} is no place in a queue: controller/<task> or unit/<number>")
+        if kind == "unit" and self.current.places.get(name) == HERE:
+            raise ValueError(f"{name} is served by the queue's own process: take another number, or serve the queue without units")
         if turn < self._turns.get(name, 0):
             raise Superseded(f"another process serves {name} by now")
         self._turns[name] = turn
@@ -111,7 +114,8 @@ class Places:
         self.known = known
         self._here = {} if here is None else here
         self._credentials = credentials
-        self._patience_seconds = patience_seconds
+        self.patience_seconds = patience_seconds
+        self._watching: asyncio.Task[None] | None = None
         self._peers: dict[str, Peer] = {}
         self._dialling: dict[str, asyncio.Lock] = {}
         self._proxies: dict[str, Any] = {}
@@ -153,8 +157,19 @@ class Places:
             self._proxies[name] = self._patient_proxy(interface, name)
         return cast(T, self._proxies[name])
 
+    def watch(self) -> None:
+        """Learn of changes as they happen, until `close`."""
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        with contextlib.suppress(ConnectionLost):  # whoever asks next is told
+            async for _ in self.changes():
+                pass
+
     async def close(self) -> None:
         """Hang up (the connection to the directory stays)."""
+        if self._watching is not None:
+            self._watching.cancel()
         for peer in self._peers.values():
             await peer.close()
 
@@ -169,7 +184,7 @@ class Places:
 
     async def call(self, interface: type, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
         """One request, repeated while nobody answers."""
-        give_up, pause = asyncio.get_running_loop().time() + self._patience_seconds, 0.02
+        give_up, pause = asyncio.get_running_loop().time() + self.patience_seconds, 0.02
         while True:
             try:
                 peer = await self._dial(name)
@@ -181,7 +196,7 @@ class Places:
                 if self._peer is not None and self._peer.is_lost:
                     raise  # the queue itself is gone
                 if asyncio.get_running_loop().time() + pause > give_up:
-                    raise ConnectionLost(f"{name} has not come back within {self._patience_seconds:g} s: {error}") from error
+                    raise ConnectionLost(f"{name} has not come back within {self.patience_seconds:g} s: {error}") from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
             await self.learn()

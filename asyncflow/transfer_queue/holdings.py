@@ -272,7 +272,9 @@ class Holdings:
 
     async def _keep_facts(self) -> None:
         """If they have changed."""
-        if self._has_new_facts:
+        if self._has_new_facts and not self.storage.is_durable:
+            self._has_new_facts = False
+        elif self._has_new_facts:
             self._has_new_facts = False
             try:
                 await self.storage.keep(FACTS, msgspec.msgpack.encode(self._facts))

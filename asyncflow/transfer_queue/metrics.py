@@ -17,6 +17,7 @@ TOTALS = {
     "dead_total": "rows given up",
     "filtered_total": "rows taken out",
     "redelivered": "rows delivered again",
+    "expired": "rows whose lease ran out",
 }
 
 RUN_METRICS = {
@@ -58,6 +59,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         rows = GaugeMetricFamily("asyncflow_queue_rows", "Rows of a task by state", labels=["task", "state"])
         oldest = GaugeMetricFamily("asyncflow_queue_oldest_ready_seconds", "Age of a task's oldest ready row", labels=["task"])
+        lost = CounterMetricFamily("asyncflow_queue_lost", "Rows lost with a storage unit's process", labels=["task"])
         parked = GaugeMetricFamily("asyncflow_queue_parked_requests", "Lease requests that wait", labels=["task"])
         totals = {k: CounterMetricFamily(f"asyncflow_queue_{k.removesuffix('_total')}", f"{v} by a task", labels=["task"])
                   for k, v in TOTALS.items()}  # fmt: skip
@@ -66,9 +68,10 @@ class _Collector(Collector):
                 rows.add_metric([name, state], task.counts[state])
             for key, family in totals.items():
                 family.add_metric([name], task.counts[key])
+            lost.add_metric([name], len(task.lost))
             oldest.add_metric([name], task.oldest_ready_seconds)
             parked.add_metric([name], task.parked)
-        yield from (rows, oldest, parked, *totals.values())
+        yield from (rows, oldest, parked, lost, *totals.values())
         yield from self._units_families()
 
     def _units_families(self) -> Iterator[Metric]:

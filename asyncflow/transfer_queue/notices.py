@@ -20,6 +20,8 @@ from asyncflow.types import GroupMeta, RunError, crosses
 
 log = logging.getLogger(__name__)
 
+LOG_BYTES = 8 << 20
+
 
 @crosses
 class Superseded(RunError):
@@ -79,7 +81,8 @@ class NoticeLog:
     def __init__(self, epoch: str, timeout_seconds: float, keep: int, snapshot: Callable[[], list[Notice]]) -> None:
         self.epoch = epoch
         self._timeout_seconds, self._snapshot = timeout_seconds, snapshot
-        self._log: deque[Notice] = deque(maxlen=keep)
+        self._log: deque[Notice] = deque()
+        self._keep, self._log_bytes = keep, 0
         self._last = 0
         self._followers: dict[str, _Follower] = {}
         self._retired: set[tuple[str, str]] = set()  # (task, incarnation)
@@ -98,7 +101,7 @@ class NoticeLog:
         """Number a notice and tell it. The future is done when all controllers in session have acknowledged it."""
         loop = asyncio.get_running_loop()
         self._last += 1
-        self._log.append(notice)
+        self._keep_notice(notice)
         waiter = _Waiter(loop.create_future(), 0)
         for follower in self._followers.values():
             if follower.is_away:
@@ -173,6 +176,13 @@ class NoticeLog:
             if follower.asking is not None and not follower.asking.done():
                 follower.asking.set_exception(error)
 
+    def _keep_notice(self, notice: Notice) -> None:
+        """In the log, which forgets the oldest above its limits."""
+        self._log.append(notice)
+        self._log_bytes += _size(notice)
+        while len(self._log) > self._keep or (self._log_bytes > LOG_BYTES and len(self._log) > 1):
+            self._log_bytes -= _size(self._log.popleft())
+
     def _answer(self, follower: _Follower) -> None:
         if follower.asking is None or follower.asking.done():
             return
@@ -221,6 +231,10 @@ class NoticeLog:
             follower.is_away = True
             if follower.asking is not None:
                 follower.asking.cancel()
+
+
+def _size(notice: Notice) -> int:
+    return len(notice.rows) + len(notice.tokens) + 256 * (1 + len(notice.metas))
 
 
 def _concerns(notice: Notice, follower: _Follower) -> bool:

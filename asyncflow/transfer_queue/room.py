@@ -66,8 +66,11 @@ class Room:
         self._bytes -= num_bytes
         self._admit()
 
-    def state(self) -> RoomState:
-        return RoomState(self._rows, self._bytes, len(self._waiting), self._waited_seconds, self._longest_wait_seconds)
+    def state(self, now: float) -> RoomState:
+        """`now`: the event loop's time."""
+        still = [now - since for _, _, since, _ in self._waiting]
+        waited, longest = self._waited_seconds + sum(still), max([self._longest_wait_seconds, *still])
+        return RoomState(self._rows, self._bytes, len(self._waiting), waited, longest)
 
     def _admit(self) -> None:
         while self._waiting and self._fits(*self._waiting[0][:2]):

@@ -16,7 +16,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, group_bits_for
+from asyncflow.types import ARRAY_DTYPES, Array, Batch, Column, GroupMeta, Ragged, group_bits_for
 
 DEAD = "dead"
 FILTERED = "filtered"
@@ -89,9 +89,18 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
             raise ValueError(f"columns declared twice: {', '.join(twice)}")
         if len(known) > MAX_COLUMNS:
             raise ValueError(f"{len(known)} columns, marks included, are more than {MAX_COLUMNS}")
+        writers: dict[str, str] = {}
+        for column in self.declared:
+            if column.dtype not in ARRAY_DTYPES:
+                raise ValueError(f"column {column.name!r}: {column.dtype!r} is not one of {', '.join(ARRAY_DTYPES)}")
         for task in self.tasks:
+            if task.lease_seconds <= 0 or task.max_failures < 1:
+                raise ValueError(f"task {task.name!r}: lease_seconds is to be above 0, and max_failures at least 1")
             for name in (*task.reads, *task.writes):
                 self.column(name)
+            for name in task.writes:
+                if writers.setdefault(name, task.name) != task.name:
+                    raise ValueError(f"column {name!r} is written by two tasks, {writers[name]!r} and {task.name!r}")
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -156,6 +165,20 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
             if not 0 <= meta.group < 1 << (62 - self.group_bits):
                 raise ValueError(f"group number {meta.group} is out of range")
 
+    def check_outputs(self, task: str, batch: Batch) -> None:
+        """That a completion has all of the task's outputs and nothing else. Raises `ValueError`."""
+        outputs = self.task(task).outputs
+        if set(batch.columns) != set(outputs):
+            raise ValueError(f"task {task!r} completes with {', '.join(outputs)}, not with {', '.join(batch.columns) or 'nothing'}")
+
+    def check_rows(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
+        """That the rows of a batch are rows of these groups. Raises `ValueError` naming the first that is none."""
+        sizes = {meta.group: meta.size for meta in metas}
+        first = (1 << self.group_bits) - 1
+        for row in batch.indices.tolist():
+            if row & first >= sizes.get(row >> self.group_bits, 0):
+                raise ValueError(f"row {row} is none: group {row >> self.group_bits} is not put with it, or has fewer rows")
+
     def check(self, batch: Batch) -> None:
         """That a batch fits what is declared. Raises `ValueError` naming the row (or group) and the column that does not."""
         if batch.indices.dtype != np.int64 or batch.indices.ndim != 1 or batch.groups.dtype != np.int64 or batch.groups.ndim != 1:
@@ -165,6 +188,10 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
                 numbers, counts = np.unique(keys, return_counts=True)
                 if len(numbers) < len(keys):
                     raise ValueError(f"{kind} {numbers[counts > 1][0]} is in the batch twice")
+        if len(batch.indices):
+            of_rows = (batch.indices >> self.group_bits).tolist()
+            if strangers := set(of_rows).difference(batch.groups.tolist()):
+                raise ValueError(f"the batch has rows of group {min(strangers)}, which is not one of its groups")
         for name, values in batch.columns.items():
             column = self.column(name)
             keys = batch.indices if column.per == "row" else batch.groups

@@ -288,10 +288,10 @@ class Table:
         return ended
 
     def give_back(self, token: Token) -> list[int]:
-        """Deliver what a lease holds again, without a failure. Returns its number, or nothing if it is over."""
+        """Deliver what a lease holds again, without a failure and last. Returns its number, or nothing if it is over."""
         if token.incarnation != self.incarnation or token.lease not in self._leases:
             return []
-        self._release([token.lease])
+        self._release([token.lease], is_first=False)  # its asker could not use it: others come first
         return [token.lease]
 
     def abandon(self, worker: str) -> list[int]:
@@ -491,10 +491,10 @@ class Table:
                 self._deadlines = [(held.deadline, lease) for lease, held in self._leases.items()]
                 heapq.heapify(self._deadlines)
 
-    def _release(self, leases: list[int]) -> None:
+    def _release(self, leases: list[int], *, is_first: bool = True) -> None:
         for lease in reversed(leases):  # each goes to the front: the first of them last
             rows = np.frombuffer(self._leases[lease].rows, np.int64)
-            self.num_redelivered += self._move(_sorted_once(rows, None)[0], READY, lease=lease, is_first=True)
+            self.num_redelivered += self._move(_sorted_once(rows, None)[0], READY, lease=lease, is_first=is_first)
 
 
 _NO_LIMIT = 1 << 62

@@ -82,6 +82,7 @@ class StorageUnit:
         columns = batch.batch()
         self.schema.check_metas(metas)
         self.schema.check(columns)
+        self.schema.check_rows(metas, columns)
         new = await self.holdings.admit(metas, columns, row_bytes)
         return await self.holdings.store(columns, new)
 
@@ -94,6 +95,7 @@ class StorageUnit:
         """
         columns = batch.batch()
         self.schema.check(columns)
+        self.schema.check_outputs(token.task, columns)
         incarnation = self._log.incarnation(token.task)
         if incarnation not in (None, token.incarnation) or token.lease in self._ended_leases.get(token.task, ()):
             return self.holdings.written_by(token, columns.indices)
@@ -144,8 +146,8 @@ class StorageUnit:
 
     @remote
     async def status(self) -> UnitStatus:
-        holdings = self.holdings
-        return UnitStatus(holdings.index.num_rows, holdings.storage.nbytes, self._log.away(), holdings.room.state())
+        holdings, now = self.holdings, asyncio.get_running_loop().time()
+        return UnitStatus(holdings.index.num_rows, holdings.storage.nbytes, self._log.away(), holdings.room.state(now))
 
     # -- what controllers ask -----------------------------------------------------------------------------------------------
 

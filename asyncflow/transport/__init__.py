@@ -19,7 +19,7 @@ requests from a server to its clients, and reconnecting.
 """
 
 from asyncflow.transport.arena import Arena
-from asyncflow.transport.codec import ConnectionLost, RemoteError, client_name, remote
+from asyncflow.transport.codec import ConnectionLost, RemoteError, client_key, client_name, remote
 from asyncflow.transport.credentials import Credentials
 from asyncflow.transport.frames import Limits
 from asyncflow.transport.peer import Peer, proxy
@@ -34,6 +34,7 @@ __all__ = [
     "Peer",
     "RemoteError",
     "Server",
+    "client_key",
     "client_name",
     "proxy",
     "remote",

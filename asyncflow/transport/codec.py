@@ -27,16 +27,16 @@ import numpy as np
 
 from asyncflow.transport.arena import Arena, ArenaReader, Place, receive_buffer
 from asyncflow.transport.frames import LARGE_BYTES, Buffer
-from asyncflow.types import RunError
+from asyncflow.types import ARRAY_DTYPES, RunError
 
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 
-DTYPES = {
-    name: np.dtype(name)
-    for name in ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64")
-}
+DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_DIMENSIONS = 4
+
+client_key: contextvars.ContextVar[str] = contextvars.ContextVar("client_key", default="")
+"""Inside a handler: `NAME@NUMBER`, of this one connection (two clients may have one name); empty if it crosses no socket."""
 
 client_name: contextvars.ContextVar[str] = contextvars.ContextVar("client_name", default="driver")
 """Inside a handler: the name that the calling process gave in its hello."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,10 @@ class House:
     connections: set[Connection]
 
 
+SMALL_FRAME_BYTES = 4 << 20
+_numbers = itertools.count()  # of all connections of this process
+
+
 class Room:
     """What arriving frames may take together; first come, first served."""
 
@@ -54,7 +59,8 @@ class Room:
 
     def reserve(self, connection: Connection, num_bytes: int) -> bool:
         """False: the connection is told `has_room` when it has what it asked for."""
-        if self._waiting or self.used_bytes + num_bytes > self.capacity_bytes:
+        is_small = num_bytes <= SMALL_FRAME_BYTES  # many of these take little, and are not to wait for giants
+        if not is_small and (self._waiting or self.used_bytes + num_bytes > self.capacity_bytes):
             self._waiting[connection] = num_bytes
             return False
         self.used_bytes += num_bytes
@@ -83,7 +89,7 @@ class Connection:
 
     def __init__(self, house: House, *, is_local: bool) -> None:
         """`is_local`: the client is on this machine, so arrays may be handed to it by reference to where they lie in the arena."""
-        self.name = ""
+        self.name = self.key = ""
         self._house, self._limits = house, house.limits
         self._arena = house.arena if is_local and house.arena is not None and house.arena.path is not None else None
         self._loop = asyncio.get_running_loop()
@@ -132,7 +138,7 @@ class Connection:
         for future in running.values():  # a parked request dies with its connection
             future.cancel()
         if self._is_greeted and self._house.on_disconnect is not None:
-            self._house.on_disconnect(self.name)
+            self._house.on_disconnect(self.key)
 
     def end_if_late(self, now: float) -> None:
         limits, began = self._limits, self._frame_began_at
@@ -206,7 +212,8 @@ class Connection:
                 self.close(f"it sent a {type(message).__name__} where none belongs")
 
     def _hello(self, hello: codec.Hello) -> None:
-        self.name, self._is_greeted = hello.name, True
+        self.name, self.key, self._is_greeted = hello.name, f"{hello.name}@{next(_numbers)}", True
+        codec.client_key.set(self.key)
         codec.client_name.set(hello.name)  # in this connection's context, which is that of all its handlers
         self._parser.limits = self._limits
         welcome = codec.Welcome(str(self._arena.path) if self._arena is not None else "")

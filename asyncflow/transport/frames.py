@@ -45,7 +45,7 @@ class Limits:
     """From accepting a connection to its hello."""
     frame_seconds: float = 60.0
     """From a frame's first byte to its last, and one second more for every `frame_bytes_per_second` of it."""
-    frame_bytes_per_second: float = 1e6
+    frame_bytes_per_second: float = 1e7
     requests: int = 16384
     """Of one connection at once, parked ones included; one more costs its sender the connection."""
     hold_seconds: float = 60.0

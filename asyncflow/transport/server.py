@@ -38,7 +38,7 @@ class Server:
         arena: Arena | None = None,
         limits: Limits | None = None,
     ) -> None:
-        """`on_disconnect` is told the name of every client that goes, if it had said hello.
+        """`on_disconnect` is told the `client_key` of every client that goes, if it had said hello.
 
         Large arrays are received into `arena`. If that has a file, those that lie in it are handed to clients on unix sockets by
         reference: an array that was returned stays as it is until the client has copied it, see `Limits.hold_seconds`.

@@ -327,7 +327,13 @@ def parse_address(address: str | Path) -> Path | tuple[str, int]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A private (mode 0600) unix socket at `path`, in place of whatever was there."""
+    """A private (mode 0600) unix socket at `path`, in place of one that nobody serves any more.
+
+    Raises `UserError` when somebody does.
+    """
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        if path.exists() and probe.connect_ex(socket_path(path)) == 0:
+            raise UserError(f"somebody serves at {path} already: end that one, or choose another path")
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     previous = os.umask(0o177)  # of the whole process, so nothing may be awaited until it is restored

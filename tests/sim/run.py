@@ -61,7 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
                     progress.console.print(report(result), markup=False, highlight=False)
                     if chosen.first:
                         break
-                progress.update(bar, advance=1, description=f"seeds, {sum(bool(r.violations) for r in results)} failed")
+                num_failed = sum(bool(r.violations) for r in results)
+                progress.update(bar, advance=1, description=f"seeds, {num_failed} failed")
+                if not console.is_terminal and len(results) % 1000 == 0:  # a log shows no bar
+                    print(f"{len(results)} of {len(seeds)} seeds, {num_failed} failed", flush=True)
     counts: Counter[str] = sum((result.counts for result in results), Counter())
     for what, count in sorted(counts.items()):
         print(f"{count:10,}  {what}")

@@ -52,6 +52,8 @@ AT_LEAST = {
     "dead letter": 200,
     "filtered": 200,
     "admission wait": 100,
+    "snapshot": 1000,
+    "row in a snapshot": 4000,
     "lost": 200,
     "loss named": 100,
     "trained": 10000,

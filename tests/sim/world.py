@@ -284,7 +284,7 @@ class World:
         lines = [f"rows {left} have come to no end; fed: {self.has_fed}, version {self.version}, consumed {sorted(self.consumed)}"]
         for number, at in sorted(self.units.items()):
             masks = {row: f"{mask:b}" for rows, mask, _ in at.holdings.index.records() for row in rows.tolist() if row in left}
-            lines.append(f"unit {number} has {masks}, room {at.holdings.room.state()}, away {at._log.away()}")
+            lines.append(f"unit {number} has {masks}, room {at.holdings.room.state(self.loop.time())}, away {at._log.away()}")
         for process, controller in self.controllers:
             if process.is_alive:
                 states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
@@ -617,7 +617,7 @@ class World:
             counts["expired"] += controller.table.num_expired
             counts["redelivered"] += controller.table.num_redelivered
         for at in self.units.values():
-            counts["admission wait"] += at.holdings.room.state().longest_wait_seconds > 0
+            counts["admission wait"] += at.holdings.room.state(self.loop.time()).longest_wait_seconds > 0
 
 
 def _masks(at: StorageUnit) -> dict[int, int]:
