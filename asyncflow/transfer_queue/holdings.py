@@ -322,8 +322,8 @@ class Holdings:
             ended = self._facts.ended_steps.setdefault(task, [])
             ended += [step for step in steps if step not in ended]
         self._facts.closed += [task for task in found.closed if task not in self._facts.closed]
-        dropped = [row for rows in found.dropped.values() for row in rows]
-        await self.drop(np.array(dropped, np.int64))
+        dropped = self.index.present(np.array([row for rows in found.dropped.values() for row in rows], np.int64))
+        await self.drop(dropped)
         self._has_new_facts = True
         await self._keep_facts()
         for notice in self._told_facts():

@@ -82,7 +82,6 @@ class StorageUnit:
         columns = batch.batch()
         self.schema.check_metas(metas)
         self.schema.check(columns)
-        self.schema.check_rows(metas, columns)
         new = await self.holdings.admit(metas, columns, row_bytes)
         return await self.holdings.store(columns, new)
 

@@ -59,7 +59,7 @@ class Room:
 
     def reserve(self, connection: Connection, num_bytes: int) -> bool:
         """False: the connection is told `has_room` when it has what it asked for."""
-        is_small = num_bytes <= SMALL_FRAME_BYTES  # many of these take little, and are not to wait for giants
+        is_small = num_bytes <= min(SMALL_FRAME_BYTES, self.capacity_bytes >> 10)  # these are not to wait for giants
         if not is_small and (self._waiting or self.used_bytes + num_bytes > self.capacity_bytes):
             self._waiting[connection] = num_bytes
             return False

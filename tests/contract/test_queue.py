@@ -296,7 +296,7 @@ def everything(groups: Sequence[int]) -> Batch:
         "ids": Ragged.from_arrays([np.full(row % 5, (1 << 62) + row) for row in rows], "int64"),
         "reward": np.array([np.nan if row == 5 else -0.0 for row in rows], np.float32),
     }
-    return Batch(np.array(rows), np.array(groups), columns)
+    return Batch(np.array(rows, np.int64), np.array(groups), columns)
 
 
 def same(found: Batch, wanted: Batch) -> bool:
@@ -463,7 +463,7 @@ async def test_withdrawing_concerns_nobody_else(house: House, client: TransferQu
 
 
 def of(rows: list[int], groups: list[int], **columns: Values) -> Batch:
-    return Batch(np.array(rows), np.array(groups), columns)
+    return Batch(np.array(rows, np.int64), np.array(groups), columns)
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -479,7 +479,9 @@ MISFITS = {
     "ragged": (of([0], [0], ids=np.ones(1, np.int64)), r"row 0, column 'ids': declared ragged, written dense"),
     "unknown": (of([0], [0], idz=np.ones(1)), r"column 'idz' is not declared; declared are .*ids"),
     "twice": (of([1, 1], [0], reward=floats(2)), r"row 1 is in the batch twice"),
-    "not admitted": (of([9], [2], reward=floats(1)), r"group 2 has columns in the batch and is not admitted with it"),
+    "strange": (of([9], [2], reward=floats(1)), r"the batch has rows of group 4, which is not one of its groups"),
+    "not admitted": (of([4], [2], reward=floats(1)), r"row 4 is none: group 2 is not put with it"),
+    "a group not admitted": (of([], [2], temperature=floats(1)), r"group 2 has columns in the batch and is not admitted with it"),
 }
 
 

@@ -15,7 +15,7 @@ from asyncflow.transfer_queue.unit import UnitStatus
 def task(first: int) -> TaskStatus:
     """Every number another one."""
     names = [*STATES, "done_total", "dead_total", "filtered_total", "redelivered", "expired"]
-    return TaskStatus({name: first + i for i, name in enumerate(names)}, first + 0.5, first + 20, {"w": 3}, {7: "broken"})
+    return TaskStatus({name: first + i for i, name in enumerate(names)}, first + 0.5, first + 20, {"w": 3}, {7: "broken"}, [4, 5])
 
 
 def unit(first: int) -> UnitStatus:
@@ -48,6 +48,7 @@ def test_prometheus_finds_every_number_where_it_belongs() -> None:
             assert found.pop((f"{key.removesuffix('_total')}_total", name)) == status.counts[key]
         assert found.pop(("oldest_ready_seconds", name)) == status.oldest_ready_seconds
         assert found.pop(("parked_requests", name)) == status.parked
+        assert found.pop(("lost_total", name)) == len(status.lost)
     for number, status in UNITS.items():
         of_unit = {
             "rows_held": status.rows,

@@ -25,7 +25,7 @@ SIZES = [1, 16, 17, 300]
 
 
 def schema_of(spec: TaskSpec, bits: int = BITS) -> Schema:
-    return Schema(COLUMNS, (WHOLE, PARTIAL) if spec.name in ("train", "rollout") else (WHOLE, PARTIAL, spec), bits)
+    return Schema(COLUMNS, (WHOLE, PARTIAL) if spec.name in ("train", "rollout") else (WHOLE, spec), bits)
 
 
 def meta(group: int, *, size: int = 2, step: int = 0, low: int = 0, high: int = 9, purpose: str = "train") -> GroupMeta:

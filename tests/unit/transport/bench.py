@@ -123,7 +123,7 @@ def done(result: Any) -> asyncio.Future[Any]:
 class Bench:
     def __init__(self, path: Path, limits: Limits | None = None, **server: Any) -> None:
         self.path, self.echo, self.gone = path, Echo(), list[str]()
-        self.server = Server({"echo": self.echo}, self.gone.append, limits=limits, **server)
+        self.server = Server({"echo": self.echo}, lambda key: self.gone.append(key.partition("@")[0]), limits=limits, **server)
         self.peers: list[Peer] = []
 
     async def peer(self, name: str = "client", **options: Any) -> Peer:
