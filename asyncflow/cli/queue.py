@@ -1,14 +1,15 @@
 """`asyncflow queue`: a transfer queue of its own, without the rest. Its columns and tasks are a YAML file.
 
-    group_size: 8
-    columns: [{name: prompt_ids, dtype: int64, ragged: true, per: group}, {name: response_ids, dtype: int64, ragged: true}]
-    tasks: [{name: rollout, reads: [prompt_ids], writes: [response_ids], whole_groups: false}, {name: train, reads: [response_ids]}]
+group_size: 8
+columns: [{name: prompt_ids, dtype: int64, ragged: true, per: group}, {name: response_ids, dtype: int64, ragged: true}]
+tasks: [{name: rollout, reads: [prompt_ids], writes: [response_ids], whole_groups: false}, {name: train, reads: [response_ids]}]
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transfer_queue.schema import Schema
     from asyncflow.transfer_queue.storage.base import Storage
-    from asyncflow.transport import Credentials, Peer
+    from asyncflow.transport import Arena, Credentials, Peer, Server
+
+ARENA_BYTES = 64 << 30  # of address space
 
 app = typer.Typer(help="Serve a transfer queue on its own, and look into one.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -122,18 +125,24 @@ def new_key(path: Annotated[Path, typer.Argument(help="A new file, readable by y
 
 
 async def _serve(queue: TransferQueue, addresses: list[str], restore: str, credentials: Credentials | None) -> None:
-    from asyncflow.transport import Arena, Server
+    from asyncflow.transport import Server
 
     async with queue.running():
         if restore:
             print(f"{await queue.restore(restore)} rows restored", flush=True)
-        server = Server(queue.services, queue.abandon, credentials=credentials, arena=Arena(64 << 30))
-        try:
-            for address in addresses:
-                _say(await server.start(address))
-            await asyncio.Event().wait()
-        finally:
-            await server.close()
+        with contextlib.closing(_arena()) as arena:
+            server = Server(queue.services, queue.abandon, credentials=credentials, arena=arena)
+            await _listen(server, addresses)
+
+
+async def _listen(server: Server, addresses: list[str]) -> None:
+    """Until interrupted."""
+    try:
+        for address in addresses:
+            _say(await server.start(address))
+        await asyncio.Event().wait()
+    finally:
+        await server.close()
 
 
 async def _ask(hub: str, key: Path | None, method: str, *arguments: Any) -> Any:
@@ -152,8 +161,26 @@ def _say(address: str) -> None:
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         return asyncio.run(work)
+    except KeyboardInterrupt:
+        return None
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _arena() -> Arena:
+    """In shared memory, where clients on this machine read large rows. What processes that are gone have left is removed."""
+    from asyncflow.transport import Arena
+
+    directory, prefix = Path("/dev/shm"), "asyncflow-queue-"
+    if not os.access(directory, os.W_OK):
+        return Arena(ARENA_BYTES)
+    for stale in directory.glob(f"{prefix}*"):
+        pid = stale.name.removeprefix(prefix)
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and stale.stat().st_uid == os.getuid():
+            stale.unlink(missing_ok=True)
+    return Arena(ARENA_BYTES, directory / f"{prefix}{os.getpid()}")
 
 
 def _credentials(key: Path | None) -> Credentials | None:

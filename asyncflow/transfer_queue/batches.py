@@ -79,9 +79,7 @@ def units_of(schema: Schema, lease: Lease, rows: Array) -> Array:
     return np.array([unit[group] for group in groups], np.int64)
 
 
-async def read_lease(
-    schema: Schema, lease: Lease, columns: Sequence[str], read: Callable[[int, Array], Awaitable[Batch]]
-) -> Batch:
+async def read_lease(schema: Schema, lease: Lease, columns: Sequence[str], read: Callable[[int, Array], Awaitable[Batch]]) -> Batch:
     """The columns of a lease's rows, in its order; `read` asks a unit. Raises `LookupError` when a row has not got one."""
     rows = np.array(lease.indices, np.int64)
     groups = np.array([meta.group for meta in lease.groups], np.int64)

@@ -1,10 +1,10 @@
 """The transfer queue as a loop sees it.
 
-    put(metas, batch)              admit groups with the columns that they come with; waits for room, and for nothing else
-    lease(task, ...)               rows, whole groups or a token budget, with the columns that the task reads; waits for some
-    complete(lease, outputs)       outputs and acknowledgement in one request, all of a lease or part of it
-    fail(lease, rows, error)       give rows back; after k failures they are dead, with the error
-    filter(rows, reason)  drop(rows)  end_step(task, step)  close(task)
+put(metas, batch)              admit groups with the columns that they come with; waits for room, and for nothing else
+lease(task, ...)               rows, whole groups or a token budget, with the columns that the task reads; waits for some
+complete(lease, outputs)       outputs and acknowledgement in one request, all of a lease or part of it
+fail(lease, rows, error)       give rows back; after k failures they are dead, with the error
+filter(rows, reason)  drop(rows)  end_step(task, step)  close(task)
 """
 
 from __future__ import annotations

@@ -363,4 +363,3 @@ def _asker() -> str:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-

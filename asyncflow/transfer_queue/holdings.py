@@ -27,16 +27,18 @@ from asyncflow.types import Array, Batch, GroupMeta, Ragged
 T = TypeVar("T")
 
 REMEMBERED = 65536
+GONE_KEPT = 2048  # of these, in the facts: as many as may go while a lost answer is asked for again
 FACTS = "facts"
 
 
 class Facts(msgspec.Struct):
     """What must outlive a process and is no column: per task the steps that have ended, and whether it is closed; the rows that
-    have been dropped from groups that are still there."""
+    have been dropped from groups that are still there; the groups that went last (int64), should a put of theirs be repeated."""
 
     ended_steps: dict[str, list[int]] = {}
     closed: list[str] = []
     dropped: dict[int, set[int]] = {}
+    gone: bytes = b""
 
 
 class Holdings:
@@ -67,9 +69,24 @@ class Holdings:
         async for stored in self.storage.recover():
             self._take_up(stored.metas, stored.rows, stored.columns)
             await self._weigh(stored.rows, stored.columns)
+        self._count_found(list(self.index.metas), self.storage.nbytes)
         if (facts := await self.storage.kept(FACTS)) is not None:
             self._facts = msgspec.msgpack.decode(facts, type=Facts)
+            self._gone.update(dict.fromkeys(np.frombuffer(self._facts.gone, np.int64).tolist()))
             await self._drop(np.array([row for rows in self._facts.dropped.values() for row in rows], np.int64))
+
+    def _count_recovered(self) -> None:
+        """What recovered rows had reserved is not known any more: they take what they hold, all the same."""
+        each = -(-self.storage.nbytes // max(1, self.index.num_rows))
+        self._row_bytes = dict.fromkeys(self.index.metas, each)
+        self.room.take(0, each * self.index.num_rows)
+
+    def _count_found(self, groups: Sequence[int], num_bytes: int) -> None:
+        """What recovered or restored rows had reserved is not known any more: they take what they hold, all the same."""
+        num_rows = len(self.index.rows_of(groups))
+        each = -(-num_bytes // max(1, num_rows))
+        self._row_bytes.update((group, each) for group in groups if group in self.index.metas)
+        self.room.take(0, each * num_rows)
 
     async def close(self) -> None:
         if self._under_way:
@@ -222,6 +239,9 @@ class Holdings:
                 self._row_bytes.pop(group, None)
             self._gone.update(numbers)
             _forget_oldest(self._gone)
+            if numbers and self.storage.is_durable:
+                self._facts.gone = np.array(list(self._gone)[-GONE_KEPT:], np.int64).tobytes()
+                self._has_new_facts = True
             self._unfreed.append((dropped, np.array(sorted(numbers), np.int64)))
             self.room.release(len(dropped), freed)
             told = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
@@ -310,13 +330,14 @@ class Holdings:
         for _ in read_snapshot(path, self.schema)[1]:  # to its end: it is whole
             pass
         facts, frames = read_snapshot(path, self.schema)
-        count = 0
+        count, groups, before = 0, list[int](), self.storage.nbytes
         for metas, batch in frames:
-            each = _bytes_per_row(metas, batch)
-            new = self._admit(metas, each)
-            self.room.take(_num_rows(new), _num_rows(new) * each)
+            new = self._admit(metas, 0)
+            self.room.take(_num_rows(new), 0)
             await self.store(batch, new)
             count += _num_rows(new)
+            groups += [meta.group for meta in new]
+        self._count_found(groups, self.storage.nbytes - before)
         found = msgspec.msgpack.decode(facts, type=Facts)
         for task, steps in found.ended_steps.items():
             ended = self._facts.ended_steps.setdefault(task, [])

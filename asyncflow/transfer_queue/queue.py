@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from asyncflow.transfer_queue.directory import Directory, Places
 from asyncflow.transfer_queue.metrics import prometheus_text
 from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.snapshot import SnapshotFile
+from asyncflow.transfer_queue.snapshot import SnapshotFile, sync_directory
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import Credentials, remote
@@ -145,16 +146,22 @@ class TransferQueue:
     @remote
     async def snapshot(self, name: str) -> Manifest:
         """Write all rows of all units to the snapshot directory, without stopping the queue. Leases are not in it."""
-        units = [(number, self.places.get(StorageUnit, f"unit/{number}")) for number in self.places.units]
-        files = await asyncio.gather(*(unit.snapshot(f"{name}.unit-{number}") for number, unit in units))
-        manifest = Manifest(name, list(files))
         path = self._manifest(name)
+        before = path.read_bytes() if path.exists() else None
+        units = [(number, self.places.get(StorageUnit, f"unit/{number}")) for number in self.places.units]
+        new = uuid.uuid4().hex[:8]  # the files of an earlier one of this name stay whole until the new manifest is there
+        files = await asyncio.gather(*(unit.snapshot(f"{name}.{new}.unit-{number}") for number, unit in units))
+        manifest = Manifest(name, list(files))
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
             file.write(msgspec.json.encode(manifest))
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
+        sync_directory(path.parent)
+        if before is not None:
+            for old in msgspec.json.decode(before, type=Manifest).files:
+                await asyncio.gather(*(unit.forget_snapshot(old.name) for _, unit in units))
         return manifest
 
     @remote
@@ -168,6 +175,8 @@ class TransferQueue:
         except (OSError, msgspec.MsgspecError) as error:
             raise ValueError(f"there is no snapshot {name!r}: {error}") from error
         numbers, count = self.places.units, 0
+        if not numbers:
+            raise ValueError("there is no storage unit yet that could take up a snapshot")
         for i, file in enumerate(manifest.files):
             count += await self.places.get(StorageUnit, f"unit/{numbers[i % len(numbers)]}").restore(file.name)
         return count
@@ -202,8 +211,6 @@ class TransferQueue:
         self._here[name] = self.services[name] = service
         self.directory.add(name)
         self.places.known = self.directory.current
-
-
 
 
 async def follow_all(controller: Controller, places: Places) -> None:

@@ -66,12 +66,17 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
         await asyncio.to_thread(os.fsync, file.fileno())
         size = file.tell()
     partial.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+    return SnapshotFile(path.name, count, size)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a directory, too, on the disk."""
+    directory = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)  # the new name, too, is on the disk
+        os.fsync(directory)
     finally:
         os.close(directory)
-    return SnapshotFile(path.name, count, size)
 
 
 def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[list[GroupMeta], Batch]]]:

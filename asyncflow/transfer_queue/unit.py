@@ -186,6 +186,11 @@ class StorageUnit:
         """Take up the rows of a snapshot. Returns how many there are. Raises `ValueError` when the file is damaged."""
         return await self.holdings.restore(self._snapshot_path(name))
 
+    @remote
+    async def forget_snapshot(self, name: str) -> None:
+        """Remove a file of `snapshot`, if it is this unit's."""
+        self._snapshot_path(name).unlink(missing_ok=True)
+
     def _snapshot_path(self, name: str) -> Path:
         if self._snapshot_dir is None:
             raise ValueError("this unit has no snapshot directory; give it one (queue.snapshot_dir)")

@@ -6,7 +6,11 @@ import asyncio
 
 import pytest
 
-from asyncflow.transfer_queue.room import Room
+from asyncflow.transfer_queue.room import Room, RoomState
+
+
+def state_of(room: Room) -> RoomState:
+    return room.state(asyncio.get_running_loop().time())
 
 
 async def waits(room: Room, rows: int, num_bytes: int = 0) -> asyncio.Task[None]:
@@ -19,7 +23,7 @@ async def waits(room: Room, rows: int, num_bytes: int = 0) -> asyncio.Task[None]
 async def test_without_limits_nobody_waits() -> None:
     room = Room(None, None)
     await asyncio.wait_for(room.reserve(1 << 40, 1 << 60), 1)
-    assert (room.state(asyncio.get_running_loop().time()).reserved_rows, room.state(asyncio.get_running_loop().time()).reserved_bytes) == (1 << 40, 1 << 60)
+    assert (state_of(room).reserved_rows, state_of(room).reserved_bytes) == (1 << 40, 1 << 60)
 
 
 @pytest.mark.parametrize(("capacity", "first", "second"), [((10, None), (6, 0), (5, 0)), ((None, 10), (1, 6), (1, 5))])
@@ -29,13 +33,13 @@ async def test_what_does_not_fit_waits_until_it_does(
     room = Room(*capacity)
     await room.reserve(*first)
     waiting = await waits(room, *second)
-    assert room.state(asyncio.get_running_loop().time()).waiting == 1
+    assert state_of(room).waiting == 1
     room.release(0, 0)
     await asyncio.sleep(0.01)
     assert not waiting.done()
     room.release(1, 1)
     await asyncio.wait_for(waiting, 1)
-    state = room.state(asyncio.get_running_loop().time())
+    state = state_of(room)
     assert (state.reserved_rows, state.reserved_bytes) == (first[0] + second[0] - 1, first[1] + second[1] - 1)
     assert state.waiting == 0 and 0.01 <= state.longest_wait_seconds <= state.waited_seconds
 
@@ -66,7 +70,7 @@ async def test_one_that_fits_while_others_wait_goes_to_the_end() -> None:
     large, late = await waits(room, 6), await waits(room, 2)
     room.release(8, 0)
     await asyncio.wait_for(asyncio.gather(large, late), 1)
-    assert room.state(asyncio.get_running_loop().time()).reserved_rows == 8
+    assert state_of(room).reserved_rows == 8
 
 
 async def test_who_gives_up_makes_way_and_holds_nothing() -> None:
@@ -77,7 +81,7 @@ async def test_who_gives_up_makes_way_and_holds_nothing() -> None:
     await asyncio.wait_for(small, 1)
     with pytest.raises(asyncio.CancelledError):
         await large
-    assert room.state(asyncio.get_running_loop().time()).reserved_rows == 9 and room.state(asyncio.get_running_loop().time()).waiting == 0
+    assert state_of(room).reserved_rows == 9 and state_of(room).waiting == 0
 
 
 async def test_who_gives_up_in_the_moment_in_which_its_turn_comes_gives_its_room_back() -> None:
@@ -87,7 +91,7 @@ async def test_who_gives_up_in_the_moment_in_which_its_turn_comes_gives_its_room
     room.release(4, 0)
     large.cancel()
     await asyncio.wait_for(small, 1)
-    assert room.state(asyncio.get_running_loop().time()).reserved_rows == 10
+    assert state_of(room).reserved_rows == 10
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,7 @@ async def test_what_never_fits_is_refused_with_the_arithmetic(rows: int, num_byt
     room = Room(4, 100)
     with pytest.raises(ValueError, match=message):
         await room.reserve(rows, num_bytes)
-    assert room.state(asyncio.get_running_loop().time()).reserved_rows == 0
+    assert state_of(room).reserved_rows == 0
 
 
 async def test_what_is_there_already_counts_even_if_it_does_not_fit() -> None:
