@@ -10,11 +10,13 @@ It keeps nothing that the units do not have but leases, and these may be lost: o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -88,7 +90,7 @@ class Controller:
         self._ended_leases: dict[int, list[int]] = {}  # unit -> leases that it has not been told of
         self._caught_up: dict[int, asyncio.Event] = {}
         self._units: dict[int, StorageUnit] = {}
-        self._burials: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()
 
     # -- following the units ------------------------------------------------------------------------------------------------
 
@@ -113,9 +115,20 @@ class Controller:
                 continue
             pause = RETRY_SECONDS[0]
             del ended[: len(telling)]
-            self._take(number, news, is_new_life=epoch not in ("", news.epoch))
+            is_new_life = epoch not in ("", news.epoch)
+            self._take(number, news, is_new_life=is_new_life)
+            if is_new_life and (self.table.ended_steps or self.table.is_closed):
+                self._start(self._remind(unit))
             epoch, last = news.epoch, news.last
             caught_up.set()
+
+    async def _remind(self, unit: StorageUnit) -> None:
+        """A unit that lost its memory has lost these facts, too, and the next controller is to find them there."""
+        with contextlib.suppress(ConnectionLost):  # then it has yet another life before it
+            for step in sorted(self.table.ended_steps):
+                await unit.end_step(self.spec.name, step)
+            if self.table.is_closed:
+                await unit.close_task(self.spec.name)
 
     async def _listen(self, number: int, unit: StorageUnit) -> None:
         """Follow a unit of this process, by calls."""
@@ -233,10 +246,7 @@ class Controller:
             self._on_dead(dead)
         self._serve()
         if dead:  # goes on without the caller, who may be the failure: the other tasks have to hear of it
-            burial = asyncio.create_task(self._bury(dead))
-            self._burials.add(burial)
-            burial.add_done_callback(self._burials.discard)
-            await asyncio.shield(burial)
+            await asyncio.shield(self._start(self._bury(dead)))
         return [letter.row for letter in dead]
 
     @remote
@@ -265,8 +275,8 @@ class Controller:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for burial in self._burials:
-            burial.cancel()
+        for task in self._beside:
+            task.cancel()
         for request in self._parked:
             if not request.answer.done():
                 request.answer.set_result(None)
@@ -280,6 +290,12 @@ class Controller:
         self.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+        return task
 
     async def _bury(self, dead: list[DeadRow]) -> None:
         """Mark rows dead in the units that have them."""
