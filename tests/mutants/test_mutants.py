@@ -21,6 +21,7 @@ SEEDS = "0:300"
 SIMULATION = ["-m", "tests.sim.run", "--first", "--seeds", SEEDS]
 UNIT_TESTS = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto"]
 RARE = {
+    "19-repeated-put-comes-again": "test_holdings.py",
     "23-dropped-rows-come-back": "test_holdings.py",
     "25-row-dropped-twice-counts-twice": "test_holdings.py",
     "26-put-again-taken-for-the-old-one": "test_holdings.py",

@@ -207,3 +207,22 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
     assert lost == [4, 5, 6, 7]
     assert {controller.table.state_of(row) for row in (4, 5, 6, 7, 8)} == {State.WAITING}
     controller.close()
+
+
+@pytest.mark.parametrize("lives", [1, 2])
+async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(lives: int) -> None:
+    """The answer of the put was lost, and by the time it is asked again its group has been trained and dropped."""
+    store = Dictionary()
+    unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA)
+    await unit.open()
+    meta = GroupMeta(5, 2, 0, Interval(0, 0))
+    batch = Batch(SCHEMA.rows_of([meta]), np.array([5]), {"reward": np.ones(2, np.float32)})
+    assert (await unit.put([meta], WireBatch.of(batch), 0)).all()
+    await unit.drop(batch.indices)
+    if lives == 2:
+        await unit.close()
+        unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA)
+        await unit.open()
+    assert not (await unit.put([meta], WireBatch.of(batch), 0)).any()
+    assert len(await unit.present(batch.indices)) == 0
+    await unit.close()
