@@ -73,7 +73,9 @@ class Holdings:
         if (facts := await self.storage.kept(FACTS)) is not None:
             self._facts = msgspec.msgpack.decode(facts, type=Facts)
             self._gone.update(dict.fromkeys(np.frombuffer(self._facts.gone, np.int64).tolist()))
-            await self._drop(np.array([row for rows in self._facts.dropped.values() for row in rows], np.int64))
+            unfreed = self.index.rows_of(group for group in self._gone if group in self.index.metas)
+            partly = [row for rows in self._facts.dropped.values() for row in rows]
+            await self._drop(np.union1d(unfreed, np.array(partly, np.int64)))
 
     def _count_recovered(self) -> None:
         """What recovered rows had reserved is not known any more: they take what they hold, all the same."""
