@@ -68,7 +68,10 @@ class _Parked:
 
 
 class Controller:
-    """`on_done(rows)`, `on_dead(dead rows)` and `on_lost(unit, rows)` tell whoever keeps the books, in the controller's loop."""
+    """`on_done(rows)`, `on_dead(dead rows)` and `on_lost(unit, rows)` tell whoever keeps the books, in the controller's loop.
+
+    A row that was done is told again if its unit dies in the middle of dropping it: it is there once more, done as it was.
+    """
 
     def __init__(
         self,

@@ -658,6 +658,9 @@ class SimController(Controller):
         else:
             counts["resync: new session"] += 1
         self.epochs[unit] = news.epoch
+        for notice in news.notices:
+            if notice.is_drop:  # should the unit die before the drop is over, the rows are there again, done as they were
+                self.done.difference_update(np.frombuffer(notice.rows, np.int64).tolist())
         super()._take(unit, news, is_new_life=is_new_life)
 
 
