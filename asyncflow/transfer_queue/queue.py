@@ -27,7 +27,7 @@ from asyncflow.transfer_queue.directory import Directory, Places
 from asyncflow.transfer_queue.metrics import prometheus_text
 from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.snapshot import SnapshotFile, sync_directory
+from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path, sync_directory
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import Credentials, remote
@@ -195,11 +195,7 @@ class TransferQueue:
             controller.replace()  # clients find the other one in the directory
 
     def _manifest(self, name: str) -> Path:
-        if self._snapshot_dir is None:
-            raise ValueError("this queue has no snapshot directory; give it one (queue.snapshot_dir)")
-        if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
-            raise ValueError(f"{name!r} is no name for a snapshot: letters, digits, '.', '_' and '-'")
-        return self._snapshot_dir / f"{name}.json"
+        return snapshot_path(self._snapshot_dir, f"{name}.json")
 
     def _add(self, unit: StorageUnit) -> int:
         number = self.directory.next_unit()

@@ -70,6 +70,15 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
     return SnapshotFile(path.name, count, size)
 
 
+def snapshot_path(directory: Path | None, name: str) -> Path:
+    """Where a snapshot's file is. Raises `ValueError` without a directory, and for a name that could lead out of it."""
+    if directory is None:
+        raise ValueError("there is no snapshot directory; give one (snapshot_dir)")
+    if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
+        raise ValueError(f"{name!r} is no name for a snapshot: letters, digits, '.', '_' and '-'")
+    return directory / name
+
+
 def sync_directory(path: Path) -> None:
     """Have the names in a directory, too, on the disk."""
     directory = os.open(path, os.O_RDONLY)

@@ -23,7 +23,7 @@ from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, NoticeLog
 from asyncflow.transfer_queue.room import Room, RoomState
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
-from asyncflow.transfer_queue.snapshot import SnapshotFile
+from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transport import remote
 from asyncflow.types import Batch, GroupMeta, Ragged
@@ -192,8 +192,4 @@ class StorageUnit:
         self._snapshot_path(name).unlink(missing_ok=True)
 
     def _snapshot_path(self, name: str) -> Path:
-        if self._snapshot_dir is None:
-            raise ValueError("this unit has no snapshot directory; give it one (queue.snapshot_dir)")
-        if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
-            raise ValueError(f"{name!r} is no name for a snapshot: letters, digits, '.', '_' and '-'")
-        return self._snapshot_dir / name
+        return snapshot_path(self._snapshot_dir, name)

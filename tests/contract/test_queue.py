@@ -1402,7 +1402,7 @@ async def test_a_snapshot_goes_nowhere_but_into_its_directory(open_house: Open, 
 
 @alone
 async def test_without_a_directory_there_are_no_snapshots(house: House) -> None:
-    with pytest.raises(ValueError, match=r"no snapshot directory; give it one \(queue.snapshot_dir\)"):
+    with pytest.raises(ValueError, match=r"there is no snapshot directory; give one \(snapshot_dir\)"):
         await house.queue.snapshot("s")
     with pytest.raises(ValueError, match=r"no snapshot directory"):
         await house.queue.restore("s")
