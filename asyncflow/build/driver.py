@@ -138,6 +138,8 @@ class Driver:
     async def close(self) -> None:
         """Write what is left and close the files."""
         await asyncio.gather(*self._background)
+        if self.failure.done():
+            self.failure.exception()  # taken, if it came too late to be why the run ended: else the event loop reports it at exit
         await self.transfer_queue.close()
         for tracker in self._trackers:
             tracker.close()

@@ -78,12 +78,14 @@ class Controller:
         task: str,
         schema: Schema,
         *,
+        turn: int = 0,
         on_done: Callable[[list[int]], None] = lambda rows: None,
         on_dead: Callable[[list[DeadRow]], None] = lambda rows: None,
         on_lost: Callable[[int, list[int]], None] = lambda unit, rows: None,
     ) -> None:
+        """`turn`: of two controllers of one task, the one with the later turn serves it (`Directory.turn`)."""
         self.spec, self._schema = schema.task(task), schema
-        self.table = Table(self.spec, schema, uuid.uuid4().hex[:12])
+        self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler: Sampler = build("sampler", self.spec.sampler, self.spec.sampler_options, SAMPLERS)
         self._on_done, self._on_dead, self._on_lost = on_done, on_dead, on_lost
         self._parked: list[_Parked] = []

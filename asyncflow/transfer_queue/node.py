@@ -70,7 +70,7 @@ async def serve_controller(
     peer, directory = await _join(hub, name, credentials)
     places = Places(directory, name, peer=peer, credentials=credentials)
     schema, turn = (await places.learn()).schema, await directory.turn()
-    controller = Controller(task, schema)
+    controller = Controller(task, schema, turn=turn)
     server = Server({name: controller}, controller.abandon, credentials=credentials)
 
     async def join() -> None:

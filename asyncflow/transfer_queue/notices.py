@@ -85,7 +85,6 @@ class NoticeLog:
         self._keep, self._log_bytes = keep, 0
         self._last = 0
         self._followers: dict[str, _Follower] = {}
-        self._retired: set[tuple[str, str]] = set()  # (task, incarnation)
         self._timer: asyncio.TimerHandle | None = None
 
     def incarnation(self, task: str) -> str | None:
@@ -124,7 +123,7 @@ class NoticeLog:
         """What came after notice `acked` of `epoch`, as soon as there is something; acknowledges `acked`.
 
         Everything, when `epoch` is another one, when the log does not reach back so far, or when the controller is a new one.
-        Raises `Superseded` for one that a newer one has replaced.
+        Of two incarnations of a task's controller the greater one replaces the other, which gets `Superseded`.
         """
         follower = self._followers.get(task)
         is_known = follower is not None and follower.incarnation == incarnation and epoch == self.epoch
@@ -156,13 +155,13 @@ class NoticeLog:
         return follower.asking
 
     def _begin(self, task: str, incarnation: str, interest: int) -> _Follower:
-        if (task, incarnation) in self._retired:
-            raise Superseded(f"another controller has taken task {task!r} over")
         before = self._followers.get(task)
         if before is not None:
+            if incarnation < before.incarnation:
+                raise Superseded(f"another controller has taken task {task!r} over")
             self._leave(before)
             if before.incarnation != incarnation:
-                self._retire(before)
+                _refuse(before)
         follower = self._followers[task] = _Follower(task, incarnation, interest)
         return follower
 
@@ -200,11 +199,6 @@ class NoticeLog:
         while follower.waiting and follower.waiting[0][0] <= acked:
             _release(follower.waiting.popleft()[2])
 
-    def _retire(self, follower: _Follower) -> None:
-        self._retired.add((follower.task, follower.incarnation))
-        if follower.asking is not None and not follower.asking.done():
-            follower.asking.set_exception(Superseded(f"another controller has taken task {follower.task!r} over"))
-
     def _leave(self, follower: _Follower) -> None:
         """Nobody waits for this controller any more."""
         while follower.waiting:
@@ -241,6 +235,11 @@ def _concerns(notice: Notice, follower: _Follower) -> bool:
     if notice.task:
         return notice.task == follower.task
     return bool(notice.mask & follower.interest or notice.metas or notice.is_drop)
+
+
+def _refuse(follower: _Follower) -> None:
+    if follower.asking is not None and not follower.asking.done():
+        follower.asking.set_exception(Superseded(f"another controller has taken task {follower.task!r} over"))
 
 
 def _release(waiter: _Waiter) -> None:

@@ -84,7 +84,7 @@ class TransferQueue:
         )
         self.controllers: dict[str, Controller] = {}
         for name in [task.name for task in schema.tasks] if tasks is None else tasks:
-            self.controllers[name] = Controller(name, schema, **(callbacks or {}).get(name, {}))
+            self.controllers[name] = Controller(name, schema, turn=0, **(callbacks or {}).get(name, {}))
             self._serve(f"controller/{name}", self.controllers[name])
         self.units: list[StorageUnit] = []
         for storage in storages:

@@ -1004,7 +1004,7 @@ class Gate:
 async def with_a_gate(notify_timeout_seconds: float) -> AsyncIterator[tuple[TransferQueueClient, Controller, Gate]]:
     """A queue in this process whose controller of `train` follows its unit through a gate."""
     queue = TransferQueue(schema(), [MemoryStorage()], tasks=["rollout", "eval"], notify_timeout_seconds=notify_timeout_seconds)
-    train, gate = Controller("train", queue.schema), Gate(queue.units[0])
+    train, gate = Controller("train", queue.schema, turn=1), Gate(queue.units[0])
     queue._serve("controller/train", train)
     async with queue.running():
         following = asyncio.create_task(train.follow(0, gate))  # type: ignore[arg-type]

@@ -60,6 +60,7 @@ class QueueMachine(RuleBasedStateMachine):
         storages = [MemoryStorage() for _ in range(num_units)]
         self.queue = TransferQueue(SCHEMA, storages, snapshot_dir=Path(self.folder.name))
         self.do(self.queue.open())
+        self.turns = 0
         self.client: TransferQueueClient = self.queue.client()
         for task in self.queue.controllers:
             self._follow(task)
@@ -216,7 +217,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(task=TASKS)
     def restart_controller(self, task: str) -> None:
         self._stop(task)
-        self.queue.controllers[task] = Controller(task, SCHEMA)
+        self.turns += 1
+        self.queue.controllers[task] = Controller(task, SCHEMA, turn=self.turns)
         self.queue._serve(f"controller/{task}", self.queue.controllers[task])
         self._follow(task)
         self.model.forget(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,3 +37,19 @@ def test_mistakes(small: Callable[..., dict[str, Any]]) -> None:
     trainer = Trainer.from_config(small(cluster="inline"))
     with pytest.raises(RunError, match="call start first"):
         trainer.push_prompts([])
+
+
+def test_a_failure_that_comes_when_the_run_is_over_is_not_reported_as_forgotten(
+    small: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer.from_config(small(run={"steps": 1}, cluster="inline"))
+    trainer.start()
+    assert trainer.step() is not None
+    job = trainer._started
+    assert job.driver is not None
+    driver = job.driver
+    trainer._loop.call_soon_threadsafe(driver.failure.set_exception, OSError(28, "No space left on device"))
+    trainer.stop()
+    del driver, job
+    gc.collect()
+    assert "never retrieved" not in caplog.text

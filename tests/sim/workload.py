@@ -256,8 +256,8 @@ class StepTrainer(Trainer):
         await self.filter_some(leased.lease.indices)
         if meta.group not in self.held:
             await self.think(0.1)
-            if meta.step == step:
-                self.world.consumed.update(leased.lease.indices)
+        if meta.step == step:  # once more is no more, but a row of the group may have been lost with its unit, and be back
+            self.world.consumed.update(leased.lease.indices)
         self.held[meta.group] = leased
 
     async def _drop(self, step: int) -> None:

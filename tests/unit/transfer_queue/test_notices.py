@@ -204,3 +204,11 @@ async def test_closing_lets_everybody_go() -> None:
     asking, waiting = log.asked["t"], log.post(notice(2))
     log.close()
     assert answer.done() and waiting.done() and (asking.done() or asking.cancelled())
+
+
+async def test_of_two_controllers_that_start_at_once_the_later_turn_serves_in_whatever_order_they_come() -> None:
+    log = Book()
+    log.join("t", incarnation="i2")
+    with pytest.raises(Superseded, match="another controller has taken task 't' over"):
+        log.ask("t", 0, incarnation="i1", epoch="")
+    assert log.incarnation("t") == "i2" and not log.asked["t"].done()
