@@ -315,9 +315,11 @@ class Keeper(Loop):
     """Closes steps when the last row of theirs has come to an end, and drops what nobody wants any more."""
 
     async def run(self) -> None:
-        world, books, ended = self.world, self.books, set()
+        world, books = self.world, self.books
+        ended: set[int] = set()
         while True:
             await asyncio.sleep(0.2)
+            ended = {step for step in ended if world.is_known_to_have_ended(step)}  # units without a disk may have died with it
             for step in range(min(self.plan.steps, world.version + 1)):
                 if step not in ended and world.is_accounted(step):
                     world.close_step(step)

@@ -509,6 +509,12 @@ class World:
             return False
         return all(self.has_ended(row) or row in self.consumed for group in groups for row in self.books.rows(group))
 
+    def is_known_to_have_ended(self, step: int) -> bool:
+        """Whether anybody who is alive can still tell of it: then everybody is to hear of it."""
+        tables = [c.table for process, c in self.controllers if process.is_alive and c.spec.name == "train"]
+        facts = [unit.holdings._facts for unit in self.units.values() if unit.process.is_alive]
+        return any(step in table.ended_steps for table in tables) or any(step in f.ended_steps.get("train", ()) for f in facts)
+
     def close_step(self, step: int) -> None:
         self.closed_steps.add(step)
 
