@@ -7,6 +7,7 @@ user's own (`reward: {path: "my_file.py:my_reward"}`).
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -106,6 +107,15 @@ class DataConfig(Section):
     """Use only so many rows, from the first on. A generated set has 20,000 rows unless told otherwise."""
 
 
+class DelaysConfig(Section):
+    """Rewards that come late on purpose, to show what does not depend on timing. For tests of the machinery, not for training."""
+
+    mean_seconds: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
+    """Each reward is late by a pseudo-random time with this mean; 0: none."""
+    salt: int = 0
+    """Another salt, other delays."""
+
+
 class RewardConfig(Section):
     scorer: Chosen = Choice(name="final_answer")
     """What turns a response into a number."""
@@ -119,6 +129,7 @@ class RewardConfig(Section):
     """What a reward process may allocate beyond its start."""
     max_attempts: PositiveInt = 2
     """How often a row may fail before it is given up."""
+    delays: DelaysConfig = DelaysConfig()
 
 
 class RolloutConfig(Section):
@@ -143,7 +154,20 @@ class TrainConfig(Section):
     prompts_per_step: PositiveInt = 32
     """Groups that one optimiser step is computed from."""
     responses_per_micro_batch: PositiveInt | None = None
-    """Rows of a group that are computed together; by default the whole group."""
+    """Responses of a group that are computed together and share one copy of their prompt; by default the whole group; 1: none."""
+    check_shared_prompt: bool = True
+    """At the start, compute one micro-batch with and without sharing the prompt, and stop if they differ."""
+    old: Literal["current", "step_start", "previous", "rollout"] = "current"
+    """The old policy of the probability ratio: the policy itself, its weights at the step's start or before the last update, or the
+    engine that sampled."""
+    reference: Literal["fused", "task"] = "fused"
+    """Where a KL term's reference is computed: in the trainer's own micro-step, or by a worker of its own ahead of it."""
+    frozen_dtype: Literal["float32", "bfloat16"] | None = None
+    """What old policy and reference are kept and computed in; by default `dtype`."""
+    offload: bool = False
+    """Keep old policy and reference in host memory, and move them to the device for each pass."""
+    accumulate: Literal["exact", "fp32"] = "fp32"
+    """How a step's gradients add up: `exact` gives the same bits in whatever order groups arrive."""
     learning_rate: PositiveFloat = 1e-6
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises linearly; constant after that."""
@@ -154,6 +178,8 @@ class TrainConfig(Section):
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3
     """So many updates in a row with a gradient that is not finite end the run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward passes; weights, gradient sums and optimiser state are float32 or more."""
     device: str = "cpu"
     num_threads: PositiveInt = 1
 
@@ -191,6 +217,8 @@ class TelemetryConfig(Section):
     """Prompts a step of which one response is kept in `samples.jsonl`."""
     flush_seconds: PositiveFloat = 0.2
     """How often a worker sends its spans."""
+    fingerprints: bool = False
+    """Hash every step's rows, losses, weights and optimiser state into `fingerprints.jsonl`, to compare runs bit by bit."""
 
 
 class EvalConfig(Section):

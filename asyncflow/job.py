@@ -31,6 +31,7 @@ from asyncflow.config import Config, dump
 from asyncflow.data.datasets import check_columns, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.registry import load
+from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import ConnectionLost, Peer, remote
@@ -83,6 +84,7 @@ class Job:
         self.listener = listener or Listener()
         self.rows: dict[int, Mapping[str, float]] = {}
         self.evaluations: list[Row] = []
+        self.certificate: Certificate | None = None  # at the end
         self._evaluate_only = evaluate_only
         self._interrupted = asyncio.Event()
         self._changed = Signal()
@@ -177,6 +179,9 @@ class Job:
         if not self._evaluate_only:
             self._rescue_model(driver.board.published)
         await driver.close()
+        if not self._evaluate_only:
+            self.certificate = driver.certificate()
+            self.certificate.write(self.config.run_dir)
         write_trace(self.config.run_dir)
         write_report(self.config.run_dir)
 
@@ -285,6 +290,8 @@ class Job:
         if not self._evaluate_only:
             environment = _threads(train.num_threads) | KEEP_FREED_MEMORY
             specs.append(WorkerSpec("trainer", "asyncflow.build.workers:train_worker", environment))
+            if train.reference == "task":
+                specs.append(WorkerSpec("reference", "asyncflow.build.workers:reference_worker", environment))
         return specs
 
     def _is_done(self) -> bool:

@@ -11,9 +11,9 @@ Nothing here imports torch: the driver and the reward workers use this module an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -190,20 +190,21 @@ class GroupMeta(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """What a loss sees of one micro-batch: one entry per response token, rows end to end, no padding.
+    """What a loss sees of one micro-batch, or of a piece of one: an entry per response token, rows end to end, no padding.
 
-    T = response tokens in the micro-batch, R = its rows.
+    T = response tokens, R = the rows of the whole micro-batch. A loss that is token-local (`Algorithm.is_token_local`) is given
+    pieces, and may use of a row only what is here for each of its tokens, or for the row as a whole in `row_tokens_R`.
     """
 
     logprobs_T: Tensor  # float32, the policy's, with gradient
-    old_logprobs_T: Tensor  # float32, of the policy before this step; no gradient
+    old_logprobs_T: Tensor  # float32, of the old policy (`train.old`); no gradient
     rollout_logprobs_T: Tensor  # float32, of the engine that sampled
     ref_logprobs_T: Tensor | None  # float32, of the frozen reference; None without a KL term
     entropy_T: Tensor  # float32, the policy's, no gradient
     advantages_T: Tensor  # float32
     mask_T: Tensor  # float32 0 or 1: the tokens that the policy itself produced
     row_T: Tensor  # int64, in 0..R-1: the row that a token belongs to
-    num_rows: int
+    row_tokens_R: Tensor  # float32: the masked tokens of each row of the whole micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +218,19 @@ class LossSums:
     metrics: Mapping[str, Tensor]
 
 
-LossFunction = Callable[[TokenBatch], LossSums]
+class Objective(Protocol):
+    """What of an algorithm an engine needs."""
+
+    is_token_local: bool
+    """Whether the loss is a sum over tokens of what depends on that token's numbers (and on `row_tokens_R`) alone.
+
+    It is then given the micro-batch in pieces, and its gradient is made while the logits of a piece are there, not by making them
+    again. False is always right; it is needed for ratios of whole sequences.
+    """
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """The unnormalised loss, a differentiable scalar, and its metrics (sums over the masked tokens).
+
+        Of one micro-batch, or, if it is token-local, of pieces of one.
+        """
+        ...

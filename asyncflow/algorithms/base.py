@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from asyncflow.types import Array, LossSums, TokenBatch
+from asyncflow.types import Array, Objective
 
 Normaliser = Literal["tokens", "sequences"]
 
 
-class Algorithm(Protocol):
+class Algorithm(Objective, Protocol):
     """Built once with the options of the config; stateless from then on."""
 
     normaliser: Normaliser
@@ -27,8 +27,4 @@ class Algorithm(Protocol):
 
     def advantages(self, rewards: Array) -> Array:
         """Advantages (float32 [R]) of the rows of one group from their rewards (float32 [R])."""
-        ...
-
-    def loss(self, batch: TokenBatch) -> LossSums:
-        """The unnormalised loss of one micro-batch, a differentiable scalar, and its metrics (sums over the masked tokens)."""
         ...

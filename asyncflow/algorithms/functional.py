@@ -69,10 +69,9 @@ def k3_divergence(log_s_T: Tensor) -> Tensor:
     return log_s_T.expm1() - log_s_T
 
 
-def sequence_weights(mask_T: Tensor, row_T: Tensor, num_rows: int) -> Tensor:
+def sequence_weights(mask_T: Tensor, row_T: Tensor, row_tokens_R: Tensor) -> Tensor:
     """1 / |o_i| for each token of response i, |o_i| counting its masked tokens (PA 3), float32 [T], and 0 where the mask is.
 
     Divided by the number of responses of a step this is the mean over responses of the mean over each one's tokens.
     """
-    lengths_R = mask_T.new_zeros(num_rows).index_add(0, row_T, mask_T)
-    return mask_T / lengths_R.clamp(min=1.0)[row_T]
+    return mask_T / row_tokens_R.clamp(min=1.0)[row_T]

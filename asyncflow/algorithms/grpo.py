@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class GRPO:
     """See the module's head."""
 
+    is_token_local = True
+
     def __init__(
         self,
         *,
@@ -61,7 +63,7 @@ class GRPO:
         return functional.group_advantages(rewards, self.advantage_epsilon)
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """The sum of the module's head over the masked tokens of one micro-batch of whole rows.
+        """The sum of the module's head over the masked tokens of one micro-batch, or of a piece of it.
 
         Metrics, sums over the masked tokens: `policy/kl` in nats, from the policy to the reference if there is one, else
         from the old policy to the policy; `policy/entropy` in nats; `policy/clip_ratio`, the tokens that are clipped.
@@ -80,7 +82,7 @@ class GRPO:
             objective_T = objective_T - self.kl_coefficient * kl_T
         weight_T = mask_T
         if self.normaliser == "sequences":
-            weight_T = functional.sequence_weights(mask_T, batch.row_T, batch.num_rows)
+            weight_T = functional.sequence_weights(mask_T, batch.row_T, batch.row_tokens_R)
         clipped_T = functional.is_clipped(ratio_T.detach(), advantages_T, self.clip_low, self.clip_high)
         return LossSums(
             loss=-(weight_T * objective_T).sum(),

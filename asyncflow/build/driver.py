@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncflow.build.prepare import Prepared, shape_of
+from asyncflow.build.prepare import Prepared, num_devices, shape_of
 from asyncflow.config import Config
 from asyncflow.data.order import SeededOrder
 from asyncflow.registry import build
+from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub
 from asyncflow.telemetry.metrics import StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
@@ -80,7 +81,9 @@ class Driver:
         self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
         self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
+        self._observed = Observed()
         self._skipped_in_a_row = 0
+        self._has_said_unshared = False
         self._redelivered = 0
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ledger.on_opened = lambda step: self._note("opened", step)
@@ -94,7 +97,12 @@ class Driver:
             for number in range(config.num_units)
         ]
         self.transfer_queue = TransferQueue(
-            schema(self.shape.group_bits, config.lease_seconds, self.config.reward.max_attempts),
+            schema(
+                self.shape.group_bits,
+                config.lease_seconds,
+                self.config.reward.max_attempts,
+                has_reference_task=self.config.train.reference == "task",
+            ),
             storages,
             callbacks={"rollout": {"on_done": self._generated, "on_dead": self._gave_up, "on_lost": self._lost}},
             notify_timeout_seconds=config.notify_timeout_seconds,
@@ -134,6 +142,19 @@ class Driver:
         self.ledger.stop()
         self.board.stop()
         self.transfer_queue.stop()
+
+    def certificate(self) -> Certificate:
+        """What the run was so far, once every worker has made its last report."""
+        workers = self.hub.states.values()
+        return self._observed.certificate(
+            schedule=self.config.schedule.name,
+            promised_staleness=self.schedule.max_staleness,
+            steps=self.ledger.ledger.committed,
+            planned_steps=self.config.run.steps,
+            rows_redelivered=self._rows_redelivered(),
+            reward_failures=sum((Counter(worker.reward_failures) for worker in workers), Counter()),
+            is_deterministic=all(worker.is_deterministic for worker in workers),
+        )
 
     async def close(self) -> None:
         """Write what is left and close the files."""
@@ -177,6 +198,7 @@ class Driver:
         self.progress()
         for letter in dead:
             self._says(f"row {letter.row} is given up after {self.config.reward.max_attempts} attempts: {letter.error}")
+        self._observed.rows_dead += len(dead)
         self._start(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 
@@ -188,6 +210,8 @@ class Driver:
 
     def _consumed(self, step: int, group: Consumed) -> None:
         self.progress()
+        is_overlapped = not self.ledger.ledger.is_generated(step)
+        self._observed.group(step, staleness=group.staleness, num_spans=group.num_spans, is_overlapped=is_overlapped)
         metrics = self._metrics.setdefault(step, StepMetrics())
         metrics.add_group(
             rewards=group.rewards,
@@ -204,6 +228,20 @@ class Driver:
             metrics=group.metrics,
             is_finite=group.is_finite,
         )
+        metrics.count_rows(empty=len(group.empty_rows))
+        if group.empty_rows:
+            rows = ", ".join(map(str, group.empty_rows))
+            self._says(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
+        self._look_at_sharing(group)
+
+    def _look_at_sharing(self, group: Consumed) -> None:
+        """Say once that a shared prompt was not worth it, where it was asked for."""
+        is_shared = group.physical_tokens < group.logical_tokens
+        if self._has_said_unshared or is_shared or self.shape.rows_per_micro_batch == 1 or len(group.rows) == 1:
+            return
+        self._has_said_unshared = True
+        tokens = f"a prompt of {group.prompt_length} tokens, {len(group.rows)} responses of {group.response_lengths.mean():.0f}"
+        self._says(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
 
     def _committed(self, totals: StepTotals, update: Update) -> None:
         self.progress()
@@ -214,7 +252,7 @@ class Driver:
             normaliser=update.normaliser,
             is_skipped=update.is_skipped,
         )
-        redelivered = sum(c.table.counts()["redelivered"] for c in self.transfer_queue.controllers.values())
+        redelivered = self._rows_redelivered()
         metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
         self._redelivered = redelivered
         committed = self._clock()
@@ -227,18 +265,22 @@ class Driver:
         self._start(self._finish_step(totals.step, metrics, times))
         self._check_update(totals, update)
 
+    def _rows_redelivered(self) -> int:
+        return sum(c.table.counts()["redelivered"] for c in self.transfer_queue.controllers.values())
+
     def _check_update(self, totals: StepTotals, update: Update) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.is_skipped else 0
         if not update.is_skipped:
             return
+        self._observed.skipped_updates += 1
         rows, shape = totals.non_finite_rows, self.shape
         first_group, next_group = (step * shape.prompts_per_step for step in (totals.step, totals.step + 1))
         first, last = first_group << shape.group_bits, ((next_group - 1) << shape.group_bits) + shape.group_size - 1
         why = f"the gradient of rows {first} to {last} together was not finite"
         if rows:
             why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite"
-        if not totals.sequences:
-            why = "no row was left to train on"
+        if not update.normaliser:
+            why = "nothing was left to train on"
         self._says(f"step {totals.step} is skipped, the weights stay as they are: {why}")
         if self._skipped_in_a_row >= self.config.train.max_skipped_updates and not self.failure.done():
             self.failure.set_exception(
@@ -254,8 +296,7 @@ class Driver:
             await self.hub.settle(times.committed)
             spans = self.hub.log.window(times.started, times.committed)
             began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
-            devices = self.config.rollout.num_workers + 1
-            row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
+            row = metrics.row(dataclasses.replace(times, train_began=began), num_devices(self.config), spans)
             row |= run_metrics(*await self.queue.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             self.hub.log.flush()

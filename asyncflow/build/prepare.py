@@ -77,9 +77,27 @@ def check_choices(config: Config) -> None:
     for kind, choice, known in chosen:
         resolve(kind, choice.name, known)
     build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    algorithm = make_algorithm(config)
+    if config.train.reference == "task" and not algorithm.needs_reference:
+        raise UserError(
+            "train.reference=task, but the algorithm has no KL term to a reference: set its coefficient, or leave it out"
+        )
+
+
+def make_algorithm(config: Config) -> Algorithm:
+    """The algorithm of the configuration. Raises `UserError` when there is none, or one that lacks a part of the contract."""
     algorithm: Algorithm = build("algorithm", config.algorithm.name, config.algorithm.options, ALGORITHMS)
-    if algorithm.needs_reference:
-        raise UserError("the algorithm asks for a reference model, and no engine computes one: set its KL coefficient to 0")
+    for name in ("normaliser", "needs_reference", "is_token_local", "advantages", "loss"):
+        if not hasattr(algorithm, name):
+            raise UserError(
+                f"the algorithm {config.algorithm.name} has no {name!r}: asyncflow/algorithms/base.py says what is needed"
+            )
+    return algorithm
+
+
+def num_devices(config: Config) -> int:
+    """All of the run's devices: those that generate, those that train, and the reference's own."""
+    return config.rollout.num_workers + 1 + (config.train.reference == "task")
 
 
 def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> None:

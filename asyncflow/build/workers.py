@@ -14,16 +14,16 @@ from typing import Any, cast
 
 import msgspec
 
-from asyncflow.algorithms import ALGORITHMS
-from asyncflow.algorithms.base import Algorithm
 from asyncflow.build.driver import control_socket
-from asyncflow.build.prepare import TOKENIZER_FILES, reward_pool, shape_of
+from asyncflow.build.prepare import TOKENIZER_FILES, make_algorithm, reward_pool, shape_of
 from asyncflow.config import Config, load
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.base import RolloutEngine, TrainEngine
+from asyncflow.engines.base import LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
-from asyncflow.engines.train import TRAIN_ENGINES
+from asyncflow.engines.train import LOG_PROB_ENGINES, TRAIN_ENGINES
 from asyncflow.registry import build
+from asyncflow.rewards.delays import delayed
+from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, FingerprintLog
 from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
@@ -32,7 +32,7 @@ from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightSync
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService
-from asyncflow.workflows.loop import train
+from asyncflow.workflows.loop import refer, train
 from asyncflow.workflows.rollout import Rollout
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Shape
 
@@ -84,17 +84,18 @@ async def rollout_worker(name: str, run_dir: Path) -> None:
     """Generates and scores until the run stops."""
     async with connected(name, run_dir, lambda config: config.rollout.device) as run:
         run.reporter.recorder.enter("load")
-        tokenizer, pool = CheckpointTokenizer(Path(run.job.model)), reward_pool(run.config, name)
+        tokenizer, pool, delays = CheckpointTokenizer(Path(run.job.model)), reward_pool(run.config, name), run.config.reward.delays
         try:
             await pool.start()
             engine = await asyncio.to_thread(_rollout_engine, run)
+            run.reporter.is_deterministic, run.reporter.reward_failures = engine.is_deterministic, pool.failures
             receiver = _weight_sync(run).receiver()
             loop = Rollout(
                 run.queue,
                 run.board,
                 engine,
                 receiver,
-                pool.score,
+                delayed(pool.score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else pool.score,
                 tokenizer.decode,
                 run.shape,
                 run.reporter.recorder,
@@ -114,15 +115,25 @@ async def train_worker(name: str, run_dir: Path) -> None:
         spans = run.reporter.recorder
         spans.enter("load")
         engine = await asyncio.to_thread(_train_engine, run)
-        algorithm: Algorithm = build("algorithm", run.config.algorithm.name, run.config.algorithm.options, ALGORITHMS)
         sender = _weight_sync(run).sender(uuid.uuid4().hex)
-        await train(run.queue, run.ledger, run.board, engine, algorithm, sender, run.shape, spans)
+        fingerprints = FingerprintLog(run_dir / FINGERPRINTS_FILE if run.config.telemetry.fingerprints else None)
+        await train(run.queue, run.ledger, run.board, engine, make_algorithm(run.config), sender, run.shape, spans, fingerprints)
         with spans.busy("save"):
             await engine.save(run_dir / "model.partial")
             copy_tokenizer(Path(run.job.model), run_dir / "model.partial")
             (run_dir / "model.partial").rename(run_dir / "model")  # whole or not at all
         spans.waiting("stop")
         await sender.close()
+        await engine.close()
+
+
+async def reference_worker(name: str, run_dir: Path) -> None:
+    """Adds the reference's log-probs to complete groups until the run stops."""
+    async with connected(name, run_dir, lambda config: config.train.device) as run:
+        run.reporter.recorder.enter("load")
+        engine = await asyncio.to_thread(_reference_engine, run)
+        await refer(run.queue, engine, run.shape, run.reporter.recorder)
+        run.reporter.recorder.waiting("stop")
         await engine.close()
 
 
@@ -168,10 +179,30 @@ def _train_engine(run: Connection) -> TrainEngine:
         "temperature": run.config.rollout.temperature,
         "seed": run.config.run.seed,
         "device": train.device,
+        "dtype": train.dtype,
+        "log_prob_chunk_tokens": train.log_prob_chunk_tokens,
+        "num_threads": train.num_threads,
+        "accumulate": train.accumulate,
+        "old": train.old,
+        "has_reference": make_algorithm(run.config).needs_reference and train.reference == "fused",
+        "frozen_dtype": train.frozen_dtype,
+        "offload": train.offload,
+        "check_shared_prompt": train.check_shared_prompt,
+    }
+    return cast(TrainEngine, build("train engine", chosen.name, {**options, **chosen.options}, TRAIN_ENGINES))
+
+
+def _reference_engine(run: Connection) -> LogProbEngine:
+    train = run.config.train
+    options = {
+        "model_path": Path(run.job.model),
+        "dtype": train.frozen_dtype or train.dtype,
+        "temperature": run.config.rollout.temperature,
+        "device": train.device,
         "log_prob_chunk_tokens": train.log_prob_chunk_tokens,
         "num_threads": train.num_threads,
     }
-    return cast(TrainEngine, build("train engine", chosen.name, {**options, **chosen.options}, TRAIN_ENGINES))
+    return cast(LogProbEngine, build("reference engine", "torch", options, LOG_PROB_ENGINES))
 
 
 def _weight_sync(run: Connection) -> WeightSync:

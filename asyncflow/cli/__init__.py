@@ -8,11 +8,13 @@ import sys
 import typer
 
 from asyncflow.cli.check import check
+from asyncflow.cli.errors import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.queue import app as queue
 from asyncflow.cli.report import report
 from asyncflow.cli.status import status
 from asyncflow.cli.train import train
+from asyncflow.cli.verify import verify
 from asyncflow.types import RunError, UserError
 
 app = typer.Typer(
@@ -24,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command(name="eval")(evaluate)
+app.command()(verify)
 app.command()(report)
 app.command()(status)
 app.command()(check)
@@ -42,9 +45,5 @@ def main() -> None:
 
 
 def _end(group: BaseExceptionGroup, code: int) -> None:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    text = f"{error.filename or 'a file'}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-    print(f"asyncflow: {text}", file=sys.stderr)
+    print(f"asyncflow: {sentence(group)}", file=sys.stderr)
     sys.exit(code)

@@ -39,7 +39,9 @@ async def _train(config: Config) -> bool:
         is_finished = await run_with_signals(job, job.run())
     verb = "finished" if is_finished else "interrupted"
     print(f"{verb} after {len(job.rows)} steps and {time.monotonic() - began:.1f} s")
-    for name in ("model", "report.html", "trace.json"):
+    if job.certificate is not None:
+        print(job.certificate.line)
+    for name in ("model", "report.html", "trace.json", "certificate.json"):
         print(f"  {config.run_dir / name}")
     return is_finished
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from asyncflow.types import Array, LossFunction, Ragged
+from asyncflow.types import Array, Objective, Ragged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,8 @@ class RolloutEngine(Protocol):
     """Generates responses by continuous batching over `num_slots` slots."""
 
     num_slots: int
-    is_deterministic: bool
+    is_deterministic: bool  # the tokens and log-probs of a sample depend, to the bit, on its prompt, key, sampling and weights alone
+    why_not_deterministic: str  # one sentence, "" if it is
 
     @property
     def free_slots(self) -> int:
@@ -84,6 +85,17 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    async def pause(self) -> None:
+        """Make no more tokens until `resume`, and return when none is being made. Pausing what is paused does nothing.
+
+        Nothing is lost: responses under way go on later, with their keys and values, and new ones wait. All other calls work.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Does nothing if the engine is not paused."""
+        ...
+
     async def close(self) -> None:
         """Stop the compute thread; pending `generate` calls end with `RuntimeError`."""
         ...
@@ -94,7 +106,8 @@ class MicroBatch:
     """A fixed piece of one group, a function of indices alone.
 
     indices int64 [R]; prompt_ids int64 [Lp]; the ragged columns have R entries: response_ids int64, loss_mask uint8,
-    rollout_logprobs float32; advantages float32 [R].
+    rollout_logprobs float32; advantages float32 [R]; staleness int64 [R], of each row's oldest token, in versions; ref_logprobs
+    ragged float32, where the reference is a task of its own.
     """
 
     indices: Array
@@ -103,6 +116,8 @@ class MicroBatch:
     loss_mask: Ragged
     rollout_logprobs: Ragged
     advantages: Array
+    staleness: Array
+    ref_logprobs: Ragged | None = None
 
     @property
     def logical_tokens(self) -> int:
@@ -112,13 +127,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchResult:
-    """`metrics`: sums over the loss tokens. `is_finite`: False if the loss or a log-prob was not; nothing was accumulated then."""
+    """`metrics`: sums over the loss tokens. `is_finite`: False if the loss or a log-prob was not; nothing was accumulated then.
+
+    `logprob_differences`: loss tokens whose log-prob is the rollout engine's to the bit, and the largest difference in nats.
+    """
 
     loss_sum: float
     loss_tokens: int
     physical_tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_finite: bool = True
+    logprob_differences: tuple[int, float] = (0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +149,28 @@ class OptimResult:
     skipped: bool = False
 
 
-class TrainEngine(Protocol):
+class LogProbEngine(Protocol):
+    """What a task of its own, such as the reference, needs of a model."""
+
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """Log-probs (float32) of the tokens of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the compute thread."""
+        ...
+
+
+class TrainEngine(LogProbEngine, Protocol):
     """Trains one model. The gradient of a step is a sum of `forward_backward` calls, divided once."""
 
     device: str
 
-    async def forward_backward(self, micro_batch: MicroBatch, loss: LossFunction) -> MicroBatchResult:
+    async def begin_step(self) -> None:
+        """The micro-batches that follow are of a new step: the weights are now those of its start."""
+        ...
+
+    async def forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
         """Add the micro-batch's unnormalised gradient to the step's sums."""
         ...
 
@@ -147,18 +182,14 @@ class TrainEngine(Protocol):
         """Clear the step's sums without a step."""
         ...
 
-    async def log_probs(self, micro_batch: MicroBatch) -> Ragged:
-        """Log-probs (float32, R entries) of the response tokens under the current weights, without gradient."""
-        ...
-
     async def export_weights(self) -> Mapping[str, Tensor]:
         """The current weights by their Hugging Face names, on the CPU, not to be changed before the next `optim_step`."""
         ...
 
-    async def save(self, path: Path) -> None:
-        """Write the model in Hugging Face format."""
+    async def fingerprint(self) -> Mapping[str, str]:
+        """SHA-256 of the bytes of `weights/<name>` and of the optimiser's `optimizer/<name>/<state>`, in hexadecimal."""
         ...
 
-    async def close(self) -> None:
-        """Stop the compute thread."""
+    async def save(self, path: Path) -> None:
+        """Write the model in Hugging Face format."""
         ...

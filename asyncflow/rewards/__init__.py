@@ -12,8 +12,9 @@
     | guard.py                  | ----------------------------------+  when the run's process is gone
     +---------------------------+
 
-`base.py` is the contract. A scorer that raises, hangs, exits, eats memory or returns no number fails its sample with a
-`RewardFailure`; it never gives it a 0. The room contains mistakes, not malice: a scorer may read and write what the user may.
+`base.py` is the contract; `delays.py` makes rewards late on purpose. A scorer that raises, hangs, exits, eats memory or returns no
+number fails its sample with a `RewardFailure`; it never gives it a 0. The room contains mistakes, not malice: a scorer may read and
+write what the user may.
 """
 
 REWARDS = {"final_answer": "asyncflow.rewards.final_answer:FinalAnswer"}

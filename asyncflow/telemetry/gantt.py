@@ -29,6 +29,7 @@ _TASK_COLOURS: Final = {
     "generate": "#0072B2",
     "generate_group": "#0072B2",
     "forward_backward": "#E69F00",
+    "reference": "#F0E442",
     "optim_step": "#D55E00",
     "publish": "#CC79A7",
     "install": "#009E73",

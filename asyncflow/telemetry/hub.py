@@ -20,7 +20,10 @@ SETTLE_SECONDS = 1.0
 
 
 class WorkerState(msgspec.Struct, frozen=True):
-    """What a worker's lane does at `time`; `cause` says what it waits for if `task` is `wait`. Times in seconds, monotonic."""
+    """What a worker's lane does at `time`; `cause` says what it waits for if `task` is `wait`. Times in seconds, monotonic.
+
+    `is_deterministic`: its engine makes a lost response again exactly. `reward_failures`: by kind, since the worker began.
+    """
 
     worker: str
     pid: int
@@ -29,6 +32,8 @@ class WorkerState(msgspec.Struct, frozen=True):
     since: float
     time: float
     rss_bytes: int
+    is_deterministic: bool
+    reward_failures: dict[str, int]
 
 
 class Hub:
@@ -64,10 +69,12 @@ class Hub:
 
 
 class Reporter:
-    """A worker's end: buffers its spans and samples, and sends them."""
+    """A worker's end: buffers its spans and samples, and sends them, with what a rollout worker sets here for the certificate."""
 
     def __init__(self, hub: Hub, worker: str, clock: Callable[[], float], device: str, flush_seconds: float) -> None:
         self.recorder = Recorder(worker, clock, lambda span: self._spans.append(span), device)
+        self.is_deterministic = True
+        self.reward_failures: Mapping[str, int] = {}
         self._hub, self._clock, self._flush_seconds = hub, clock, flush_seconds
         self._spans: list[Span] = []
         self._samples: list[dict[str, Any]] = []
@@ -89,5 +96,6 @@ class Reporter:
         (task, cause, since), spans, samples = self.recorder.state, self._spans, self._samples
         self._spans, self._samples = [], []
         rss = self._process.memory_info().rss
-        state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, self._clock(), rss)
+        certified = self.is_deterministic, dict(self.reward_failures)
+        state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, self._clock(), rss, *certified)
         await self._hub.report(spans, samples, state)

@@ -55,6 +55,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rows/trained": "Rows that the step's updates were computed from.",
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
     "rows/filtered": "Rows left out on purpose by the algorithm, not trained.",
+    "rows/empty": "Trained rows without a loss token (all masked): they add no gradient and do not count in the normaliser.",
     "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
     "queue/ready/<task>": "Rows ready for the task, when the row of metrics is written.",
     "queue/leased/<task>": "Rows handed out and not done, at that moment.",
@@ -118,7 +119,7 @@ class StepMetrics:
         self._learning_rate: float | None = None
         self._normaliser = 0.0
         self._skipped = 0
-        self._rows = {"rows/trained": 0, "rows/dead": 0, "rows/filtered": 0, "rows/redelivered": 0}
+        self._rows = {"rows/trained": 0, "rows/dead": 0, "rows/filtered": 0, "rows/empty": 0, "rows/redelivered": 0}
 
     def add_group(
         self,
@@ -186,10 +187,11 @@ class StepMetrics:
         else:
             self._grad_norms.append(grad_norm)
 
-    def count_rows(self, *, dead: int = 0, filtered: int = 0, redelivered: int = 0) -> None:
-        """Rows that never reached `add_group` (`filtered` there counts by itself), and redeliveries."""
+    def count_rows(self, *, dead: int = 0, filtered: int = 0, empty: int = 0, redelivered: int = 0) -> None:
+        """Rows that never reached `add_group` (`filtered` there counts by itself), rows without loss tokens, and redeliveries."""
         self._rows["rows/dead"] += dead
         self._rows["rows/filtered"] += filtered
+        self._rows["rows/empty"] += empty
         self._rows["rows/redelivered"] += redelivered
 
     def row(self, times: StepTimes, num_devices: int, spans: Sequence[Span]) -> dict[str, float | int]:

@@ -21,6 +21,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.charts import Row, accuracy_keys, metric_charts
 from asyncflow.telemetry.gantt import State, colours_of, gantt_chart, state_of
 from asyncflow.telemetry.idle import Activity, busy_and_idle
@@ -56,6 +57,7 @@ def write_report(run_dir: Path) -> Path:
     page = template.render(
         name=_run_name(config, run_dir),
         facts=_facts(config, spans),
+        certificate=certificate.line if (certificate := read_certificate(run_dir)) is not None else "",
         figures=_figures(rows, evaluations, spans),
         num_steps=len(rows),
         charts=charts,

@@ -26,11 +26,13 @@ class Consumed(msgspec.Struct, frozen=True):
     """A group whose gradient has been added: R rows, the figures that metrics are made of, and its share of the normaliser."""
 
     rows: list[int]
+    empty_rows: list[int]  # those of them without a token to train on: the mean over responses is not over these
     prompt_length: int
     rewards: np.ndarray  # float32 [R]
     response_lengths: np.ndarray  # int64 [R]
     truncated: np.ndarray  # uint8 [R]
     staleness: np.ndarray  # int64 [R], versions
+    num_spans: np.ndarray  # int64 [R], policy versions that made the response
     loss_sum: float
     loss_tokens: int
     logical_tokens: int
@@ -117,7 +119,7 @@ class Ledger:
         if foreign := set(group.rows) - book.members:
             raise ValueError(f"row {min(foreign)} is not an open member of step {step}")
         book.members.difference_update(group.rows)
-        book.sequences += len(group.rows)
+        book.sequences += len(group.rows) - len(group.empty_rows)
         book.tokens += group.loss_tokens
         if not group.is_finite:
             book.non_finite_rows.extend(group.rows)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncflow.algorithms.base import Algorithm
-from asyncflow.engines.base import OptimResult, Response, RolloutEngine, SampleKey, Sampling, TrainEngine
+from asyncflow.engines.base import LogProbEngine, OptimResult, Response, RolloutEngine, SampleKey, Sampling, TrainEngine
 from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, GroupMeta, row_index
@@ -29,12 +30,16 @@ from asyncflow.workflows.samples import (
     Prompt,
     Request,
     Shape,
+    UnusableResponse,
     admission,
     check_interval,
+    check_response,
     consumed,
     kept_sample,
     micro_batches,
     outputs,
+    pieces,
+    reference_outputs,
 )
 from asyncflow.workflows.schedule import Schedule
 
@@ -107,8 +112,9 @@ async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, pro
     row = row_index(request.meta.group, response.sample, by.shape.group_bits)
     sample = Sample(prompt, by.decode(response.token_ids), request.example, response.finish_reason == "stop")
     try:
+        check_response(response)
         reward = await by.score(sample)  # 7
-    except RewardFailure as failure:  # it fails its row; it does not become a 0
+    except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
         await by.queue.fail(leased.lease, [row], str(failure))
     else:
         is_stored = await by.queue.complete(leased.lease, outputs(row, request.meta.group, response, reward))  # 8: enqueue
@@ -127,12 +133,14 @@ async def train(
     sender: WeightSender,
     shape: Shape,
     spans: Recorder,
+    fingerprints: FingerprintLog,
 ) -> None:
     """The consumer: gradients add up group by group, in the order in which groups complete; one update per step."""
     for step in itertools.count():
         spans.waiting("batch")
         if not await ledger.may_train(step):
             return
+        await engine.begin_step()
         held: dict[int, Leased] = {}
         spans.waiting("rows")
         async for leased in queue.stream("train", step):  # 11-12: dequeue
@@ -142,22 +150,39 @@ async def train(
             if is_known:  # its lease had expired: it was delivered again, and its gradient is in the sum already
                 continue
             advantages = algorithm.advantages(batch.dense("reward"))
-            pieces = list(micro_batches(batch, advantages, shape.rows_per_micro_batch))
-            work = {"group": meta.group, "rows": len(batch), "tokens": sum(piece.logical_tokens for piece in pieces)}
+            micros = list(micro_batches(meta, batch, advantages, shape.rows_per_micro_batch))
+            work = {"group": meta.group, "rows": len(batch), "tokens": sum(piece.logical_tokens for piece in micros)}
             with spans.busy("forward_backward", step=step, version=step, **work):
-                results = [await engine.forward_backward(piece, algorithm.loss) for piece in pieces]  # 13-18: O += gradient
-            await ledger.consume(step, consumed(meta, batch, pieces, results))
+                results = [await engine.forward_backward(piece, algorithm) for piece in micros]  # 13-18: O += gradient
+            fingerprints.group(batch, results)
+            await ledger.consume(step, consumed(meta, batch, micros, results))
         totals = await ledger.totals(step)
         if totals is None:
             return
         with spans.busy("optim_step", step=step, version=step):
             update = await apply(engine, algorithm, totals)  # 21
+        await fingerprints.step(step, engine)
         await ledger.commit(step, update)
         with spans.busy("publish", step=step, version=step + 1):
             manifest = await sender.publish(step + 1, await engine.export_weights())  # 3: the weights of the next step
             await board.publish(manifest)
         await queue.complete_marks([leased.lease for leased in held.values()])
         await queue.drop([row for leased in held.values() for row in leased.lease.indices])
+
+
+async def refer(queue: TransferQueueClient, engine: LogProbEngine, shape: Shape, spans: Recorder) -> None:
+    """The reference as a task of its own: it adds its log-probs to each complete group, which training waits for."""
+    while True:
+        spans.waiting("rows")
+        leased = await queue.lease("reference", groups=1)
+        if leased is None:
+            return
+        meta, batch = leased.lease.groups[0], leased.batch
+        prompt_ids, response_ids = batch.ragged("prompt_ids")[0], batch.ragged("response_ids")
+        with spans.busy("reference", step=meta.step, group=meta.group, rows=len(batch), tokens=len(response_ids.values)):
+            cut = pieces(len(batch), shape.rows_per_micro_batch)
+            log_probs = [await engine.log_probs(prompt_ids, response_ids.take(piece)) for piece in cut]
+        await queue.complete(leased.lease, reference_outputs(batch, log_probs))
 
 
 async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -> Update:

@@ -55,7 +55,7 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["schedule=periodical"], ["schedule 'periodical'", "periodic", "synchronous"]),
         (["algorithm=ppoo"], ["algorithm 'ppoo'", "grpo"]),
         (["algorithm={name: grpo, clip_hihg: 0.3}"], ["algorithm", "clip_hihg"]),
-        (["algorithm={name: grpo, kl_coefficient: 0.1}"], ["reference"]),
+        (["train.reference=task"], ["train.reference=task", "no KL term"]),
         (["reward.scorer=exact"], ["reward 'exact'", "final_answer"]),
         (["reward.scorer={path: 'missing.py:Score'}"], ["missing.py"]),
         (["rollout.group_size=6", "train.responses_per_micro_batch=4"], ["6 = 1 x 4 + 2", "1, 2, 3, 6"]),

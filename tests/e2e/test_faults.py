@@ -14,6 +14,7 @@ import pytest
 
 from asyncflow.config import parse
 from asyncflow.job import Job, Listener
+from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.types import RunError
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 
@@ -32,6 +33,8 @@ def score(sample, *, how):
             pass
     if how == "exits":
         os._exit(3)
+    if how == "nan":
+        return float("nan")
     if how == "eats":
         hoard = bytearray(4 << 30)
         return float(len(hoard))
@@ -60,6 +63,25 @@ class Sometimes(GRPO):
         return sums
 """
 
+BAD_ENGINE = """
+import dataclasses
+import numpy as np
+from asyncflow.engines.rollout.slots import SlotEngine
+
+class Sometimes(SlotEngine):
+    def __init__(self, model_path, *, how, **options):
+        super().__init__(model_path, **options)
+        self.how = how
+
+    async def generate(self, prompt_ids, **options):
+        async for response in super().generate(prompt_ids, **options):
+            if response.sample == 1 and self.how == "empty":
+                response = dataclasses.replace(response, token_ids=response.token_ids[:0], logprobs=response.logprobs[:0])
+            elif response.sample == 1:
+                response = dataclasses.replace(response, logprobs=np.full_like(response.logprobs, np.nan))
+            yield response
+"""
+
 
 class Recorded(Listener):
     def __init__(self) -> None:
@@ -83,7 +105,13 @@ def run_inline(tree: Mapping[str, Any]) -> tuple[Job, list[str]]:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("raises", "ZeroDivisionError"), ("hangs", "0.4 s"), ("exits", "exit"), ("eats", "memory")],
+    [
+        ("raises", "ZeroDivisionError"),
+        ("hangs", "0.4 s"),
+        ("exits", "exit"),
+        ("eats", "memory"),
+        ("nan", "returned nan, which is no finite number"),
+    ],
 )
 def test_a_reward_that_fails_costs_its_rows_and_is_named(small: Small, tmp_path: Path, how: str, words: str) -> None:
     (tmp_path / "bad.py").write_text(BAD_REWARD)
@@ -96,6 +124,37 @@ def test_a_reward_that_fails_costs_its_rows_and_is_named(small: Small, tmp_path:
     assert row["rows/redelivered"] == row["rows/dead"]  # each failed once more before it was given up
     given_up = [text for text in said if "given up" in text]
     assert len(given_up) == row["rows/dead"] and all(words in text for text in given_up), given_up
+    kind = {"raises": "raised", "hangs": "timeout", "exits": "exited", "eats": "memory", "nan": "invalid"}[how]
+    certificate = read_certificate(tmp_path / "runs" / "test")
+    assert certificate is not None and certificate == job.certificate
+    assert certificate.rows_dead == certificate.rows_redelivered == row["rows/dead"]
+    assert certificate.reward_failures == {kind: 2 * row["rows/dead"]}
+    assert bool(certificate.reward_timeouts) == bool(certificate.voided) == (how == "hangs")
+
+
+def test_a_step_of_which_every_row_is_given_up_is_skipped(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def score(sample):\n    return float('nan')\n")
+    job, said = run_inline(small(run={"steps": 1}, reward={"scorer": {"path": f"{tmp_path / 'bad.py'}:score"}}))
+    assert [text for text in said if "skipped" in text] == [
+        "step 0 is skipped, the weights stay as they are: nothing was left to train on"
+    ]
+    certificate = job.certificate
+    assert certificate is not None and (certificate.steps, certificate.rows_dead, certificate.skipped_updates) == (1, 16, 1)
+    assert (certificate.max_spans, certificate.overlapped_steps, certificate.voided) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("empty", "the response is empty"), ("nan", "log-prob of token 0 of the response is nan")]
+)
+def test_a_response_that_cannot_be_trained_on_costs_its_row_and_is_named(
+    small: Small, tmp_path: Path, how: str, words: str
+) -> None:
+    (tmp_path / "engine.py").write_text(BAD_ENGINE)
+    tree = small(run={"steps": 1}, rollout={"engine": {"path": f"{tmp_path / 'engine.py'}:Sometimes", "how": how}})
+    job, said = run_inline(tree)
+    assert (job.rows[0]["rows/dead"], job.rows[0]["rows/trained"]) == (4, 12)  # sample 1 of each of 4 groups
+    given_up = [text for text in said if "given up" in text]
+    assert len(given_up) == 4 and all(words in text for text in given_up), given_up
 
 
 def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(small: Small, tmp_path: Path) -> None:
@@ -184,6 +243,8 @@ def ends_in_order(command: subprocess.Popen[str], run_dir: Path) -> None:
     assert "interrupted" in output
     AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert (run_dir / "report.html").stat().st_size > 1000
+    certificate = read_certificate(run_dir)
+    assert certificate is not None and 0 < certificate.steps < certificate.planned_steps == 500 and not certificate.voided
     assert not processes_of(run_dir)
 
 

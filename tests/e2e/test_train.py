@@ -51,11 +51,26 @@ def test_ends_well_and_leaves_everything(finished: tuple[Path, subprocess.Comple
     assert command.returncode == 0, command.stderr
     steps = [line for line in command.stdout.splitlines() if line.startswith("step ")]
     assert len(steps) == 3 and "reward" in steps[0] and "TPSPD" in steps[0] and "staleness" in steps[0]
-    for name in ("config.yaml", "metrics.jsonl", "eval.jsonl", "trace.json", "samples.jsonl", "report.html", "model/config.json"):
+    files = ("config.yaml", "metrics.jsonl", "eval.jsonl", "trace.json", "samples.jsonl", "report.html", "certificate.json")
+    for name in (*files, "model/config.json"):
         assert (run_dir / name).stat().st_size > 0, name
+    assert not (run_dir / "fingerprints.jsonl").exists()
     assert any((run_dir / "tensorboard").iterdir())
     assert not processes_of(run_dir)
     assert not Path(json.loads((run_dir / "job.json").read_text())["weights_dir"]).exists()
+
+
+def test_the_certificate_holds_and_is_shown(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run_dir, command = finished
+    certificate = json.loads((run_dir / "certificate.json").read_text())
+    overlapped = certificate.pop("overlapped_steps")
+    assert certificate == {
+        "schedule": "periodic", "steps": 3, "planned_steps": 3, "max_staleness": 0, "max_spans": 1, "rows_redelivered": 0,
+        "rows_dead": 0, "reward_timeouts": 0, "reward_failures": {}, "skipped_updates": 0, "is_deterministic": True, "voided": [],
+    }  # fmt: skip
+    assert 0 <= overlapped <= 3
+    line = "on-policy certificate holds (periodic, 3 of 3 steps; staleness 0, spans per row 1,"
+    assert line in command.stdout and line in (run_dir / "report.html").read_text()
 
 
 def test_metrics_have_one_row_per_step_and_every_name(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -65,7 +80,7 @@ def test_metrics_have_one_row_per_step_and_every_name(finished: tuple[Path, subp
         assert not [name for name in NAMES if name not in row]
         assert not [name for name in row if name != "step" and metric_key(name) not in DEFINITIONS]
         assert {name for name in DEFINITIONS if name.startswith("queue/")} <= {metric_key(name) for name in row}
-        assert row["rows/trained"] == 32 and row["staleness/max"] == 0 and row["perf/physical_tokens_ratio"] == 1.0
+        assert row["rows/trained"] == 32 and row["staleness/max"] == 0 and 0.3 < row["perf/physical_tokens_ratio"] < 0.9
         assert 0 < row["perf/train_startup_seconds"] < row["perf/step_seconds"]
     evaluations = rows(finished[0] / "eval.jsonl")
     assert [row["step"] for row in evaluations] == [0, 3]

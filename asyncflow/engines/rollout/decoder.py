@@ -1,6 +1,6 @@
 """One decoder for the Qwen2, Qwen3 and Llama families, made for generation: no autograd, no modules, no transformers.
 
-    config.json -> DecoderConfig (refuses what it does not know) -> Decoder: weight buffers, key/value cache, prefill, decode
+    DecoderConfig (config.py) -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
 
 The active slots of the cache are always 0 .. N-1, so a decode step has a row for each and gathers nothing.
 
@@ -8,18 +8,15 @@ On one CPU thread the bits of a row do not depend on its neighbours: buffers are
 `MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, and slot_cache.py sums each slot by itself.
 
 T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
-L = keys,
-E = hidden size, F = feed-forward size, V = vocabulary.
+L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,124 +24,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asyncflow.engines.rollout.slot_cache import SlotCache
+from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
+from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
 from asyncflow.types import Array
 
 MIN_ROWS = 4
-ROW_STEP = 8  # decode steps come in multiples of it, at least MIN_ROWS
 PACKED_ROWS = 64  # the number of rows for which oneDNN chooses the order of a packed weight; any number may come
-
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-READ = {
-    *SIZES,
-    *("model_type", "architectures", "layer_types", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias"),
-    *("tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
-}
-# Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
-FIXED = {"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False, "partial_rotary_factor": 1.0}
-HARMLESS = {
-    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "attention_dropout", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),
-    *("output_attentions", "output_hidden_states", "return_dict"),
-}
-ROPE_SCALING = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecoderConfig:
-    """The part of a Hugging Face `config.json` that determines the computation."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    qk_norm: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    rope: Mapping[str, Any]
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
-        """From the fields of a `config.json`; `ValueError` naming the first one that this decoder does not implement."""
-        family = fields.get("model_type")
-        if family not in ARCHITECTURES:
-            raise ValueError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
-        for name, value in fields.items():
-            if name in FIXED and value not in (None, FIXED[name]):
-                raise ValueError(f"config field {name} = {value!r} is not implemented (only {FIXED[name]!r})")
-            # None is how a config says that a feature is absent.
-            if name not in READ | FIXED.keys() | HARMLESS and value is not None:
-                raise ValueError(f"unknown config field {name} = {value!r}: it could change the computation")
-        if fields.get("architectures") not in (None, [ARCHITECTURES[family]]):
-            raise ValueError(f"config field architectures = {fields['architectures']!r} is not [{ARCHITECTURES[family]!r}]")
-        if set(fields.get("layer_types") or ()) - {"full_attention"}:
-            raise ValueError(f"config field layer_types = {fields['layer_types']!r}: only full_attention is implemented")
-        if family == "llama" and fields.get("sliding_window") is not None:
-            raise ValueError("config field sliding_window is not implemented for llama")
-        sizes: dict[str, Any] = {name: fields.get(name) for name in SIZES}
-        if family == "llama" or "num_key_value_heads" in fields:
-            sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"config field {name} = {value!r} is not a positive integer")
-        default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_attention_heads"]
-        attention_bias = bool(fields.get("attention_bias"))
-        if (attention_bias and family == "qwen2") or (fields.get("mlp_bias") and family != "llama"):
-            raise ValueError(f"config fields attention_bias and mlp_bias are not those of {family}")
-        return cls(
-            **sizes,
-            head_dim=fields.get("head_dim") or default_head_dim,
-            rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=fields.get("max_position_embeddings", 2048),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
-            qk_norm=family == "qwen3",
-            qkv_bias=attention_bias or family == "qwen2",
-            output_bias=attention_bias,
-            mlp_bias=bool(fields.get("mlp_bias")),
-            rope=_rope_fields(fields),
-        )
-
-
-def _rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope_theta`, `rope_type` and the scaling's own numbers, from either spelling (`rope_parameters` since transformers 5)."""
-    rope = {"rope_theta": fields.get("rope_theta") or 10000.0, **(fields.get("rope_scaling") or {})}
-    rope |= fields.get("rope_parameters") or {}
-    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if kind not in ROPE_SCALING:
-        raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(ROPE_SCALING)}")
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rope parameter partial_rotary_factor is not implemented")
-    expected = {"rope_theta", "rope_type"} | ROPE_SCALING[kind]
-    if rope.keys() != expected:
-        raise ValueError(f"rope parameters {sorted(rope)} are not {sorted(expected)}, those of {kind!r}")
-    return rope
-
-
-def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:
-    """Radians per position of each pair of dimensions: float32 [D / 2]; `llama3` as in Llama 3.1's reference code."""
-    frequency = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if rope["rope_type"] == "default":
-        return frequency
-    scaled = frequency / rope["factor"]
-    if rope["rope_type"] == "linear":
-        return scaled
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * scaled + smooth * frequency
 
 
 class Linear:
@@ -169,19 +54,13 @@ class Linear:
         fused = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
         return torch.ops.mkldnn._reorder_linear_weight(fused, PACKED_ROWS)
 
-    def __call__(self, x: Tensor, plus: Tensor | None = None, *, packed: bool) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]; `plus` [rows, outputs] is added. `packed`: from the packed copy, if there can be one.
-
-        oneDNN keeps 0.7 MB of code for every number of rows that it has seen, so only passes of few different sizes may ask for it.
-        """
-        if not (packed and self._is_packable):
-            y = F.linear(x, self.weight, self.bias)
-            return y if plus is None else y.add_(plus)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
+        if not self._is_packable:
+            return F.linear(x, self.weight, self.bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
-        if plus is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, plus, self.packed, self.bias, "add")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -241,7 +120,7 @@ class Decoder:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            num_slots=num_slots + -num_slots % ROW_STEP,
+            num_slots=padded(num_slots),
             max_context=max_context,
             like=self.norm,
         )
@@ -319,67 +198,94 @@ class Decoder:
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[tuple[int, int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys go to `count` slots from `first`: `(first, count)`."""
-        offsets = np.cumsum([0, *(len(p) for p in prompts)])
-        padding = max(0, MIN_ROWS - int(offsets[-1]))
-        tokens = np.concatenate([*prompts, np.zeros(padding, np.int64)])
-        positions = np.concatenate([*(np.arange(len(p)) for p in prompts), np.zeros(padding, np.int64)])
-        pieces = [(slice(int(a), int(b)), *where) for a, b, where in zip(offsets[:-1], offsets[1:], slots, strict=True)]
+        lengths = np.array([len(p) for p in prompts])
+        ends = np.cumsum(lengths)
+        num_tokens = int(ends[-1])
+        inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        places = self.cache.places(np.repeat([first for first, _ in slots], lengths), positions)
+        pieces = [slice(end - length, end) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+        attended_THD: Tensor | None = None
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            attended_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
-            for piece, first, count in pieces:
-                self.cache.fill(layer, k_TKD[piece], v_TKD[piece], first, count)
+            nonlocal attended_THD
+            self.cache.store(layer, places, k_TKD[:num_tokens], v_TKD[:num_tokens])
+            attended_THD = q_THD.new_zeros(q_THD.shape) if attended_THD is None else attended_THD
+            for piece in pieces:
                 attended_THD[piece] = causal_attention(q_THD[piece], k_TKD[piece], v_TKD[piece])
             return attended_THD.flatten(1)
 
-        last = [piece.stop - 1 for piece, _, _ in pieces]
-        return self._forward(tokens, positions, attend, last + last[-1:] * (MIN_ROWS - len(last)))[: len(last)]
+        last = np.append(ends - 1, np.full(padded(len(ends)) - len(ends), ends[-1] - 1))
+        tokens = np.concatenate([*prompts, inert])
+        logits_PV = self._forward(tokens, np.append(positions, inert), attend, last)[: len(prompts)]
+        for length, (first, count) in zip(lengths.tolist(), slots, strict=True):
+            self.cache.copy(first, first + 1, count - 1, length)
+        return logits_PV
 
     def decode(self, tokens: Array, positions: Array) -> Tensor:
         """Logits (float32 [N, V]) after one more token of slots 0 .. N-1 (int64 [N]), at its position (int64 [N])."""
         num_rows = len(tokens)
-        inert = np.zeros(-num_rows % ROW_STEP, np.int64)  # they write into slots that are free
+        inert = np.zeros(padded(num_rows) - num_rows, np.int64)  # they write into slots that are free
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
         step, scale = self.cache.step(positions), self.config.head_dim**-0.5
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            return self.cache.attend(layer, step, q_NHD * scale, k_NKD, v_NKD)
+            self.cache.store(layer, step.new, k_NKD, v_NKD)
+            return self.cache.attend(layer, step, q_NHD * scale)
 
-        return self._forward(tokens, positions, attend, packed=True)[:num_rows]
+        return self._forward(tokens, positions, attend)[:num_rows]
 
-    def _forward(
-        self, tokens: Array, positions: Array, attend: Attend, wanted: list[int] | None = None, *, packed: bool = False
-    ) -> Tensor:
-        """Logits (float32 [T, V]); of the tokens `wanted` alone, if given: the others stop when the last layer has their keys."""
+    def _forward(self, tokens: Array, positions: Array, attend: Attend, wanted_P: Array | None = None) -> Tensor:
+        """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""
         c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
         positions_T = torch.from_numpy(positions).to(self.device)
         cos_T1D, sin_T1D = self._cos_LD[positions_T].unsqueeze(1), self._sin_LD[positions_T].unsqueeze(1)
         x_TE = self.embedding[torch.from_numpy(tokens).to(self.device)]
         for index, layer in enumerate(self.layers):
-            h_TE = F.rms_norm(x_TE, (c.hidden_size,), layer.input_norm, c.rms_norm_eps)
-            qkv = layer.qkv(h_TE, packed=packed).view(len(x_TE), -1, c.head_dim)
+            h_TE = rms_norm(x_TE, layer.input_norm, c.rms_norm_eps)
+            qkv = layer.qkv(h_TE).view(len(x_TE), -1, c.head_dim)
             qk = qkv[:, :num_qk]
             if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (c.head_dim,), None, c.rms_norm_eps) * layer.qk_norm
-            qk = (qk * cos_T1D).addcmul_(qk.roll(c.head_dim // 2, -1), sin_T1D)
+                qk = rms_norm(qk, layer.qk_norm, c.rms_norm_eps)
+            qk = (qk * cos_T1D).add_(qk.roll(c.head_dim // 2, -1).mul_(sin_T1D))
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
-            if wanted is not None and layer is self.layers[-1]:
-                x_TE, attended = x_TE[wanted], attended[wanted]
-            x_TE = layer.output(attended, x_TE, packed=packed)
-            h_TE = F.rms_norm(x_TE, (c.hidden_size,), layer.mlp_norm, c.rms_norm_eps)
-            gate, up = layer.gate_up(h_TE, packed=packed).chunk(2, -1)
-            x_TE = layer.down(F.silu(gate).mul_(up), x_TE, packed=packed)
-        h_TE = F.rms_norm(x_TE, (c.hidden_size,), self.norm, c.rms_norm_eps)
-        return self.lm_head(h_TE, packed=packed).float()
+            if wanted_P is not None and layer is self.layers[-1]:
+                x_TE, attended = (x[torch.from_numpy(wanted_P).to(self.device)] for x in (x_TE, attended))
+            x_TE = layer.output(attended).add_(x_TE)
+            h_TE = rms_norm(x_TE, layer.mlp_norm, c.rms_norm_eps)
+            gate, up = layer.gate_up(h_TE).chunk(2, -1)
+            x_TE = layer.down(F.silu(gate).mul_(up)).add_(x_TE)
+        h_TE = rms_norm(x_TE, self.norm, c.rms_norm_eps)
+        return self.lm_head(h_TE).float()
+
+
+def padded(rows: int) -> int:
+    """The rows of a pass over `rows` tokens or prompts: a multiple of `MIN_ROWS` up to 64, then one of 4 from each power of 2 to the next.
+
+    oneDNN keeps 0.6 MB of code for every product and number of rows that it has seen, so they must be few.
+    """
+    step = MIN_ROWS if rows <= 64 else 1 << (rows - 1).bit_length() >> 3
+    return rows + -rows % step
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension in float32, rounded to the dtype of `x`, then times `weight`."""
+    x_float = x.float()
+    scale = x_float.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (x_float * scale).to(x.dtype).mul_(weight)
 
 
 def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
-    """Attention [L, H, D] of one prompt to itself."""
-    group = q_LHD.shape[1] // k_LKD.shape[1]
-    q = q_LHD.transpose(0, 1).contiguous()
-    k, v = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_LKD, v_LKD))
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0].transpose(0, 1)
+    """Attention [L, H, D] of one prompt to itself.
+
+    The copies are aligned however the prompt lies among others, and padded to whole vectors: the kernel rounds the keys behind the
+    last whole vector otherwise, so that a prompt alone and the same one in a longer sequence would differ.
+    """
+    length, num_heads, _ = q_LHD.shape
+    q, k, v = (F.pad(x.transpose(0, 1), (0, 0, 0, -length % BLOCK))[None] for x in (q_LHD, k_LKD, v_LKD))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads != k.shape[1])
+    return attended[0, :, :length].transpose(0, 1)
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:

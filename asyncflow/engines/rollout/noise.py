@@ -44,6 +44,26 @@ def inverse_cdf(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     return torch.searchsorted(cdf_NV, torch.minimum(quantile_N1, below_total_N1), right=True).squeeze(-1)
 
 
+def draw_tokens(logits_NV: Tensor, temperatures_N: Array, uniforms_N: Array) -> tuple[Array, Array]:
+    """Tokens (int64 [N]) and their log-probs (float32 [N]), temperature applied; at temperature 0 the likeliest, as if at 1."""
+    is_greedy = temperatures_N == 0
+    temperatures = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_N)).to(logits_NV.device)
+    logits_NV = logits_NV / temperatures[:, None]
+    # `torch.logsumexp` in its own steps: training takes log-probs by it, so both round alike.
+    most_N1 = logits_NV.amax(-1, keepdim=True)
+    weights_NV = (logits_NV - most_N1).exp_()
+    lse_N1 = weights_NV.sum(-1, keepdim=True).log_().add_(most_N1)
+    if is_greedy.all():
+        tokens_N = logits_NV.argmax(-1)
+    else:
+        tokens_N = inverse_cdf(weights_NV, torch.from_numpy(uniforms_N).to(logits_NV.device))
+        tokens_N.clamp_(max=logits_NV.shape[1] - 1)  # only where the logits are not finite: the log-prob tells the caller
+        if is_greedy.any():
+            tokens_N = torch.where(torch.from_numpy(is_greedy).to(logits_NV.device), logits_NV.argmax(-1), tokens_N)
+    logprobs_N = (logits_NV.gather(1, tokens_N[:, None]) - lse_N1).squeeze(1)
+    return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
+
+
 def _mix(z: Array) -> Array:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijection of uint64, every output bit of which mixes all."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -8,8 +8,8 @@ values key by key (BLOCK rows of D). So both halves of attention are weighted su
 It streams ragged rows, where `bmm` would multiply many tiny padded matrices (two to four times slower with keys in the cache, and
 more so in bfloat16). Each sum runs in order over its own rows: the bits of a slot do not depend on the others.
 
-N = slots in a step, H = query heads, K = key/value heads, D = head size, L = keys, B = blocks of the longest slot, M = (slot, head,
-block) triples that exist.
+T = tokens that are stored, N = slots in a step, H = query heads, K = key/value heads, D = head size, L = keys, B = blocks of the
+longest slot, M = (slot, head, block) triples that exist.
 """
 
 from __future__ import annotations
@@ -27,17 +27,25 @@ BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Where one decode step reads and writes: the same for every layer."""
+class Places:
+    """Where tokens lie in the cache of any layer."""
 
-    new_keys: Tensor  # int64 [N * K * D]: elements of a layer's keys that the new tokens set
-    new_values: Tensor  # int64 [N * K]: rows of a layer's values
-    key_rows: Tensor  # int64 [M, D]: rows of the keys of each block
-    value_rows: Tensor  # int64 [M * BLOCK]: rows of the values of each block
-    value_offsets: Tensor  # int64 [N * H]: where the blocks of each slot and head begin in `value_rows`
+    keys: Tensor  # int64 [T * K * D]: elements of the layer's keys
+    values: Tensor  # int64 [T * K]: rows of its values
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where one decode step writes and reads: the same for every layer. Rows to read are int32, half as many bytes as int64."""
+
+    new: Places
+    key_rows: Tensor  # int32 [M * D]: rows of the keys of each block
+    key_offsets: Tensor  # int32 [N * H * B]: where each block begins in `key_rows`; a block that does not exist has no rows
+    value_rows: Tensor  # int32 [M * BLOCK]: rows of the values of each block
+    value_offsets: Tensor  # int32 [N * H]: where the blocks of each slot and head begin in `value_rows`
     heads: Tensor  # int64 [M]: the row of [N * H] that a block belongs to
-    places: Tensor  # int64 [M]: the row of [N * H * B] that a block is
-    mask_NL: Tensor  # 0, or -inf beyond a slot's last key
+    blocks: Tensor  # int64 [M]: the row of [N * H * B] that a block is
+    mask_N1L: Tensor  # 0, or -inf beyond a slot's last key
 
 
 class SlotCache:
@@ -58,59 +66,59 @@ class SlotCache:
         used = self.tensor[:, :, :, :, : -(-length // BLOCK)]
         used[:, :, first : first + count] = used[:, :, source : source + 1]
 
-    def fill(self, layer: int, k_LKD: Tensor, v_LKD: Tensor, first: int, count: int) -> None:
-        """The keys and values of one layer from position 0 on, for slots `first` .. `first + count - 1`."""
-        blocks = -(-len(k_LKD) // BLOCK)
-        padding = (0, 0, 0, 0, 0, blocks * BLOCK - len(k_LKD))
-        keys, values = (F.pad(x, padding).view(blocks, BLOCK, self._kv_heads, -1) for x in (k_LKD, v_LKD))
-        slots = self.tensor[layer, :, first : first + count, :, :blocks]
-        slots[0] = keys.permute(2, 0, 3, 1).flatten(2)
-        slots[1] = values.permute(2, 0, 1, 3).flatten(2)
+    def places(self, slots: Array, positions: Array) -> Places:
+        """Those of tokens at `positions` (int64 [T]) of `slots` (int64 [T])."""
+        heads, dims = np.arange(self._kv_heads), np.arange(self._head_dim)
+        blocks_TK = (slots[:, None] * self._kv_heads + heads) * self._blocks + (positions // BLOCK)[:, None]
+        lanes_T1 = (positions % BLOCK)[:, None]
+        keys_TKD = (blocks_TK[:, :, None] * self._head_dim + dims) * BLOCK + lanes_T1[:, :, None]
+        return Places(self._on_device(keys_TKD), self._on_device(blocks_TK * BLOCK + lanes_T1))
+
+    def store(self, layer: int, places: Places, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """The keys and values of one layer for the tokens at `places`."""
+        keys, values = self.tensor[layer].view(2, -1)
+        keys.scatter_(0, places.keys, k_TKD.reshape(-1))
+        values.view(-1, self._head_dim).index_copy_(0, places.values, v_TKD.flatten(0, 1))
 
     def step(self, positions: Array) -> Step:
         """The step in which slots 0 .. N-1 get a key at `positions` (int64 [N]) and attend to all that they have."""
         num_rows, group = len(positions), self._heads // self._kv_heads
-        block, lane = positions // BLOCK, positions % BLOCK
-        most = int(block.max()) + 1
-        dims, lanes = np.arange(self._head_dim), np.arange(BLOCK)
-        first_block = np.arange(num_rows * self._kv_heads) * self._blocks  # of each slot and key head
-
-        new_blocks = first_block + block.repeat(self._kv_heads)
-        new_lanes = lane.repeat(self._kv_heads)
-        places = np.flatnonzero(np.repeat(np.arange(most) <= block[:, None], self._heads, axis=0))
-        heads = places // most
-        blocks = first_block[heads // group] + places % most
-        offsets = np.zeros(num_rows * self._heads, np.int64)
-        np.cumsum(np.repeat(block + 1, self._heads)[:-1] * BLOCK, out=offsets[1:])
-        mask = np.where(np.arange(most * BLOCK) > positions[:, None], np.float32(-np.inf), np.float32(0))
-        on_device = self._on_device
+        counts_N = positions // BLOCK + 1
+        most = int(counts_N.max())
+        exists_NHB = np.repeat(np.arange(most) < counts_N[:, None], self._heads, axis=0)
+        blocks = np.flatnonzero(exists_NHB)
+        heads = blocks // most
+        blocks_M1 = ((heads // group) * self._blocks + blocks % most)[:, None]  # in the cache
+        mask_NL = np.where(np.arange(most * BLOCK) > positions[:, None], np.float32(-np.inf), np.float32(0))
         return Step(
-            new_keys=on_device(((new_blocks[:, None] * self._head_dim + dims) * BLOCK + new_lanes[:, None]).ravel()),
-            new_values=on_device(new_blocks * BLOCK + new_lanes),
-            key_rows=on_device(blocks[:, None] * self._head_dim + dims),
-            value_rows=on_device((blocks[:, None] * BLOCK + lanes).ravel()),
-            value_offsets=on_device(offsets),
-            heads=on_device(heads),
-            places=on_device(places),
-            mask_NL=on_device(mask).to(self.tensor.dtype),
+            new=self.places(np.arange(num_rows), positions),
+            key_rows=self._on_device((blocks_M1 * self._head_dim + np.arange(self._head_dim)).astype(np.int32)),
+            key_offsets=self._on_device((_begins(exists_NHB.ravel()) * self._head_dim).astype(np.int32)),
+            value_rows=self._on_device((blocks_M1 * BLOCK + np.arange(BLOCK)).astype(np.int32)),
+            value_offsets=self._on_device((_begins(np.repeat(counts_N, self._heads)) * BLOCK).astype(np.int32)),
+            heads=self._on_device(heads),
+            blocks=self._on_device(blocks),
+            mask_N1L=torch.from_numpy(mask_NL[:, None]).to(self.tensor),
         )
 
-    def attend(self, layer: int, step: Step, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        """Store the new keys and values, then attention [N, H * D] of each query (already scaled) to its slot's keys."""
+    def attend(self, layer: int, step: Step, q_NHD: Tensor) -> Tensor:
+        """Attention [N, H * D] of one query for each slot (already scaled) to the slot's keys."""
         keys, values = self.tensor[layer].view(2, -1)
-        keys[step.new_keys] = k_NKD.reshape(-1)
-        values = values.view(-1, self._head_dim)
-        values.index_copy_(0, step.new_values, v_NKD.flatten(0, 1))
-
         q_MD = q_NHD.reshape(-1, self._head_dim).index_select(0, step.heads)
-        scores = F.embedding_bag(step.key_rows, keys.view(-1, BLOCK), mode="sum", per_sample_weights=q_MD)
-        num_rows, num_keys = step.mask_NL.shape
-        scores_NHL = scores.new_zeros(num_rows, self._heads, num_keys)
-        scores_NHL.view(-1, BLOCK).index_copy_(0, step.places, scores)
-        weights_NHL = scores_NHL.add_(step.mask_NL[:, None]).softmax(-1)
-        weights = weights_NHL.view(-1, BLOCK).index_select(0, step.places).view(-1)
-        attended = F.embedding_bag(step.value_rows, values, step.value_offsets, mode="sum", per_sample_weights=weights)
-        return attended.view(num_rows, -1)
+        scores_NHL = _sums(keys.view(-1, BLOCK), step.key_rows, step.key_offsets, q_MD).view(*q_NHD.shape[:2], -1)
+        weights_NHL = scores_NHL.add_(step.mask_N1L).softmax(-1)
+        weights = weights_NHL.view(-1, BLOCK).index_select(0, step.blocks)
+        return _sums(values.view(-1, self._head_dim), step.value_rows, step.value_offsets, weights).view(len(q_NHD), -1)
 
     def _on_device(self, array: Array) -> Tensor:
-        return torch.from_numpy(array).to(self.tensor.device)
+        return torch.from_numpy(array.ravel()).to(self.tensor.device)
+
+
+def _begins(counts: Array) -> Array:
+    """Where pieces of these lengths begin when they lie one after another."""
+    return np.cumsum(counts) - counts
+
+
+def _sums(table: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of `rows` of `table`: one for each piece of them that begins at an offset, 0 for an empty piece."""
+    return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights.view(-1))

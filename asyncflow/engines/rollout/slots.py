@@ -3,11 +3,12 @@
     generate -> inbox -> [ thread: calls from the inbox; admit + prefill; one decode step for all active slots; ... ] -> responses
 
 consumes: requests (one prompt, several samples), installs and cancellations, in the order in which they were handed in
-waits for: a call, while no slot is active and no sample waits
-is unblocked by: `generate`, `install`, leaving a `generate` early, `close`
+waits for: a call, while it is paused, or no slot is active and no sample waits
+is unblocked by: `generate`, `install`, `resume`, leaving a `generate` early, `close`
 
 Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
-and values that it already has. Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked
+and values that it already has. While the engine is paused, calls run and steps do not.
+Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked
 prefill (a long prompt holds the others up for one pass), preemption (a slot is big enough for prompt and response from the start).
 """
 
@@ -24,17 +25,21 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.decoder import Decoder, DecoderConfig, load_tensors
-from asyncflow.engines.rollout.noise import inverse_cdf, stream_keys, uniforms
+from asyncflow.engines.rollout.config import DecoderConfig
+from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.noise import draw_tokens, stream_keys, uniforms
+from asyncflow.engines.rollout.probe import find_dependence
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array
+
+T = TypeVar("T")
 
 PREFILL_TOKENS = 512  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
 
@@ -55,6 +60,7 @@ class Slots:
 
     def __init__(self, decoder: Decoder, *, num_slots: int, max_context: int, stop_ids: Iterable[int], version: int) -> None:
         self.version = version
+        self.is_paused = False
         self._decoder, self._num_slots = decoder, num_slots
         self._stop_ids = np.array(sorted(stop_ids), np.int64)
         self._waiting: deque[Request] = deque()
@@ -200,22 +206,6 @@ class Slots:
         self._spans.pop()
 
 
-def draw_tokens(logits_NV: Tensor, temperatures_N: Array, uniforms_N: Array) -> tuple[Array, Array]:
-    """Tokens (int64 [N]) and their log-probs (float32 [N]), temperature applied; at temperature 0 the likeliest, as if at 1."""
-    is_greedy = temperatures_N == 0
-    temperatures = torch.from_numpy(np.where(is_greedy, np.float32(1), temperatures_N)).to(logits_NV.device)
-    probs_NV = (logits_NV / temperatures[:, None]).softmax(-1)
-    if is_greedy.all():
-        tokens_N = logits_NV.argmax(-1)
-    else:
-        tokens_N = inverse_cdf(probs_NV, torch.from_numpy(uniforms_N).to(logits_NV.device))
-        tokens_N.clamp_(max=logits_NV.shape[1] - 1)  # only where the logits are not finite: the log-prob tells the caller
-        if is_greedy.any():
-            tokens_N = torch.where(torch.from_numpy(is_greedy).to(logits_NV.device), logits_NV.argmax(-1), tokens_N)
-    logprobs_N = probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log_()
-    return tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
-
-
 class SlotEngine:
     """`RolloutEngine` over `num_slots` slots; the event loop's half. Leaving a `generate` early frees its slots."""
 
@@ -237,7 +227,6 @@ class SlotEngine:
         one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
         """
         self.num_slots, self.max_context = num_slots, max_context
-        self.is_deterministic = device == "cpu" and num_threads == 1
         fields = json.loads((model_path / "config.json").read_text())
         self._vocab_size = fields["vocab_size"]
         self._decoder = decoder = Decoder(
@@ -257,6 +246,14 @@ class SlotEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
         self._thread.start()
+        if device != "cpu":
+            self.why_not_deterministic = f"no bits are promised on {device}"
+        elif num_threads != 1:
+            self.why_not_deterministic = f"{num_threads} threads divide a sum between them: bits are promised for one"
+        else:
+            probe = partial(find_dependence, decoder, num_slots=num_slots, max_context=max_context)
+            self.why_not_deterministic = self._hand_in(probe).result()
+        self.is_deterministic = not self.why_not_deterministic
 
     @property
     def installed_version(self) -> int:
@@ -325,6 +322,19 @@ class SlotEngine:
         self._prepared = (None, None)
         await asyncio.wrap_future(self._hand_in(call))
 
+    async def pause(self) -> None:
+        """See `RolloutEngine`. The step under way is finished first."""
+        await self._set_paused(True)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+        await self._set_paused(False)
+
+    async def _set_paused(self, is_paused: bool) -> None:
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+        await asyncio.wrap_future(self._hand_in(partial(setattr, self._slots, "is_paused", is_paused)))
+
     async def close(self) -> None:
         """See `RolloutEngine`."""
         if not self._is_closed:
@@ -334,20 +344,20 @@ class SlotEngine:
             self._inbox.put(None)
             await asyncio.wrap_future(failed)
 
-    def _hand_in(self, call: Callable[[], None]) -> concurrent.futures.Future[None]:
+    def _hand_in(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have the thread run `call` between two steps, even if nobody awaits the future any more."""
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def settle() -> None:
-            is_awaited, error = future.set_running_or_notify_cancel(), None
+            is_awaited = future.set_running_or_notify_cancel()
             try:
-                call()
-            except Exception as caught:
-                error = caught
-            if is_awaited and error is not None:
-                future.set_exception(error)
-            elif is_awaited:
-                future.set_result(None)
+                result = call()
+            except Exception as error:
+                if is_awaited:
+                    future.set_exception(error)
+            else:
+                if is_awaited:
+                    future.set_result(result)
 
         self._inbox.put(settle)
         return future
@@ -356,7 +366,7 @@ class SlotEngine:
         torch.set_num_threads(num_threads)  # counts for the thread that sets it
         with torch.inference_mode():
             while True:
-                while not self._slots.is_busy or not self._inbox.empty():
+                while self._slots.is_paused or not self._slots.is_busy or not self._inbox.empty():
                     call = self._inbox.get()
                     if call is None:
                         return

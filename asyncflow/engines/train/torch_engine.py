@@ -4,36 +4,39 @@ consumes: micro-batches with a loss, optimiser steps, requests for log-probs and
 waits for: nothing but the call before it (one compute thread, which is also the engine's lock)
 is unblocked by: each call as it comes
 
-    micro-batch -> pack (packing.py) -> model to hidden states (attention.py) -> log-probs (log_probs.py) -> loss -> .grad += sums
-    optim_step  -> .grad / normaliser -> norm, clip -> AdamW -> .grad cleared
+    micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
+                                       +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks (log_probs.py)
+                                                                                                |
+    AdamW <- clip, norm <- sums / normaliser (optim_step) <- gradient sums (accumulate.py) <----+ backward
 
-Parameters, gradient sums and optimiser state are float32 whatever `dtype` says. The model stays in evaluation mode: with dropout
-the ratio of new to old log-probs would not be 1 where the weights are the same.
+Parameters, gradient sums and optimiser state are float32 or more whatever `dtype` says.
 
-Left out: several devices, gradient checkpointing, a reference model, and sums whose bits do not depend on their order.
+Left out: several devices, gradient checkpointing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult
-from asyncflow.engines.train.model.attention import ATTENTION_NAME, check_packable
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
-from asyncflow.engines.train.model.packing import PackedRows, pack_rows
+from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
+from asyncflow.engines.train.model.check_sharing import check_sharing
+from asyncflow.engines.train.model.log_probs import log_probs_and_entropy, token_local_loss
+from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.model.tri_model import OLD_MODELS, OLDS, Old, TriModel
 from asyncflow.threads import ComputeThread
-from asyncflow.types import Array, LossFunction, Ragged, TokenBatch, UserError
+from asyncflow.types import Array, LossSums, Objective, Ragged, TokenBatch, UserError
 
-# P packed tokens, T response tokens, R rows, H hidden elements, V tokens of the vocabulary.
+# T response tokens, C tokens of a chunk, R rows.
 
 
 class TorchEngine:
@@ -54,33 +57,48 @@ class TorchEngine:
         dtype: Literal["float32", "bfloat16"] = "float32",
         log_prob_chunk_tokens: int = 1024,
         num_threads: int = 1,
+        accumulate: Literal["exact", "fp32"] = "fp32",
+        old: Old = "current",
+        has_reference: bool = False,
+        frozen_dtype: Literal["float32", "bfloat16"] | None = None,
+        offload: bool = False,
+        check_shared_prompt: bool = True,
     ) -> None:
         """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread.
 
         `learning_rate` rises linearly over the first `warmup_steps` updates and stays. `weight_decay` applies to matrices, not to
         biases and norms. `temperature` is that of the rollout's sampling: the policy's distribution is the one sampled from.
-        `dtype` is that of the matrix products. At most `log_prob_chunk_tokens` rows of logits exist at a time. `seed` is for losses
-        that draw numbers: the engine itself draws none. `num_threads` compute on the CPU.
+        `dtype` is that of the forward and backward passes. At most `log_prob_chunk_tokens` rows of logits exist at a time. `seed`
+        is for losses that draw numbers: the engine itself draws none. `num_threads` compute on the CPU.
+
+        `accumulate`: how gradients add up, see accumulate.py. `old`: see tri_model.py. `has_reference`: keep the model as it is
+        now as the reference. Old policy and reference are kept in `frozen_dtype` (by default `dtype`); `offload`: in host memory.
+        `check_shared_prompt`: the first micro-batch whose prompt is shared is computed unshared, too, and compared.
 
         Raises:
-            UserError: an option lies outside its range, or the model at `model_path` cannot be trained here.
+            UserError: an option lies outside its range, or a model cannot be trained here.
         """
         _check_options(learning_rate, warmup_steps, weight_decay, max_grad_norm, temperature, log_prob_chunk_tokens, dtype, device)
+        if old not in OLDS:
+            raise UserError(f"train.old must be one of {', '.join(OLDS)}, but is {old!r}.")
         self.device = device
-        self._dtype: torch.dtype = getattr(torch, dtype)
         self._learning_rate = learning_rate
         self._warmup_steps = warmup_steps
         self._max_grad_norm = max_grad_norm
-        self._temperature = temperature
         self._chunk_tokens = log_prob_chunk_tokens
+        self._is_to_check = check_shared_prompt
         torch.manual_seed(seed)
-        self._model = _load_model(model_path).to(device).eval()
-        # Each tied weight comes once, under the name that a checkpoint has it by.
-        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        computing: dict[str, Any] = {"device": device, "temperature": temperature, "chunk_tokens": log_prob_chunk_tokens}
+        self._policy = CausalModel(model_path, dtype=getattr(torch, dtype), **computing)
+
+        frozen = partial(FrozenModel, model_path, dtype=getattr(torch, frozen_dtype or dtype), offload=offload, **computing)
+        self._models = TriModel(self._policy, old, frozen() if old in OLD_MODELS else None, frozen() if has_reference else None)
+        self._sums = make_accumulator(accumulate, self._policy.parameters)
+        parameters = list(self._policy.parameters.values())
         self._optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in self._parameters.values() if p.ndim > 1], "weight_decay": weight_decay},
-                {"params": [p for p in self._parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
             ],
             lr=learning_rate,
             betas=betas,
@@ -90,9 +108,13 @@ class TorchEngine:
         # The count holds for GEMMs only when it is set inside the thread that calls them.
         self._thread = ComputeThread("train-engine", setup=lambda: torch.set_num_threads(num_threads))
 
-    async def forward_backward(self, micro_batch: MicroBatch, loss: LossFunction) -> MicroBatchResult:
-        """See `TrainEngine.forward_backward`. `old_logprobs` are the policy's own, detached: the ratio is exactly 1."""
-        return await self._thread.run(self._forward_backward, micro_batch, loss)
+    async def begin_step(self) -> None:
+        """See `TrainEngine.begin_step`."""
+        await self._thread.run(self._models.begin_step)
+
+    async def forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
+        """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt gives other numbers than not sharing it."""
+        return await self._thread.run(self._forward_backward, micro_batch, objective)
 
     async def optim_step(self, normaliser: int) -> OptimResult:
         """See `TrainEngine.optim_step`. Also skipped when nothing was accumulated. Raises `ValueError` if `normaliser` < 1."""
@@ -102,80 +124,102 @@ class TorchEngine:
 
     async def discard(self) -> None:
         """See `TrainEngine.discard`."""
-        await self._thread.run(self._optimizer.zero_grad)
+        await self._thread.run(self._discard)
 
-    async def log_probs(self, micro_batch: MicroBatch) -> Ragged:
-        """See `TrainEngine.log_probs`."""
-        return await self._thread.run(self._log_probs, micro_batch)
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine.log_probs`: under the policy's current weights."""
+        return await self._thread.run(self._policy.response_log_probs, prompt_ids, response_ids)
 
     async def export_weights(self) -> Mapping[str, Tensor]:
         """See `TrainEngine.export_weights`: float32, contiguous; on a CPU engine the weights themselves, not copies."""
         return await self._thread.run(self._export_weights)
 
+    async def fingerprint(self) -> Mapping[str, str]:
+        """See `TrainEngine.fingerprint`."""
+        return await self._thread.run(self._fingerprint)
+
     async def save(self, path: Path) -> None:
         """Write config, generation config and float32 weights; the tokenizer's files are the caller's to copy."""
-        await self._thread.run(self._model.save_pretrained, path)
+        await self._thread.run(self._policy.module.save_pretrained, path)
 
     async def close(self) -> None:
         """See `TrainEngine.close`."""
         self._thread.close()
 
-    def _forward_backward(self, micro_batch: MicroBatch, loss: LossFunction) -> MicroBatchResult:
-        rows = pack_rows(micro_batch.prompt_ids, micro_batch.response_ids, self.device)
-        logprobs_T, entropy_T = self._policy(rows)
-        mask_T = self._tensor(micro_batch.loss_mask.values)
-        sums = loss(
-            TokenBatch(
-                logprobs_T=logprobs_T,
-                old_logprobs_T=logprobs_T.detach(),
-                rollout_logprobs_T=self._tensor(micro_batch.rollout_logprobs.values),
-                ref_logprobs_T=None,
-                entropy_T=entropy_T,
-                advantages_T=self._tensor(micro_batch.advantages)[rows.row_T],
-                mask_T=mask_T,
-                row_T=rows.row_T,
-                num_rows=len(micro_batch.indices),
+    def _forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
+        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self.device)
+        if self._is_to_check and packed.layout.has_prompt:
+            check_sharing(self._policy, micro_batch)
+            self._is_to_check = False
+        ref_T = self._reference_log_probs(micro_batch, packed)
+        rollout_T, mask_T = self._tensor(micro_batch.rollout_logprobs.values), self._tensor(micro_batch.loss_mask.values)
+        old_T, is_policy_T = self._models.old_log_probs(packed, micro_batch, rollout_T)
+        advantages_T = self._tensor(micro_batch.advantages)[packed.row_T]
+        row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
+
+        def part_loss(part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
+            own_C = logprobs_C.detach()
+            return objective.loss(
+                TokenBatch(
+                    logprobs_T=logprobs_C,
+                    old_logprobs_T=own_C if old_T is None else torch.where(is_policy_T[part], own_C, old_T[part]),
+                    rollout_logprobs_T=rollout_T[part],
+                    ref_logprobs_T=None if ref_T is None else ref_T[part],
+                    entropy_T=entropy_C,
+                    advantages_T=advantages_T[part],
+                    mask_T=mask_T[part],
+                    row_T=packed.row_T[part],
+                    row_tokens_R=row_tokens_R,
+                )
             )
-        )
-        is_finite = sums.loss.detach().isfinite() & logprobs_T.detach().isfinite().all()
+
+        hidden_TH, head_VH = self._policy.hidden(packed)
+        metrics: Mapping[str, Tensor]
+        if objective.is_token_local:
+            total, metrics, logprobs_T = token_local_loss(
+                hidden_TH, head_VH, packed.targets_T, part_loss, chunk_tokens=self._chunk_tokens
+            )
+        else:
+            logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=self._chunk_tokens)
+            sums = part_loss(slice(None), logprobs_T, entropy_T)
+            total, metrics, logprobs_T = sums.loss, sums.metrics, logprobs_T.detach()
+        return self._backward(packed, total, metrics, logprobs_T, rollout_T, mask_T)
+
+    def _backward(
+        self, packed: Packed, total: Tensor, metrics: Mapping[str, Tensor], logprobs_T: Tensor, rollout_T: Tensor, mask_T: Tensor
+    ) -> MicroBatchResult:
+        """Add the gradient to the step's sums, if loss and log-probs are finite."""
+        is_finite = total.detach().isfinite() & logprobs_T.isfinite().all()
+        differences_T = (logprobs_T - rollout_T).abs().where(mask_T > 0, 0.0)
+        is_equal_T = (logprobs_T == rollout_T) & (mask_T > 0)
         # One transfer for all the numbers: each .item() on its own would wait for the device.
-        numbers = [sums.loss.detach(), mask_T.sum(), is_finite, *sums.metrics.values()]
-        loss_sum, loss_tokens, finite, *metrics = torch.stack([number.double() for number in numbers]).tolist()
+        numbers = [total.detach(), mask_T.sum(), is_finite, is_equal_T.sum(), differences_T.max(), *metrics.values()]
+        known = torch.stack([number.double() for number in numbers]).tolist()
+        loss_sum, loss_tokens, finite, num_equal, difference, *values = known
         if finite:
-            torch.autograd.backward(sums.loss)
+            torch.autograd.backward(total)
+            self._sums.add()
         return MicroBatchResult(
             loss_sum=loss_sum,
             loss_tokens=int(loss_tokens),
-            physical_tokens=rows.num_tokens,
-            metrics=dict(zip(sums.metrics, metrics, strict=True)),
+            physical_tokens=packed.num_tokens,
+            metrics=dict(zip(metrics, values, strict=True)),
             is_finite=bool(finite),
+            logprob_differences=(int(num_equal), difference),
         )
 
-    def _policy(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        """Log-probs (float32 [T], with gradient) and entropies (float32 [T], without) of the response tokens."""
-        with self._precision():
-            hidden_PH = self._model.base_model(
-                input_ids=rows.tokens_P[None],
-                position_ids=rows.positions_P[None],
-                attention_mask=None,
-                use_cache=False,
-                row_lengths=rows.row_lengths,
-            ).last_hidden_state[0]
-            hidden_TH = hidden_PH.index_select(0, rows.predict_T)
-            if self._temperature != 1.0:
-                hidden_TH = hidden_TH / self._temperature
-            head_VH = self._model.get_output_embeddings().weight
-            return log_probs_and_entropy(
-                hidden_TH.to(self._dtype), head_VH.to(self._dtype), rows.targets_T, chunk_tokens=self._chunk_tokens
-            )
+    def _reference_log_probs(self, micro_batch: MicroBatch, packed: Packed) -> Tensor | None:
+        if micro_batch.ref_logprobs is not None:
+            return self._tensor(micro_batch.ref_logprobs.values)
+        return self._models.reference_log_probs(packed)
 
     def _optim_step(self, normaliser: int) -> OptimResult:
+        self._models.before_update()
         learning_rate = self._learning_rate * min(1.0, (self._num_updates + 1) / max(1, self._warmup_steps))
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        gradients = self._sums.gradients(normaliser)
         if not gradients:  # every micro-batch was refused
             return OptimResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
-        torch._foreach_div_(gradients, float(normaliser))
-        grad_norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()
+        grad_norm = order_free_norm(gradients)
         is_finite = math.isfinite(grad_norm)
         if is_finite:
             if grad_norm > self._max_grad_norm:
@@ -184,24 +228,26 @@ class TorchEngine:
                 group["lr"] = learning_rate
             self._optimizer.step()
             self._num_updates += 1
-        self._optimizer.zero_grad()
+        self._sums.clear()
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate, skipped=not is_finite)
 
-    @torch.no_grad()
-    def _log_probs(self, micro_batch: MicroBatch) -> Ragged:
-        rows = pack_rows(micro_batch.prompt_ids, micro_batch.response_ids, self.device)
-        logprobs_T, _ = self._policy(rows)
-        return Ragged(logprobs_T.cpu().numpy(), micro_batch.response_ids.offsets)
+    def _discard(self) -> None:
+        self._models.before_update()  # the version rises all the same
+        self._sums.clear()
 
     def _export_weights(self) -> Mapping[str, Tensor]:
-        return {name: parameter.detach().cpu().contiguous() for name, parameter in self._parameters.items()}
+        return {name: parameter.detach().cpu().contiguous() for name, parameter in self._policy.parameters.items()}
+
+    def _fingerprint(self) -> Mapping[str, str]:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._policy.parameters.items():
+            tensors[f"weights/{name}"] = parameter
+            tensors |= {f"optimizer/{name}/{kind}": state for kind, state in self._optimizer.state[parameter].items()}
+        return {name: hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
     def _tensor(self, values: Array) -> Tensor:
         # Copied: what came off a wire may be read-only, which torch cannot express.
         return torch.tensor(values, dtype=torch.float32, device=self.device)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast(torch.device(self.device).type, self._dtype, enabled=self._dtype != torch.float32)
 
 
 def _check_options(
@@ -226,21 +272,3 @@ def _check_options(
         raise UserError(f"train.dtype must be float32 or bfloat16, but is {dtype!r}.")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"train.device is {device!r}, but PyTorch sees no GPU here: set it to cpu.")
-
-
-def _load_model(path: Path | str) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
-    check_packable(config)
-    disable_progress_bar()
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, output_loading_info=True
-    )
-    # Transformers would fill what is missing with random numbers and warn.
-    if lacking := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
-        raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")
-    if model.get_output_embeddings().bias is not None:
-        raise UserError(f"The model at {path} has a bias on its output layer, which the trainer does not compute.")
-    return model

@@ -92,5 +92,5 @@ def test_log_ratio_ignores_what_is_masked_even_nan() -> None:
 def test_sequence_weights_count_masked_tokens_only() -> None:
     mask_T = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     row_T = torch.tensor([0, 0, 0, 1, 2, 2])
-    weights_T = functional.sequence_weights(mask_T, row_T, num_rows=3)
+    weights_T = functional.sequence_weights(mask_T, row_T, row_tokens_R=torch.tensor([2.0, 1.0, 0.0]))
     assert weights_T.tolist() == [0.5, 0.5, 0.0, 1.0, 0.0, 0.0]

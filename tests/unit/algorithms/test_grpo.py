@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow.algorithms.base import Normaliser
 from asyncflow.algorithms.grpo import GRPO
 from asyncflow.types import TokenBatch, UserError
 
@@ -26,6 +27,7 @@ def random_batch(seed: int = 0) -> TokenBatch:
 
     row_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     logprobs_T = normal(1.0) - 3
+    mask_T = (torch.rand(num_tokens, generator=generator) > 0.2).double()
     return TokenBatch(
         logprobs_T=logprobs_T.clone().requires_grad_(),
         old_logprobs_T=logprobs_T + normal(0.8),
@@ -33,9 +35,9 @@ def random_batch(seed: int = 0) -> TokenBatch:
         ref_logprobs_T=logprobs_T + normal(0.5),
         entropy_T=normal(1.0).abs(),
         advantages_T=torch.tensor([1.5, -0.5, 0.0, -1.0], dtype=torch.float64)[row_T],
-        mask_T=(torch.rand(num_tokens, generator=generator) > 0.2).double(),
+        mask_T=mask_T,
         row_T=row_T,
-        num_rows=len(LENGTHS),
+        row_tokens_R=mask_T.new_zeros(len(LENGTHS)).index_add(0, row_T, mask_T),
     )
 
 
@@ -109,7 +111,20 @@ def test_a_sum_over_micro_batches_is_the_sum_over_the_whole(loss_normaliser: Any
 def rows_of(batch: TokenBatch, rows: range) -> TokenBatch:
     chosen_T = (batch.row_T >= rows.start) & (batch.row_T < rows.stop)
     columns = {name: getattr(batch, name)[chosen_T] for name in FIELDS}
-    return TokenBatch(**columns, row_T=batch.row_T[chosen_T] - rows.start, num_rows=len(rows))
+    return TokenBatch(**columns, row_T=batch.row_T[chosen_T] - rows.start, row_tokens_R=batch.row_tokens_R[rows.start : rows.stop])
+
+
+@pytest.mark.parametrize("normaliser", ["tokens", "sequences"])
+def test_the_loss_is_token_local(normaliser: Normaliser) -> None:
+    algorithm, batch = GRPO(kl_coefficient=0.3, loss_normaliser=normaliser), random_batch(4)
+    whole = algorithm.loss(batch)
+    parts = []
+    for part in (slice(0, 3), slice(3, 4), slice(4, None)):  # cut within rows
+        columns = {name: getattr(batch, name)[part] for name in (*FIELDS, "row_T")}
+        parts.append(algorithm.loss(TokenBatch(**columns, row_tokens_R=batch.row_tokens_R)))
+    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item(), rel=1e-12)
+    for name, value in whole.metrics.items():
+        assert sum(part.metrics[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-12)
 
 
 def test_with_old_equal_to_the_policy_the_gradient_is_minus_the_advantage() -> None:
@@ -134,7 +149,7 @@ def test_the_higher_clip_is_the_upper_one() -> None:
         advantages_T=torch.tensor([-1.0, 1.0]),
         mask_T=ones_T,
         row_T=torch.tensor([0, 1]),
-        num_rows=2,
+        row_tokens_R=ones_T,
     )
     (gradient_T,) = torch.autograd.grad(GRPO(clip_low=0.2, clip_high=0.28).loss(batch).loss, batch.logprobs_T)
     assert gradient_T.tolist() == [0.0, pytest.approx(-1.25)]

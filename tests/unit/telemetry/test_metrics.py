@@ -79,6 +79,7 @@ def test_a_hand_worked_step():
         "rows/trained": 4,
         "rows/dead": 1,
         "rows/filtered": 6,
+        "rows/empty": 0,
         "rows/redelivered": 3,
     }
     assert row == pytest.approx(expected)
@@ -97,6 +98,7 @@ def test_what_is_not_known_is_left_out():
         "rows/trained": 0,
         "rows/dead": 0,
         "rows/filtered": 0,
+        "rows/empty": 0,
         "rows/redelivered": 0,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,11 @@ def meta(group: int, *, step: int = 0, size: int = 2, purpose: str = "train") ->
     return GroupMeta(group, size, step, Interval(step, step), purpose)
 
 
-def consumed(*rows: int, tokens: int = 5, is_finite: bool = True) -> Consumed:
+def consumed(*rows: int, tokens: int = 5, is_finite: bool = True, empty: Iterable[int] = ()) -> Consumed:
     n = len(rows)
     counts = np.zeros(n, np.int64)
     rewards, truncated = np.zeros(n, np.float32), np.zeros(n, np.uint8)
-    return Consumed(list(rows), 3, rewards, counts, truncated, counts, 0.5, tokens, 9, 9, {}, is_finite)
+    return Consumed(list(rows), list(empty), 3, rewards, counts, truncated, counts, counts, 0.5, tokens, 9, 9, {}, is_finite)
 
 
 def dead(*rows: int) -> list[DeadRow]:
@@ -90,6 +91,13 @@ def test_rows_whose_loss_was_not_finite_are_named() -> None:
     ledger.consume(0, consumed(0, 1, is_finite=False))
     ledger.consume(0, consumed(4, 5))
     assert ledger.totals(0).non_finite_rows == [0, 1]
+
+
+def test_a_row_without_a_token_to_train_on_is_no_response_of_the_mean() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0)])
+    ledger.consume(0, consumed(0, 1, empty=[1]))
+    assert ledger.totals(0).sequences == 1
 
 
 def test_steps_commit_in_order_and_once_closed() -> None:

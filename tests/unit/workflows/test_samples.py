@@ -12,7 +12,7 @@ from asyncflow.engines.base import MicroBatchResult, Response
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import Lease, Token
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.types import Batch, GroupMeta, Interval
+from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from asyncflow.workflows import samples
 from asyncflow.workflows.samples import COLUMNS, Prompt
 
@@ -99,8 +99,10 @@ def test_a_token_of_a_version_outside_the_interval_is_refused_naming_the_row() -
 
 @pytest.mark.parametrize(("rows_each", "pieces"), [(1, [[4], [5], [6]]), (2, [[4, 5], [6]]), (3, [[4, 5, 6]]), (9, [[4, 5, 6]])])
 def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces: list[list[int]]) -> None:
-    group = stored(meta(1), response(0, 3), response(1, 1), response(2, 2), prompt_length=5)
-    found = list(samples.micro_batches(group.batch, np.array([4, 5, 6], np.float32), rows_each))
+    m = meta(1, step=4)
+    responses = [response(0, 3, versions=(2, 3)), response(1, 1, versions=(4,)), response(2, 2, versions=(3,))]
+    group = stored(m, *responses, prompt_length=5)
+    found = list(samples.micro_batches(m, group.batch, np.array([4, 5, 6], np.float32), rows_each))
     assert [piece.indices.tolist() for piece in found] == pieces
     for piece in found:
         own = piece.indices - 4
@@ -108,19 +110,56 @@ def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces
         assert [ids[0] for ids in piece.response_ids] == [10 * sample for sample in own]
         assert piece.response_ids.lengths.tolist() == [[3, 1, 2][sample] for sample in own]
         assert piece.loss_mask.lengths.tolist() == piece.rollout_logprobs.lengths.tolist() == piece.response_ids.lengths.tolist()
-        assert piece.prompt_ids.tolist() == [0, 1, 2, 3, 4]
+        assert piece.prompt_ids.tolist() == [0, 1, 2, 3, 4] and piece.ref_logprobs is None
+        assert piece.staleness.tolist() == [[2, 0, 1][sample] for sample in own]
     assert sum(piece.logical_tokens for piece in found) == 3 * 5 + 6
 
 
 def test_what_the_ledger_is_told_adds_up() -> None:
     m = meta(1, step=3)
     group = stored(m, response(0, 3, versions=(1, 3)), response(1, 1, versions=(3,), reason="length"), prompt_length=5)
-    pieces = list(samples.micro_batches(group.batch, np.zeros(2, np.float32), 1))
+    pieces = list(samples.micro_batches(m, group.batch, np.zeros(2, np.float32), 1))
     results = [MicroBatchResult(0.5, 3, 8, {"ratio": 1.0, "a": 2.0}), MicroBatchResult(0.25, 1, 6, {"ratio": 3.0}, is_finite=False)]
     told = samples.consumed(m, group.batch, pieces, results)
     assert told.rows == [4, 5] and told.prompt_length == 5
     assert told.rewards.tolist() == [0.0, 0.5] and told.response_lengths.tolist() == [3, 1] and told.truncated.tolist() == [0, 1]
     assert told.staleness.tolist() == [2, 0]  # from the oldest span
+    assert told.num_spans.tolist() == [2, 1]
     assert (told.loss_sum, told.loss_tokens, told.logical_tokens, told.physical_tokens) == (0.75, 4, 14, 14)
     assert told.metrics == {"ratio": 4.0, "a": 2.0} and told.is_finite is False
     assert samples.consumed(m, group.batch, pieces, results[:1]).is_finite is True
+
+
+def test_a_row_without_a_token_to_train_on_is_told() -> None:
+    m = meta(1)
+    batch = stored(m, response(0, 3), response(1, 2)).batch
+    batch.ragged("loss_mask").values[3:] = 0
+    micros = list(samples.micro_batches(m, batch, np.zeros(2, np.float32), 2))
+    told = samples.consumed(m, batch, micros, [MicroBatchResult(0.5, 3, 8)])
+    assert told.rows == [4, 5] and told.empty_rows == [5]
+
+
+def test_the_reference_as_a_task_adds_a_column_that_training_waits_for_and_cuts_as_training_does() -> None:
+    schema = samples.schema(BITS, 9.0, 2, has_reference_task=True)
+    reference, train = schema.task("reference"), schema.task("train")
+    assert reference.writes == ("ref_logprobs",) and set(reference.writes) <= set(train.reads)
+    m = meta(1)
+    batch = stored(m, response(0, 3), response(1, 1), response(2, 2)).batch
+    responses = batch.ragged("response_ids")
+    parts = [Ragged(p.values / 8, p.offsets) for p in map(responses.take, samples.pieces(3, 2))]
+    added = samples.reference_outputs(batch, parts)
+    whole = Batch(batch.indices, batch.groups, {**batch.columns, **added.columns})
+    for micro in samples.micro_batches(m, whole, np.zeros(3, np.float32), 2):
+        assert micro.ref_logprobs is not None
+        assert [row.tolist() for row in micro.ref_logprobs] == [(row / 8).tolist() for row in micro.response_ids]
+
+
+def test_a_response_that_cannot_be_trained_on_is_told_by_what_is_wrong_with_it() -> None:
+    samples.check_response(response(1, 3))
+    with pytest.raises(samples.UnusableResponse, match="the response is empty"):
+        samples.check_response(response(1, 0))
+    for value in (np.nan, np.inf, -np.inf):
+        bad = response(1, 3)
+        bad.logprobs[2] = value
+        with pytest.raises(samples.UnusableResponse, match=f"token 2 of the response is {value}"):
+            samples.check_response(bad)

@@ -1,8 +1,14 @@
-"""Attention over packed rows: each row attends causally to itself alone, at its own length.
+"""Attention over one packed prompt with its responses: each segment attends causally to itself, and responses to the prompt.
 
-There is no mask of any size: the rows' lengths travel as an extra argument (`row_lengths`) through the model's forward, and each
-row is one causal call. Transformers builds no mask for an implementation that it does not know, and would infer packing from
-position ids only for its own; so what protects a row from its neighbours is this file, and it refuses to run without lengths.
+    prompt              -> prompt, causal
+    response k          -> response k, causal  +  prompt, whole        merged by their log-sum-exp (LSE)
+
+Nothing is padded, there is no mask of any size, and the prompt's keys and values are not copied. Who attends to whom travels as an
+extra argument (`layout`) through the model's forward. Transformers builds no mask for an implementation that it does not know, and
+would infer packing from position ids only for its own; so what protects a response from its neighbours is this file, and it refuses
+to run without a layout or with other positions.
+
+In rows (a prompt for each response) no segment is a prompt for others, and the first part is all there is.
 """
 
 from __future__ import annotations
@@ -11,12 +17,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PretrainedConfig
 
+from asyncflow.engines.train.model.flex import flex_attend
+from asyncflow.engines.train.model.kernels import Kernel, Part, kernel_for
+from asyncflow.engines.train.model.packing import AttentionLayout
 from asyncflow.types import UserError
 
-# P tokens of all rows, H query heads, K key and value heads, D elements per head.
+# P packed tokens, of which S are the responses' behind a shared prompt; H query heads, K key and value heads, D elements per head.
 
 ATTENTION_NAME: Final = "asyncflow_packed"
 
@@ -48,7 +57,8 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    row_lengths: tuple[int, ...] | None = None,
+    layout: AttentionLayout | None = None,
+    position_ids: Tensor | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **_: Any,
@@ -56,19 +66,73 @@ def packed_attention(
     """Transformers' attention interface: the output [1, P, H, D] and no weights.
 
     Raises:
-        ValueError: lengths are missing or do not add up to P, or something is asked for that packed rows do not have.
+        ValueError: the layout is missing or does not make up P, the positions are others, or something is asked for that packed
+            tokens do not have.
     """
-    if row_lengths is None or sum(row_lengths) != query_1HPD.shape[2] or query_1HPD.shape[0] != 1:
-        raise ValueError(f"row_lengths {row_lengths} do not make up the packed tokens {tuple(query_1HPD.shape)}")
+    shape = query_1HPD.shape
+    if layout is None or shape[0] != 1 or not sum(layout.segment_lengths) == shape[2] == key_1KPD.shape[2]:
+        lengths = None if layout is None else layout.segment_lengths
+        raise ValueError(
+            f"the layout's segments {lengths} do not make up the packed tokens {tuple(shape)}, {tuple(key_1KPD.shape)}"
+        )
     if attention_mask is not None or dropout or sliding_window is not None:
         raise ValueError("packed attention has no mask, no dropout and no sliding window")
-    has_shared_heads = query_1HPD.shape[1] != key_1KPD.shape[1]
-    parts = zip(*(x.split_with_sizes(row_lengths, dim=2) for x in (query_1HPD, key_1KPD, value_1KPD)), strict=True)
-    outputs = [
-        scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=has_shared_heads).transpose(1, 2)
-        for q, k, v in parts
-    ]
-    return torch.cat(outputs, dim=1), None
+    # In the first layer alone: the positions are those of all layers, and a comparison waits for the device.
+    if not getattr(module, "layer_idx", 0) and (position_ids is None or not position_ids[0].equal(layout.positions_P)):
+        raise ValueError("position_ids are not those of the layout: give the model the packed positions")
+    query_PHD, key_PKD, value_PKD = (x[0].transpose(0, 1) for x in (query_1HPD, key_1KPD, value_1KPD))
+    kernel = kernel_for(query_PHD.device, query_PHD.dtype)
+    if kernel is None:
+        return flex_attend(query_PHD, key_PKD, value_PKD, layout, scaling)[None], None
+    apply: Any = _PackedAttention.apply  # torch has no types for it
+    return apply(query_PHD, key_PKD, value_PKD, layout, scaling, kernel)[None], None
+
+
+def _merge(own_out_SHD: Tensor, own_lse_SH: Tensor, out_SHD: Tensor, lse_SH: Tensor, lengths: tuple[int, ...]) -> None:
+    """Merge another part's output and LSE into a part's own, in place. In the precision of the LSE."""
+    # On CPU in pieces, so that the bits of a response do not depend on the others: the last elements of a call, which fill no
+    # vector register, are rounded otherwise.
+    sizes = lengths if out_SHD.is_cpu else (len(out_SHD),)
+    for own_out, own_lse, out, lse in zip(
+        *(x.split_with_sizes(sizes) for x in (own_out_SHD, own_lse_SH, out_SHD, lse_SH)), strict=True
+    ):
+        weight = (lse - own_lse).sigmoid_()[..., None]
+        own_out.copy_(torch.lerp(own_out.to(lse.dtype), out.to(lse.dtype), weight))
+        own_lse.copy_(torch.logaddexp(own_lse, lse))
+
+
+class _PackedAttention(torch.autograd.Function):
+    """The softmax over a part's keys weighs exp(lse_part - lse) in the softmax over all of them, lse = log sum exp lse_part.
+
+    The merged output [P, H, D] and its LSE [P, H] are all that the backward needs beside the inputs: see kernels.py.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor, layout: AttentionLayout, scale: float, kernel: Kernel
+    ) -> Tensor:
+        own = Part(layout.segment_lengths, is_causal=True, scale=scale)
+        shared = Part(layout.segment_lengths[1:], is_causal=False, scale=scale)
+        out_PHD, lse_PH = kernel.forward(query_PHD, key_PKD, value_PKD, own)
+        if n := layout.prompt_length:
+            out_SHD, lse_SH = kernel.forward(query_PHD[n:], key_PKD[:n], value_PKD[:n], shared)
+            _merge(out_PHD[n:], lse_PH[n:], out_SHD, lse_SH, layout.segment_lengths[1:])
+        ctx.save_for_backward(query_PHD, key_PKD, value_PKD, out_PHD, lse_PH)
+        ctx.prompt_length, ctx.own, ctx.shared, ctx.kernel = layout.prompt_length, own, shared, kernel
+        return out_PHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        query_PHD, key_PKD, value_PKD, out_PHD, lse_PH = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad_PHD, query_PHD, key_PKD, value_PKD, out_PHD, lse_PH, ctx.own)
+        if n := ctx.prompt_length:
+            shared_grads = ctx.kernel.backward(
+                grad_PHD[n:], query_PHD[n:], key_PKD[:n], value_PKD[:n], out_PHD[n:], lse_PH[n:], ctx.shared
+            )
+            for grad, tokens, shared_grad in zip(grads, (slice(n, None), slice(n), slice(n)), shared_grads, strict=True):
+                grad[tokens] += shared_grad
+        return *grads, None, None, None
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -1,16 +1,23 @@
 """Log-probs of chosen tokens and entropies from hidden states, without ever holding the logits of all tokens.
 
 For a vocabulary of 150,000, the logits of 10,000 tokens are 6 GB in float32, and their gradient as much again. Here the logits
-of a chunk of tokens are made, used and dropped, and made again for the backward.
+of a chunk of tokens are made, used and dropped. Their gradient follows from that of the log-probs, and there are two ways to it:
+
+    token_local_loss           the loss is a sum over tokens: each chunk's loss and gradient are made while its logits are there
+    log_probs_and_entropy      any loss (of whole sequences, say): its gradient comes later, and the logits are made again for it
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from asyncflow.types import LossSums
 
 # T response tokens, C tokens of a chunk, H hidden elements, V tokens of the vocabulary.
 
@@ -18,29 +25,91 @@ from torch.autograd.function import once_differentiable
 def log_probs_and_entropy(hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, *, chunk_tokens: int) -> tuple[Tensor, Tensor]:
     """log softmax(hidden head^T)[target] and the entropy of the softmax in nats, both float32 [T].
 
-    hidden_TH and head_VH share a floating dtype; the softmax is float32. targets_T int64. Only the log-probs carry a gradient, to
-    both hidden states and head. At most `chunk_tokens` rows of logits exist at a time.
+    hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Only the log-probs
+    carry a gradient, to both hidden states and head. At most `chunk_tokens` rows of logits exist at a time.
     """
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
     log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens)
     return log_probs_T, entropy_T
 
 
+def token_local_loss(
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    targets_T: Tensor,
+    loss: Callable[[slice, Tensor, Tensor], LossSums],
+    *,
+    chunk_tokens: int,
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """A loss that is a sum over tokens: the scalar, its metrics summed over the chunks, and the detached log-probs (float32 [T]).
+
+    `loss` is given a slice of T with that chunk's log-probs (a leaf that requires grad) and entropies, both as in
+    `log_probs_and_entropy`, and may use no other chunk's. The scalar carries the gradient to hidden states and head, whose
+    values are there already: it can be run backward once. Without grad mode there is neither.
+    """
+    has_grad = torch.is_grad_enabled() and (hidden_TH.requires_grad or head_VH.requires_grad)
+    dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+    total = hidden_TH.new_zeros((), dtype=dtype)
+    metrics: dict[str, Tensor] = {}
+    log_probs_T = hidden_TH.new_empty(len(hidden_TH), dtype=dtype)
+    grads = (torch.empty_like(hidden_TH), torch.zeros_like(head_VH, dtype=dtype)) if has_grad else None
+    for part in _chunks(len(hidden_TH), chunk_tokens):
+        with torch.no_grad():
+            log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part])
+            log_probs_T[part] = log_probs_C
+        sums = loss(part, log_probs_C.requires_grad_(has_grad), entropy_C)
+        total += sums.loss.detach()
+        for name, value in sums.metrics.items():
+            metrics[name] = metrics[name] + value if name in metrics else value
+        if grads is not None:
+            (grad_C,) = torch.autograd.grad(sums.loss, log_probs_C)
+            with torch.no_grad():
+                grads[0][part] = _backward(grad_C, p_CV, targets_T[part], hidden_TH[part], head_VH, grads[1])
+        del p_CV  # before the next chunk's logits
+    if grads is not None:
+        apply: Any = _KnownGradients.apply
+        total = apply(total, hidden_TH, head_VH, grads[0], grads[1].to(head_VH.dtype))
+    return total, metrics, log_probs_T
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    """As few as fit, of even sizes: a last one of 1 to 3 tokens would be multiplied by another routine, with other bits."""
+    num_chunks = -(-num_tokens // chunk_tokens)
+    ends = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _softmax(hidden_CH: Tensor, head_VH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs [C] of the targets, entropies [C], log-sum-exp [C] and probabilities [C, V]."""
+    logits_CV = hidden_CH @ head_VH.t()
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    lse_C = logits_CV.logsumexp(1)
+    log_probs_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C
+    # H = - sum p log p = lse - sum p logit
+    p_CV = (logits_CV - lse_C[:, None]).exp_()
+    return log_probs_C, lse_C - torch.linalg.vecdot(p_CV, logits_CV), lse_C, p_CV
+
+
+def _backward(grad_C: Tensor, p_CV: Tensor, targets_C: Tensor, hidden_CH: Tensor, head_VH: Tensor, grad_head_VH: Tensor) -> Tensor:
+    """From the gradient of the log-probs to that of the hidden states; adds to that of the head. Overwrites the probabilities.
+
+    d log p[target] / d logits = onehot(target) - p
+    """
+    grad_logits_CV = p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], grad_C[:, None]).to(hidden_CH.dtype)
+    grad_head_VH += grad_logits_CV.t() @ hidden_CH
+    return grad_logits_CV @ head_VH
+
+
 class _ChosenLogProbs(torch.autograd.Function):
-    """d log p[target] / d logits = onehot(target) - p, with p made again from the saved log-sum-exp."""
+    """The log-sum-exp is kept, so that the backward makes logits again but no reduction over them."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
-        log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=torch.float32) for _ in range(3))
-        for begin in range(0, len(hidden_TH), chunk_tokens):
-            part = slice(begin, begin + chunk_tokens)
-            logits_CV = (hidden_TH[part] @ head_VH.t()).float()
-            lse_C = logits_CV.logsumexp(1)
-            log_probs_T[part] = logits_CV.gather(1, targets_T[part, None]).squeeze(1) - lse_C
-            lse_T[part] = lse_C
-            # H = - sum p log p = lse - sum p logit
-            p_CV = (logits_CV - lse_C[:, None]).exp_()
-            entropy_T[part] = lse_C - torch.linalg.vecdot(p_CV, logits_CV)
+        dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
+        log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=dtype) for _ in range(3))
+        for part in _chunks(len(hidden_TH), chunk_tokens):
+            log_probs_T[part], entropy_T[part], lse_T[part], p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part])
+            del p_CV  # before the next chunk's logits
         ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T)
         ctx.chunk_tokens = chunk_tokens
         ctx.mark_non_differentiable(entropy_T)
@@ -51,13 +120,26 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_T: Tensor, _grad_entropy_T: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_TH, head_VH, targets_T, lse_T = ctx.saved_tensors
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        grad_head_VH = torch.zeros_like(head_VH, dtype=torch.float32)
-        for begin in range(0, len(hidden_TH), ctx.chunk_tokens):
-            part = slice(begin, begin + ctx.chunk_tokens)
-            grad_logits_CV = (hidden_TH[part] @ head_VH.t()).float()
-            grad_logits_CV.sub_(lse_T[part, None]).exp_().mul_(-grad_T[part, None])
-            grad_logits_CV.scatter_add_(1, targets_T[part, None], grad_T[part, None])
-            grad_CV = grad_logits_CV.to(hidden_TH.dtype)
-            grad_hidden_TH[part] = grad_CV @ head_VH
-            grad_head_VH += grad_CV.t() @ hidden_TH[part]
+        grad_head_VH = torch.zeros_like(head_VH, dtype=lse_T.dtype)
+        for part in _chunks(len(hidden_TH), ctx.chunk_tokens):
+            p_CV = (hidden_TH[part] @ head_VH.t()).to(lse_T.dtype).sub_(lse_T[part, None]).exp_()
+            grad_hidden_TH[part] = _backward(grad_T[part], p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH)
         return grad_hidden_TH, grad_head_VH.to(head_VH.dtype), None, None
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A scalar whose gradients for hidden states and head were made beside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, hidden_TH: Tensor, head_VH: Tensor, grad_hidden_TH: Tensor, grad_head_VH: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(grad_hidden_TH, grad_head_VH)
+        return total.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+        # In place, since the head's is as large as the head; torch then refuses a second backward.
+        grad_hidden_TH, grad_head_VH = ctx.saved_tensors
+        return None, grad_hidden_TH.mul_(grad), grad_head_VH.mul_(grad), None, None

@@ -1,15 +1,20 @@
-"""Rows end to end: the prompt and one response, unpadded, and then the next row.
+"""One prompt and its responses end to end in one sequence, unpadded; the prompt once for all (shared) or once for each (rows).
 
-    tokens       p p p a a   p p p b b b
-    positions    0 1 2 3 4   0 1 2 3 4 5
-    predict          ^ ^         ^ ^ ^         the positions whose logits are used: one before each response token
+    shared       tokens       p p p   a a   b b b        segments of 3, 2, 3; the responses see the prompt
+                 positions    0 1 2   3 4   3 4 5
+                 predict          ^   ^     ^ ^          the prompt's last position predicts the first token of each response
 
-The first token of a response is predicted by the prompt's last position (papers: the flag on PA 13); the logits at the last
-token of a row are not used.
+    rows         tokens       p p p a a   p p p b b b    segments of 5, 6; none sees another
+                 positions    0 1 2 3 4   0 1 2 3 4 5
+                 predict          ^ ^         ^ ^ ^
+
+The prompt's last position predicts the first token of a response (papers: the flag on PA 13), so in the shared sequence its hidden
+state is used once for each response; the logits at the last token of a response are not used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,49 +23,103 @@ from torch import Tensor
 
 from asyncflow.types import Array, Ragged
 
-# P tokens of all rows, prompts included; T response tokens; R rows.
+LEAST_TOKEN_RATIO = 1.1
+"""Below it a shared prompt saves less than its extra attention calls cost (measured by benchmarks/shared_prompt.py)."""
+
+# P tokens of the packed sequence, prompt or prompts included; T response tokens; R responses; H hidden elements.
 
 
-@dataclass(frozen=True, slots=True)
-class PackedRows:
-    """All int64, on the device of the model. `row_lengths` [R] adds up to P."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayout:
+    """Who attends to whom, for the attention calls of a model's forward, which it reaches as the extra argument `layout`.
+
+    Each segment attends causally to itself. With `has_prompt` the first one is a prompt, which all the others also see whole.
+    """
+
+    segment_lengths: tuple[int, ...]  # add up to P
+    has_prompt: bool
+    positions_P: Tensor  # int64: what the model must be given as position_ids
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the shared prompt; 0 if there is none."""
+        return self.segment_lengths[0] if self.has_prompt else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Tensors are int64, on the device of the model."""
 
     tokens_P: Tensor
-    positions_P: Tensor
-    row_lengths: tuple[int, ...]
-    predict_T: Tensor  # the position in P that predicts a response token; no two are equal
-    targets_T: Tensor  # the response token itself
-    row_T: Tensor  # 0..R-1
+    targets_T: Tensor  # the response tokens, end to end
+    row_T: Tensor  # the response that a token belongs to, 0..R-1
+    layout: AttentionLayout
+    prompt_length: int
+    response_lengths: tuple[int, ...]
+
+    @property
+    def positions_P(self) -> Tensor:
+        return self.layout.positions_P
 
     @property
     def num_tokens(self) -> int:
         """P: tokens that the model computes."""
-        return sum(self.row_lengths)
+        return sum(self.layout.segment_lengths)
+
+    def predicting(self, hidden_PH: Tensor) -> Tensor:
+        """The hidden states [T, H] that predict the response tokens.
+
+        Slices and a concatenation: a gather that takes one row many times adds up that row's gradient in an order that varies from
+        run to run. One split, whose backward is one concatenation, where each slice on its own would fill a gradient of all of P.
+        """
+        if self.layout.has_prompt:
+            sizes = [size for n in (self.prompt_length, *self.response_lengths) for size in (n - 1, 1)]
+            _, last_1H, *rest = hidden_PH.split_with_sizes(sizes)
+            return torch.cat([part for body_BH in rest[::2] for part in (last_1H, body_BH)])
+        sizes = [size for n in self.response_lengths for size in (self.prompt_length - 1, n, 1)]
+        return torch.cat(hidden_PH.split_with_sizes(sizes)[1::3])
 
 
-def pack_rows(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu") -> PackedRows:
-    """Pack the responses (R ragged int64 entries) of one prompt (int64 [Lp]), each with a copy of the prompt.
+def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu", *, is_shared: bool) -> Packed:
+    """Pack the responses (R ragged int64 entries) of one prompt (int64 [Lp]).
+
+    With `is_shared` they share one copy of the prompt, else each has its own. A single response has it anyway.
 
     Raises:
         ValueError: the prompt or a response is empty, so that nothing would predict its first token or be predicted.
     """
-    lengths = responses.lengths
-    if not len(prompt_ids) or not len(lengths) or not lengths.min():
-        raise ValueError(f"cannot pack a prompt of {len(prompt_ids)} tokens with responses of {lengths.tolist()}")
-    row_lengths = len(prompt_ids) + lengths
-    starts = np.cumsum(row_lengths) - row_lengths
-    tokens = np.concatenate([part for response in responses for part in (prompt_ids, response)])
-    positions = np.concatenate([np.arange(n) for n in row_lengths])
-    predict = np.concatenate([np.arange(n) + first for n, first in zip(lengths, starts + len(prompt_ids) - 1, strict=True)])
+    lengths = responses.lengths.tolist()
+    if not len(prompt_ids) or not lengths or not min(lengths):
+        raise ValueError(f"cannot pack a prompt of {len(prompt_ids)} tokens with responses of {lengths}")
+    has_prompt = is_shared and len(lengths) > 1
+    if has_prompt:
+        segments = [prompt_ids, *responses]
+        starts = [0] + [len(prompt_ids)] * len(lengths)
+    else:
+        segments = [np.concatenate([prompt_ids, response]) for response in responses]
+        starts = [0] * len(lengths)
+    positions = np.concatenate([np.arange(start, start + len(s)) for start, s in zip(starts, segments, strict=True)])
 
     def on_device(values: Array) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    return PackedRows(
-        tokens_P=on_device(tokens),
-        positions_P=on_device(positions),
-        row_lengths=tuple(row_lengths.tolist()),
-        predict_T=on_device(predict),
+    return Packed(
+        tokens_P=on_device(np.concatenate(segments)),
         targets_T=on_device(responses.values),
         row_T=on_device(np.repeat(np.arange(len(lengths)), lengths)),
+        layout=AttentionLayout(tuple(len(s) for s in segments), has_prompt, on_device(positions)),
+        prompt_length=len(prompt_ids),
+        response_lengths=tuple(lengths),
     )
+
+
+def pack_thrifty(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu") -> Packed:
+    """Share the prompt where that is worth it: a function of the lengths alone, so that every model computes the same layout."""
+    ratio = token_ratio(len(prompt_ids), responses.lengths.tolist())
+    return pack(prompt_ids, responses, device, is_shared=ratio >= LEAST_TOKEN_RATIO)
+
+
+def token_ratio(prompt_length: int, response_lengths: Sequence[int]) -> float:
+    """Tokens in rows over tokens in the shared sequence: K (Lp + Lr) / (Lp + K Lr) for K responses of equal lengths."""
+    num_response_tokens = sum(response_lengths)
+    return (prompt_length * len(response_lengths) + num_response_tokens) / (prompt_length + num_response_tokens)

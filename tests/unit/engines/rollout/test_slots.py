@@ -237,6 +237,63 @@ async def test_an_install_in_mid_response(saved: tuple[PreTrainedModel, Path]) -
     assert not np.array_equal(after.logprobs, before.logprobs)
 
 
+async def test_pausing_stops_between_steps_and_loses_nothing(saved: tuple[PreTrainedModel, Path]) -> None:
+    _, path = saved
+    async with opened(path) as engine:
+        expected = await responses(engine, range(9), 60)
+        decodes = count_calls(engine._slots._decoder, "decode")
+        async with held_in_step(engine, 20, responses(engine, range(9), 60)) as task:
+            pause = asyncio.create_task(engine.pause())
+        await pause
+        await engine.pause()
+        waiting = asyncio.create_task(responses(engine, [9], 60))  # one that comes while it is paused
+        await asyncio.sleep(0.05)
+        assert len(decodes) == 20 and not task.done() and not waiting.done()
+        await engine.resume()
+        await engine.resume()
+        made = await task
+        assert (await waiting)[9].version_spans.tolist() == [[0, 0]]
+    for sample, response in expected.items():
+        assert np.array_equal(made[sample].logprobs.view(np.int32), response.logprobs.view(np.int32))
+        assert made[sample].version_spans.tolist() == [[0, 0]]
+
+
+async def test_installs_and_cancellations_work_while_paused(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+    async with opened(path) as engine, opened(path) as unpaused:
+        async with held_in_step(engine, 20, responses(engine, [0], 200)) as task:
+            pause = asyncio.create_task(engine.pause())
+        await pause
+        abandoned = asyncio.create_task(responses(engine, [1, 2]))
+        await asyncio.sleep(0)
+        await engine.prepare(7, tensors_of(model, 0.05))
+        await engine.install(7, tensors_of(model, 0.05))
+        abandoned.cancel()
+        assert engine.installed_version == 7 and not task.done()
+        await asyncio.sleep(0)
+        assert engine.free_slots == 5
+        await engine.resume()
+        made = (await task)[0]
+        async with held_in_step(unpaused, 20, responses(unpaused, [0], 200)) as task:
+            install = asyncio.create_task(unpaused.install(7, tensors_of(model, 0.05)))
+        await install
+        expected = (await task)[0]
+    assert made.version_spans.tolist() == expected.version_spans.tolist() == [[0, 0], [21, 7]]
+    assert np.array_equal(made.logprobs, expected.logprobs)
+
+
+async def test_a_paused_engine_closes(saved: tuple[PreTrainedModel, Path]) -> None:
+    async with opened(saved[1]) as engine:
+        await engine.pause()
+        task = asyncio.create_task(responses(engine, [0]))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await asyncio.wait_for(task, 5)
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.pause()
+
+
 async def test_a_prepared_install_gives_the_bits_of_an_unprepared_one(saved: tuple[PreTrainedModel, Path]) -> None:
     """Also when another version was prepared, which must not be taken for it."""
     model, path = saved

@@ -45,6 +45,7 @@ def make_micro_batch() -> Callable[..., MicroBatch]:
             loss_mask=Ragged(mask, responses.offsets),
             rollout_logprobs=Ragged(logprobs, responses.offsets),
             advantages=advantages,
+            staleness=np.zeros(len(lengths), np.int64),
         )
 
     return make

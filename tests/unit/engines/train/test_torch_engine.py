@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.torch_engine import TorchEngine
-from asyncflow.types import LossSums, Ragged, TokenBatch, UserError
+from asyncflow.types import LossSums, TokenBatch, UserError
 
 ModelPath = Callable[[str], Path]
 MakeMicroBatch = Callable[..., MicroBatch]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An objective of a loss function alone."""
+
+    loss: Callable[[TokenBatch], LossSums]
+    is_token_local: bool = True
 
 
 def policy_gradient(batch: TokenBatch) -> LossSums:
@@ -75,7 +84,7 @@ async def test_two_steps_are_those_of_plain_training(model_path: ModelPath, make
     results = []
     for batches, normaliser in zip(steps, [25, 16], strict=True):
         for batch in batches:
-            assert (await engine.forward_backward(batch, policy_gradient)).is_finite
+            assert (await engine.forward_backward(batch, Sum(policy_gradient))).is_finite
         results.append(await engine.optim_step(normaliser))
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-4)
     assert clip > 1 or min(norms) > clip
@@ -98,7 +107,7 @@ async def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
     norms, losses = [], []
     for batches in ([whole], parts):
         engine = TorchEngine(model_path("qwen2-tiny"))
-        losses.append(sum([(await engine.forward_backward(batch, policy_gradient)).loss_sum for batch in batches]))
+        losses.append(sum([(await engine.forward_backward(batch, Sum(policy_gradient))).loss_sum for batch in batches]))
         norms.append((await engine.optim_step(7)).grad_norm)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -113,11 +122,13 @@ def rows_of(batch: MicroBatch, rows: slice) -> MicroBatch:
         loss_mask=batch.loss_mask.take(chosen),
         rollout_logprobs=batch.rollout_logprobs.take(chosen),
         advantages=batch.advantages[rows],
+        staleness=batch.staleness[rows],
     )
 
 
+@pytest.mark.parametrize("is_token_local", [True, False])
 async def test_a_loss_sees_the_micro_batch_and_the_policy_itself_as_old(
-    model_path: ModelPath, make_micro_batch: MakeMicroBatch
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, is_token_local: bool
 ) -> None:
     seen: list[TokenBatch] = []
 
@@ -129,9 +140,11 @@ async def test_a_loss_sees_the_micro_batch_and_the_policy_itself_as_old(
     for column in (micro_batch.prompt_ids, micro_batch.response_ids.values, micro_batch.loss_mask.values, micro_batch.advantages):
         column.flags.writeable = False  # as they come out of a received frame
     engine = TorchEngine(model_path("qwen2-tiny"))
-    result = await engine.forward_backward(micro_batch, loss)
+    result = await engine.forward_backward(micro_batch, Sum(loss, is_token_local))
     (batch,) = seen
-    assert batch.row_T.tolist() == [0] * 5 + [1] + [2] * 3 and batch.num_rows == 3
+    assert batch.row_T.tolist() == [0] * 5 + [1] + [2] * 3 and batch.row_tokens_R.tolist() == [
+        m.sum() for m in micro_batch.loss_mask
+    ]
     assert batch.mask_T.tolist() == micro_batch.loss_mask.values.tolist()
     assert batch.advantages_T.tolist() == np.repeat(micro_batch.advantages, [5, 1, 3]).tolist()
     assert batch.rollout_logprobs_T.tolist() == micro_batch.rollout_logprobs.values.tolist()
@@ -139,10 +152,10 @@ async def test_a_loss_sees_the_micro_batch_and_the_policy_itself_as_old(
     assert batch.old_logprobs_T.equal(batch.logprobs_T) and not batch.old_logprobs_T.requires_grad
     assert batch.logprobs_T.requires_grad and not batch.entropy_T.requires_grad
     assert all(getattr(batch, f"{n}_T").dtype == torch.float32 for n in ("logprobs", "entropy", "mask", "advantages"))
-    assert result.physical_tokens == micro_batch.logical_tokens == 3 * 6 + 9
+    assert micro_batch.logical_tokens == 3 * 6 + 9 and result.physical_tokens == 6 + 9  # the prompt once
     assert result.loss_tokens == micro_batch.loss_mask.values.sum()
     assert result.metrics == {"policy/entropy": pytest.approx((batch.mask_T * batch.entropy_T).sum().item())}
-    ragged = await engine.log_probs(micro_batch)
+    ragged = await engine.log_probs(micro_batch.prompt_ids, micro_batch.response_ids)
     assert ragged.values.dtype == np.float32 and ragged.offsets.tolist() == [0, 5, 6, 9]
     np.testing.assert_array_equal(ragged.values, batch.old_logprobs_T.numpy())
 
@@ -156,7 +169,7 @@ async def test_log_probs_are_of_the_distribution_sampled_from(
     engine = TorchEngine(model_path("qwen3-tiny"), temperature=temperature, log_prob_chunk_tokens=7)
     with torch.no_grad():
         expected = torch.cat(reference_log_probs(model, batch, temperature)).numpy()
-    np.testing.assert_allclose((await engine.log_probs(batch)).values, expected, atol=1e-5)
+    np.testing.assert_allclose((await engine.log_probs(batch.prompt_ids, batch.response_ids)).values, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("what", ["loss", "log-prob"])
@@ -167,14 +180,16 @@ async def test_what_is_not_finite_is_not_accumulated(model_path: ModelPath, make
     norms = []
     for has_bad in (False, True):
         engine = TorchEngine(model_path("qwen2-tiny"))
-        await engine.forward_backward(make_micro_batch(0), policy_gradient)
+        await engine.forward_backward(make_micro_batch(0), Sum(policy_gradient))
         if has_bad and what == "loss":
-            assert not (await engine.forward_backward(make_micro_batch(1), infinite_loss)).is_finite
+            assert not (await engine.forward_backward(make_micro_batch(1), Sum(infinite_loss))).is_finite
         if has_bad and what == "log-prob":
             weight = (await engine.export_weights())["model.norm.weight"]
             kept = weight.clone()
             weight[0] = math.inf
-            result = await engine.forward_backward(make_micro_batch(1), lambda b: LossSums(loss=0 * b.entropy_T.sum(), metrics={}))
+            result = await engine.forward_backward(
+                make_micro_batch(1), Sum(lambda b: LossSums(loss=0 * b.logprobs_T.sum(), metrics={}))
+            )
             assert not result.is_finite
             weight.copy_(kept)
         norms.append((await engine.optim_step(10)).grad_norm)
@@ -190,10 +205,10 @@ async def test_a_gradient_that_is_not_finite_is_skipped(model_path: ModelPath, m
         engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-3, warmup_steps=3)
         before = await copied_weights(engine)
         if has_bad:
-            assert (await engine.forward_backward(make_micro_batch(1), infinite_gradient)).is_finite
+            assert (await engine.forward_backward(make_micro_batch(1), Sum(infinite_gradient))).is_finite
             assert (await engine.optim_step(10)).skipped
             assert_same(await engine.export_weights(), before)
-        await engine.forward_backward(make_micro_batch(0), policy_gradient)
+        await engine.forward_backward(make_micro_batch(0), Sum(policy_gradient))
         results.append((await engine.optim_step(10), await copied_weights(engine)))
     assert results[0][0] == results[1][0] and not results[0][0].skipped
     assert_same(results[0][1], results[1][1])
@@ -214,7 +229,7 @@ async def test_weight_decay_spares_biases_and_norms(model_path: ModelPath, make_
 
     engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-2, weight_decay=0.5)
     before = await copied_weights(engine)
-    await engine.forward_backward(make_micro_batch(), no_gradient)
+    await engine.forward_backward(make_micro_batch(), Sum(no_gradient))
     await engine.optim_step(1)
     for name, tensor in (await engine.export_weights()).items():
         torch.testing.assert_close(tensor, before[name] * (1 - 1e-2 * 0.5 if tensor.ndim > 1 else 1), msg=name)
@@ -225,11 +240,11 @@ async def test_training_makes_a_rewarded_response_likelier(model_path: ModelPath
     batch = make_micro_batch(0, (6, 6))
     batch.loss_mask.values[:] = 1
     batch.advantages[:] = [1, -1]
-    before = await engine.log_probs(batch)
+    before = await engine.log_probs(batch.prompt_ids, batch.response_ids)
     for _ in range(5):
-        await engine.forward_backward(batch, policy_gradient)
+        await engine.forward_backward(batch, Sum(policy_gradient))
         await engine.optim_step(12)
-    after = await engine.log_probs(batch)
+    after = await engine.log_probs(batch.prompt_ids, batch.response_ids)
     assert after[0].mean() > before[0].mean() + 0.5 and after[1].mean() < before[1].mean()
 
 
@@ -237,8 +252,9 @@ async def test_bfloat16_products_keep_float32_weights(model_path: ModelPath, mak
     norms, log_probs = [], []
     for dtype in ("float32", "bfloat16"):
         engine = TorchEngine(model_path("qwen2-tiny"), dtype=dtype)  # type: ignore[arg-type]
-        assert (await engine.forward_backward(make_micro_batch(), policy_gradient)).is_finite
-        log_probs.append((await engine.log_probs(make_micro_batch())).values)
+        assert (await engine.forward_backward(make_micro_batch(), Sum(policy_gradient))).is_finite
+        batch = make_micro_batch()
+        log_probs.append((await engine.log_probs(batch.prompt_ids, batch.response_ids)).values)
         norms.append((await engine.optim_step(20)).grad_norm)
         assert {tensor.dtype for tensor in (await engine.export_weights()).values()} == {torch.float32}
     np.testing.assert_allclose(log_probs[1], log_probs[0], atol=0.02)
@@ -251,7 +267,7 @@ async def test_exported_names_are_those_of_the_file_and_save_gives_the_same_mode
     model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path, family: str
 ) -> None:
     engine = TorchEngine(model_path(family), learning_rate=1e-2)
-    await engine.forward_backward(make_micro_batch(), policy_gradient)
+    await engine.forward_backward(make_micro_batch(), Sum(policy_gradient))
     await engine.optim_step(5)
     await engine.save(tmp_path / "saved")
     weights = await engine.export_weights()
@@ -280,7 +296,8 @@ async def test_dropout_is_off(model_path: ModelPath, make_micro_batch: MakeMicro
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
     batch = make_micro_batch()
     with_dropout, without = TorchEngine(tmp_path / "model"), TorchEngine(model_path("qwen2-tiny"))
-    assert (await with_dropout.log_probs(batch)).values.tolist() == (await without.log_probs(batch)).values.tolist()
+    log_probs = [(await engine.log_probs(batch.prompt_ids, batch.response_ids)).values for engine in (with_dropout, without)]
+    assert np.array_equal(*log_probs)
 
 
 async def test_a_model_that_cannot_be_trained_is_refused_in_one_sentence(model_path: ModelPath, tmp_path: Path) -> None:
@@ -323,6 +340,46 @@ async def test_an_error_in_a_loss_reaches_the_caller_and_the_engine_lives_on(
 
     engine = TorchEngine(model_path("qwen2-tiny"))
     with pytest.raises(UserError, match="no reference"):
-        await engine.forward_backward(make_micro_batch(), broken)
-    assert isinstance(await engine.log_probs(make_micro_batch()), Ragged)
+        await engine.forward_backward(make_micro_batch(), Sum(broken))
+    assert (await engine.forward_backward(make_micro_batch(), Sum(policy_gradient))).is_finite
     await engine.close()
+
+
+async def test_the_numbers_do_not_depend_on_whether_a_loss_is_given_pieces(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch
+) -> None:
+    results = []
+    for is_token_local in (True, False):
+        engine = TorchEngine(model_path("qwen2-tiny"), log_prob_chunk_tokens=7)
+        result = await engine.forward_backward(make_micro_batch(), Sum(policy_gradient, is_token_local))
+        results.append((result.loss_sum, result.metrics["policy/entropy"], (await engine.optim_step(10)).grad_norm))
+    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+async def test_exact_sums_do_not_depend_on_the_order_of_micro_batches(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, accumulate: Any
+) -> None:
+    fingerprints = []
+    for seeds in ([0, 1, 2, 3, 4], [3, 1, 4, 0, 2]):
+        engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-3, accumulate=accumulate)
+        for _ in range(2):
+            for seed in seeds:
+                await engine.forward_backward(make_micro_batch(seed), Sum(policy_gradient))
+            await engine.optim_step(60)
+        fingerprints.append(await engine.fingerprint())
+    names = [name for name in fingerprints[0] if name.startswith("weights/")]
+    assert len(fingerprints[0]) == 4 * len(names) == 4 * len(await engine.export_weights())
+    assert (fingerprints[0] == fingerprints[1]) is (accumulate == "exact")
+
+
+async def test_the_log_probs_that_equal_the_rollout_engines_are_counted(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch
+) -> None:
+    engine, batch = TorchEngine(model_path("qwen2-tiny")), make_micro_batch()
+    own = await engine.log_probs(batch.prompt_ids, batch.response_ids)
+    own.values[4] += 0.25
+    batch.loss_mask.values[:] = 1
+    batch.loss_mask.values[7] = 0
+    result = await engine.forward_backward(replace(batch, rollout_logprobs=own), Sum(policy_gradient))
+    assert result.logprob_differences == (len(own.values) - 2, 0.25)

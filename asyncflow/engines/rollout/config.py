@@ -1,0 +1,126 @@
+"""The part of a Hugging Face `config.json` that determines the computation, of the Qwen2, Qwen3 and Llama families.
+
+A field that could change the computation in a way that the decoder does not implement is refused by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+READ = {
+    *SIZES,
+    *("model_type", "architectures", "layer_types", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias"),
+    *("tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
+}
+# Only these values are implemented. `sliding_window` and `max_window_layers` have no effect while `use_sliding_window` is false.
+FIXED = {"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False, "partial_rotary_factor": 1.0}
+HARMLESS = {
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "initializer_range", "attention_dropout", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sliding_window", "max_window_layers", "pretraining_tp"),
+    *("output_attentions", "output_hidden_states", "return_dict"),
+}
+ROPE_SCALING = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """The part of a Hugging Face `config.json` that determines the computation."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    rope: Mapping[str, Any]
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
+        """From the fields of a `config.json`; `ValueError` naming the first one that this decoder does not implement."""
+        family = fields.get("model_type")
+        if family not in ARCHITECTURES:
+            raise ValueError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
+        for name, value in fields.items():
+            if name in FIXED and value not in (None, FIXED[name]):
+                raise ValueError(f"config field {name} = {value!r} is not implemented (only {FIXED[name]!r})")
+            # None is how a config says that a feature is absent.
+            if name not in READ | FIXED.keys() | HARMLESS and value is not None:
+                raise ValueError(f"unknown config field {name} = {value!r}: it could change the computation")
+        if fields.get("architectures") not in (None, [ARCHITECTURES[family]]):
+            raise ValueError(f"config field architectures = {fields['architectures']!r} is not [{ARCHITECTURES[family]!r}]")
+        if set(fields.get("layer_types") or ()) - {"full_attention"}:
+            raise ValueError(f"config field layer_types = {fields['layer_types']!r}: only full_attention is implemented")
+        if family == "llama" and fields.get("sliding_window") is not None:
+            raise ValueError("config field sliding_window is not implemented for llama")
+        sizes: dict[str, Any] = {name: fields.get(name) for name in SIZES}
+        if family == "llama" or "num_key_value_heads" in fields:
+            sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"config field {name} = {value!r} is not a positive integer")
+        default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_attention_heads"]
+        attention_bias = bool(fields.get("attention_bias"))
+        if (attention_bias and family == "qwen2") or (fields.get("mlp_bias") and family != "llama"):
+            raise ValueError(f"config fields attention_bias and mlp_bias are not those of {family}")
+        return cls(
+            **sizes,
+            head_dim=fields.get("head_dim") or default_head_dim,
+            rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=fields.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+            qk_norm=family == "qwen3",
+            qkv_bias=attention_bias or family == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=bool(fields.get("mlp_bias")),
+            rope=_rope_fields(fields),
+        )
+
+
+def _rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_theta`, `rope_type` and the scaling's own numbers, from either spelling (`rope_parameters` since transformers 5)."""
+    rope = {"rope_theta": fields.get("rope_theta") or 10000.0, **(fields.get("rope_scaling") or {})}
+    rope |= fields.get("rope_parameters") or {}
+    kind = rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind not in ROPE_SCALING:
+        raise ValueError(f"rope scaling {kind!r} is not one of {', '.join(ROPE_SCALING)}")
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("rope parameter partial_rotary_factor is not implemented")
+    expected = {"rope_theta", "rope_type"} | ROPE_SCALING[kind]
+    if rope.keys() != expected:
+        raise ValueError(f"rope parameters {sorted(rope)} are not {sorted(expected)}, those of {kind!r}")
+    return rope
+
+
+def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:
+    """Radians per position of each pair of dimensions: float32 [D / 2]; `llama3` as in Llama 3.1's reference code."""
+    frequency = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope["rope_type"] == "default":
+        return frequency
+    scaled = frequency / rope["factor"]
+    if rope["rope_type"] == "linear":
+        return scaled
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * scaled + smooth * frequency

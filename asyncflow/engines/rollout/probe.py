@@ -1,0 +1,62 @@
+"""Whether a slot's bits depend on its own tokens alone, on this machine: what sample identity promises.
+
+Nothing in torch guarantees it. So the decoder's own passes run with its own weights, through the first layer and the head, and the
+logits of a few prompts must be the same bits alone and among others:
+
+    prefill   short prompts, and one with two blocks of keys, each in a pass of its own; then all in one pass, beside a long one
+    decode    one slot alone; then more and more slots, each prompt in several of them
+
+A pass through all layers would say no more: they have the same shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+
+from asyncflow.engines.rollout.decoder import Decoder
+from asyncflow.engines.rollout.slot_cache import BLOCK
+from asyncflow.types import Array
+
+LENGTHS = (1, 2, 3, BLOCK + 1)
+LONGEST = 256  # tokens of the prompt beside them
+
+
+def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
+    """What was seen to depend on its neighbours, or "". The slots must be free; their keys are overwritten.
+
+    Call it in the thread that generates, under `torch.inference_mode`.
+    """
+    decoder = copy.copy(decoder)
+    decoder.layers = decoder.layers[:1]
+    lengths = [length for length in LENGTHS if length < max_context]
+    prompts = [_tokens(decoder, length) for length in lengths]
+    positions = np.array(lengths)
+    alone = []
+    for prompt, position in zip(prompts, positions, strict=True):
+        first = decoder.prefill([prompt], [(0, 1)])
+        alone.append((first[0], decoder.decode(prompt[-1:], np.array([position]))[0]))
+
+    beside = _tokens(decoder, min(LONGEST, max_context))
+    together = decoder.prefill([beside, *prompts[::-1]], [(0, 1)] * (1 + len(prompts)))[1:].flip(0)
+    for length, (first, _), logits in zip(lengths, alone, together, strict=True):
+        if not torch.equal(first, logits):
+            return f"the logits after a prompt of {length} tokens depend on the prompts beside it"
+
+    num_rows = num_slots
+    while num_rows:
+        which = np.sort(np.arange(num_rows) % len(prompts))  # the prompt of each slot
+        _, begins, counts = np.unique(which, return_index=True, return_counts=True)
+        decoder.prefill(prompts[: len(begins)], list(zip(begins.tolist(), counts.tolist(), strict=True)))
+        rows = decoder.decode(np.array([prompts[i][-1] for i in which]), positions[which])
+        for slot, i in enumerate(which):
+            if not torch.equal(rows[slot], alone[i][1]):
+                return f"the logits of a slot among {num_rows} differ from those of the slot alone"
+        num_rows = num_rows * 2 // 3
+    return ""
+
+
+def _tokens(decoder: Decoder, length: int) -> Array:
+    return np.arange(1, length + 1) * 7919 % decoder.config.vocab_size

@@ -1,0 +1,263 @@
+"""Sums a step's gradients over its micro-batches, and their norm, so that neither depends on the order of addition.
+
+consumes: `p.grad`, after the backward pass of each micro-batch
+waits for: nothing (called in the engine's compute thread)
+is unblocked by: each call as it comes
+
+    p.grad --round to the grid--> float64 sums --/ normaliser, once--> p.grad, float32 --> order_free_norm --> clip, optimiser
+
+Floating-point addition is not associative, so the order in which micro-batches arrive shows in the last bits of a plain sum. On a
+grid, the multiples of one power of two, every sum that stays within 2**53 of its steps is exact in float64, and exact sums do not
+know their order: neither that of the micro-batches, nor how they are cut over processes.
+
+Left out: parameters that are not float32, and sparse gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncflow.types import RunError
+
+# C elements of a chunk.
+
+CHUNK_ELEMENTS = 2**17
+"""On a CPU: a chunk in float64 is 1 MiB, which stays in the cache from one operation on it to the next. No bits depend on it."""
+LARGEST_CHUNK = 2**20
+"""On other devices, where each launch costs and nothing is gained from small chunks. No chunk is larger, see `sum_of_squares`."""
+
+
+class RangeError(RunError):
+    """A finite gradient, or a sum of them, that the grid could not hold exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The multiples of `spacing`, a power of two, as float64."""
+
+    spacing: float
+
+    @property
+    def largest_addend(self) -> float:
+        """What `round_` takes, at most, in magnitude."""
+        return 2.0**51 * self.spacing
+
+    @property
+    def largest_sum(self) -> float:
+        """Sums of multiples are exact while their magnitudes do not add up to more."""
+        return 2.0**53 * self.spacing
+
+    def round_(self, values: Tensor) -> Tensor:
+        """Round float64 `values` to the nearest multiples, in place. NaN and infinities become NaN."""
+        # From 2**52 to 2**53 steps, float64 holds the grid and nothing between: the first addition is what rounds.
+        shift = 1.5 * 2.0**52 * self.spacing
+        return values.add_(shift).sub_(shift)
+
+
+GRADIENT_GRID = Grid(2.0**-36)
+"""The grid of gradient sums, one for all runs. Addends up to 2**15 = 32,768, sums up to 2**17 = 131,072, in any parameter.
+
+A float32 of at least 2**-13 = 1.2e-4 is on it already, by its last bit. A smaller addend is off by 2**-37 at most. A micro-batch
+counts at least 1 in the normaliser, so the divided sum is off by 2**-37 = 7.3e-12 at most, where Adam adds 1e-8 to the root of the
+second moment: an update is off by less than a thousandth of the learning rate, and by that much only where the gradient vanishes.
+"""
+
+
+class Accumulator(Protocol):
+    """The gradient sums of one step. An exception leaves them unusable until `clear`."""
+
+    def add(self) -> None:
+        """Take the gradients of one micro-batch from `p.grad` into the sums.
+
+        A gradient that is not finite makes its sum not finite. Raises `RangeError` where a finite one cannot be added exactly.
+        """
+        ...
+
+    def gradients(self, normaliser: int) -> list[Tensor]:
+        """Each sum divided by `normaliser`, float32, in the order of the parameters; they are what `p.grad` holds from now on.
+
+        Parameters that got no gradient are left out. The sums are gone; `clear` ends the step.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget the step: the sums, and what `p.grad` holds."""
+        ...
+
+
+def make_accumulator(kind: Literal["exact", "fp32"], parameters: Mapping[str, Tensor]) -> Accumulator:
+    """`exact`: bits do not depend on the order of micro-batches; 8 bytes a parameter. `fp32`: plain sums; 4 bytes a parameter.
+
+    `parameters` by name, float32, all on one device, tied ones once.
+    """
+    kinds: dict[str, Callable[[Mapping[str, Tensor]], Accumulator]] = {"exact": ExactAccumulator, "fp32": PlainAccumulator}
+    return kinds[kind](parameters)
+
+
+class PlainAccumulator:
+    """Implements `Accumulator`: autograd itself adds up in `p.grad`, float32, in order of arrival."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = list(parameters.values())
+
+    def add(self) -> None:
+        """See `Accumulator.add`: the backward pass has done it."""
+
+    def gradients(self, normaliser: int) -> list[Tensor]:
+        """See `Accumulator.gradients`."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, float(normaliser))
+        return gradients
+
+    def clear(self) -> None:
+        """See `Accumulator.clear`."""
+        _drop_gradients(self._parameters)
+
+
+class ExactAccumulator:
+    """Implements `Accumulator`: exact sums of what `GRADIENT_GRID` keeps of each gradient, float64."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._sums: dict[str, Tensor] = {}
+        self._bounds: dict[str, int] = {}  # no partial sum, in any order, has more steps of the grid in an element
+
+    def add(self) -> None:
+        """See `Accumulator.add`. Each gradient is freed as soon as it is added."""
+        extremes: dict[str, list[Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            if name not in self._sums:
+                self._sums[name] = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
+            extremes[name] = add_rounded(self._sums[name], parameter.grad, GRADIENT_GRID)
+            parameter.grad = None
+        self._check_range(extremes)
+
+    def gradients(self, normaliser: int) -> list[Tensor]:
+        """See `Accumulator.gradients`. The division is in float64, of each sum as soon as it is not needed any more."""
+        gradients = []
+        for name, parameter in self._parameters.items():
+            if name in self._sums:
+                parameter.grad = _divided(self._sums.pop(name), normaliser)
+                gradients.append(parameter.grad)
+        return gradients
+
+    def clear(self) -> None:
+        """See `Accumulator.clear`."""
+        self._sums.clear()
+        self._bounds.clear()
+        _drop_gradients(self._parameters.values())
+
+    def _check_range(self, extremes: Mapping[str, Sequence[Tensor]]) -> None:
+        grid = GRADIENT_GRID
+        scalars = list(chain.from_iterable(extremes.values()))
+        # One transfer for all: each .item() on its own would wait for the device.
+        magnitudes = iter(torch.stack(scalars).abs().tolist() if scalars else [])
+        for name, of_parameter in extremes.items():
+            values = list(islice(magnitudes, len(of_parameter)))
+            if not all(map(math.isfinite, values)):  # nor is its sum, which skips the step
+                continue
+            peak = max(values, default=0.0)
+            if peak > grid.largest_addend:
+                raise RangeError(
+                    f"The gradient of {name} has an entry of magnitude {peak:.3g}, but exact sums take none above "
+                    f"{grid.largest_addend:.3g}: set train.accumulate to fp32, or train.responses_per_micro_batch lower."
+                )
+            # In whole steps of the grid, so that the bound too is exact: whether a step is refused does not depend on the order.
+            self._bounds[name] = self._bounds.get(name, 0) + math.ceil(peak / grid.spacing)
+            if (bound := self._bounds[name] * grid.spacing) > grid.largest_sum:
+                raise RangeError(
+                    f"The gradients of {name} could add up to {bound:.3g} (the last has an entry of magnitude {peak:.3g}), but "
+                    f"exact sums go up to {grid.largest_sum:.3g}: set train.accumulate to fp32, or train.prompts_per_step lower."
+                )
+
+
+def add_rounded(sums: Tensor, addend: Tensor, grid: Grid) -> list[Tensor]:
+    """Round `addend` (any floating dtype and layout) to `grid` and add it to `sums` (float64, contiguous, as many elements).
+
+    Returns the extremes of its chunks, scalars, which are NaN or infinite where an element is. The sum is exact, and its bits do
+    not depend on the order of calls, if no extreme is above `grid.largest_addend` in magnitude and the largest of each call do not
+    add up to more than `grid.largest_sum`. Both are the caller's to check, when it suits it to wait for the device.
+    """
+    extremes: list[Tensor] = []
+    for sums_C, addend_C in zip(_chunks(sums), _chunks(addend), strict=True):
+        extremes += torch.aminmax(addend_C)
+        sums_C.add_(grid.round_(addend_C.double()))
+    return extremes
+
+
+def order_free_norm(gradients: Sequence[Tensor]) -> float:
+    """The 2-norm over all elements of float32 `gradients`: its bits do not depend on their order.
+
+    Where the gradients are cut over processes, each calls the three parts itself: the maximum of their `largest_magnitude` and
+    the sum of their `sum_of_squares` give `norm_of` the same arguments, to the bit, however the elements are cut.
+    """
+    largest = largest_magnitude(gradients)
+    return norm_of(sum_of_squares(gradients, largest), largest)
+
+
+def largest_magnitude(gradients: Sequence[Tensor]) -> float:
+    """The largest |g|; 0 without elements, NaN or infinite if an element is."""
+    peaks = [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients if gradient.numel()]
+    return torch.stack(peaks).max().item() if peaks else 0.0
+
+
+def sum_of_squares(gradients: Sequence[Tensor], largest: float) -> int:
+    """The sum of g**2, rounded, in steps of `_square_grids(largest)[1]`; exact as a Python integer, below 2**66 for each element.
+
+    `largest` is at least that of these gradients. 0 where it is not finite.
+
+    One grid would lose the many small squares beside a single large one, so what the first rounds away goes on a second one. An
+    element is off by 2**-65 of the largest square at most: 10**10 of them by 3e-10 of the whole, and the norm by half that.
+    """
+    if not math.isfinite(largest):
+        return 0
+    coarse, fine = _square_grids(largest)
+    sums = []
+    for gradient in gradients:
+        for gradient_C in _chunks(gradient):
+            squares_C = gradient_C.double().square_()  # exact: 48 bits
+            rounded_C = coarse.round_(squares_C.clone())
+            sums += [rounded_C.sum(), fine.round_(squares_C.sub_(rounded_C)).sum()]
+    return sum(int(total / fine.spacing) for total in torch.stack(sums).tolist()) if sums else 0
+
+
+def norm_of(squares: int, largest: float) -> float:
+    """The root of the whole sum of squares, given the largest magnitude, which is the answer itself where it is not finite."""
+    return math.sqrt(squares) * math.sqrt(_square_grids(largest)[1].spacing) if math.isfinite(largest) else largest
+
+
+def _square_grids(largest: float) -> tuple[Grid, Grid]:
+    """A grid for squares up to `largest`**2, and one for what it rounds away; each is exact for `LARGEST_CHUNK` addends."""
+    exponent = 2 * math.frexp(largest)[1]  # largest**2 < 2**exponent
+    # 2**20 squares are at most 2**(exponent + 20) = 2**53 steps of the first. 2**20 rests of at most half such a step are at most
+    # 2**(exponent - 14) = 2**52 steps of the second.
+    return Grid(math.ldexp(1.0, exponent - 33)), Grid(math.ldexp(1.0, exponent - 66))
+
+
+def _divided(sums: Tensor, normaliser: int) -> Tensor:
+    gradient = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
+    for gradient_C, sums_C in zip(_chunks(gradient), _chunks(sums), strict=True):
+        gradient_C.copy_(sums_C / normaliser)
+    return gradient
+
+
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The elements in order, in pieces: views, unless `tensor` is not contiguous. None of an empty tensor."""
+    if not tensor.numel():
+        return ()
+    return torch.split(tensor.detach().reshape(-1), CHUNK_ELEMENTS if tensor.device.type == "cpu" else LARGEST_CHUNK)
+
+
+def _drop_gradients(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

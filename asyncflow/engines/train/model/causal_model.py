@@ -1,0 +1,131 @@
+"""One causal language model on packed tokens: hidden states where a response token is predicted, and log-probs of those tokens.
+
+    Packed (packing.py) -> the model's layers (attention.py) -> hidden_TH -> log-probs (log_probs.py)
+
+The model's files are transformers' own: layout and attention reach them as an extra argument and by name. It stays in
+evaluation mode: with dropout the ratio of new to old log-probs would not be 1 where the weights are the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from asyncflow.engines.train.model.attention import ATTENTION_NAME, check_packable
+from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.types import Array, Ragged, UserError
+
+# P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
+
+
+class CausalModel:
+    """A model's weights, and the arithmetic that they are used in."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        temperature: float,
+        chunk_tokens: int,
+        weights_dtype: torch.dtype = torch.float32,
+        weights_device: str | None = None,
+    ) -> None:
+        """Load the model at `path` (Hugging Face format).
+
+        Its weights are kept in `weights_dtype` on `weights_device`, and every pass computes in `dtype` on `device`. Where these
+        differ, a pass starts from a copy that lives as long as it does: the numbers that a rollout engine of that dtype holds.
+        Gradients come back to the weights. `temperature` is that of the rollout's sampling. At most `chunk_tokens` rows of
+        logits exist at a time.
+
+        Raises:
+            UserError: there is no such model, or it cannot be trained here.
+        """
+        self.module = load_module(path, weights_dtype).to(weights_device or device).eval()
+        self.chunk_tokens = chunk_tokens
+        self.device, self.dtype, self._temperature = torch.device(device), dtype, temperature
+        # Each tied weight comes once, under the name that a checkpoint has it by.
+        self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
+        head_VH = self.module.get_output_embeddings().weight
+        self._head_name = next(name for name, parameter in self.parameters.items() if parameter is head_VH)
+
+    def hidden(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, H] that predict the response tokens, temperature applied, and the output layer's weight [V, H]."""
+        weights = {name: parameter.to(self.device, self.dtype) for name, parameter in self.parameters.items()}
+        base, prefix = self.module.base_model, self.module.base_model_prefix + "."
+        state = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        state |= {name: buffer.to(self.device) for name, buffer in base.named_buffers()}
+        inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
+        outputs = functional_call(base, state, kwargs={**inputs, "attention_mask": None, "use_cache": False})
+        hidden_TH = packed.predicting(outputs.last_hidden_state[0])
+        if self._temperature != 1.0:
+            hidden_TH = hidden_TH / self._temperature
+        return hidden_TH, weights[self._head_name]
+
+    def log_probs(self, packed: Packed) -> Tensor:
+        """Log-probs (float32 [T]) of the response tokens."""
+        hidden_TH, head_VH = self.hidden(packed)
+        return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=self.chunk_tokens)[0]
+
+    @torch.no_grad()
+    def response_log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
+        packed = pack_thrifty(prompt_ids, response_ids, self.device)
+        return Ragged(self.log_probs(packed).cpu().numpy(), response_ids.offsets)
+
+
+class FrozenModel(CausalModel):
+    """A model that is not trained: an old policy, or the reference."""
+
+    def __init__(
+        self, path: Path | str, *, device: str, dtype: torch.dtype, temperature: float, chunk_tokens: int, offload: bool = False
+    ) -> None:
+        """See `CausalModel`. Weights are kept in `dtype`; `offload`: in host memory, so that each pass pays for their transfer."""
+        super().__init__(
+            path,
+            device=device,
+            dtype=dtype,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            weights_dtype=dtype,
+            weights_device="cpu" if offload else device,
+        )
+        self.module.requires_grad_(False)
+
+    @torch.no_grad()
+    def log_probs(self, packed: Packed) -> Tensor:
+        """See `CausalModel.log_probs`; without gradient."""
+        return super().log_probs(packed)
+
+    @torch.no_grad()
+    def move_from(self, policy: CausalModel) -> None:
+        """Take over the policy's weights as they are now."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(policy.parameters[name])
+
+
+def load_module(path: Path | str, dtype: torch.dtype) -> Any:
+    """Transformers' model at `path`, computing packed attention. Raises `UserError` when it cannot be trained or is not there."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
+    check_packable(config)
+    disable_progress_bar()
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+    )
+    # Transformers would fill what is missing with random numbers and warn.
+    if lacking := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
+        raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")
+    if model.get_output_embeddings().bias is not None:
+        raise UserError(f"The model at {path} has a bias on its output layer, which the trainer does not compute.")
+    return model

@@ -1,0 +1,67 @@
+"""Packed attention as one call of flex_attention, for what no flash-attention kernel of the device takes: float32 on CUDA.
+
+The block mask, which says what blocks of 128 queries and 128 keys have a pair to compute, is made from the segments' lengths;
+inside a block the mask is a comparison of positions. It has run on no GPU yet: the tests hold the mask against the plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from asyncflow.engines.train.model.packing import AttentionLayout
+
+# P packed tokens, B blocks of them; H query heads, K key and value heads, D elements per head.
+
+_BLOCK_TOKENS = 128
+
+
+def flex_attend(query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
+    """The output [P, H, D], differentiable."""
+    mask = block_mask(layout.segment_lengths, layout.prompt_length, query_PHD.device)
+    query_1HPD, key_1KPD, value_1KPD = (x.transpose(0, 1)[None] for x in (query_PHD, key_PKD, value_PKD))
+    out_1HPD = _compiled()(query_1HPD, key_1KPD, value_1KPD, block_mask=mask, scale=scale, enable_gqa=True)
+    return out_1HPD[0].transpose(0, 1)
+
+
+@lru_cache(maxsize=4)  # every layer of a model asks again
+def block_mask(segment_lengths: tuple[int, ...], prompt_length: int, device: torch.device) -> BlockMask:
+    """A query sees the keys from the start of its segment to itself, and the prompt."""
+    lengths = np.array(segment_lengths)
+    num_tokens = int(lengths.sum())
+    start_P = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    num_blocks = -(-num_tokens // _BLOCK_TOKENS)
+    first_B = np.arange(num_blocks) * _BLOCK_TOKENS
+    last_B = np.minimum(first_B + _BLOCK_TOKENS, num_tokens) - 1
+    # The keys of a block of queries: from the start of its first query's segment on, and the prompt if one of them is a response's.
+    block_B = np.arange(num_blocks)
+    is_own_BB = (block_B[None] >= start_P[first_B][:, None] // _BLOCK_TOKENS) & (block_B[None] <= block_B[:, None])
+    is_prompt_BB = (last_B[:, None] >= prompt_length) & (first_B[None] < prompt_length)
+    is_needed_BB = is_own_BB | is_prompt_BB
+    start = torch.tensor(start_P, device=device)
+
+    def may_see(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ((key >= start[query]) & (key <= query)) | ((key < prompt_length) & (query >= prompt_length))
+
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)[None, None]
+
+    return BlockMask.from_kv_blocks(
+        on_device(is_needed_BB.sum(1)),
+        on_device(np.argsort(~is_needed_BB, axis=1, kind="stable")),  # the needed ones first, in order
+        BLOCK_SIZE=_BLOCK_TOKENS,
+        mask_mod=may_see,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Tensor]:
+    # Uncompiled it would make the scores of all pairs. Dynamic: lengths differ from one micro-batch to the next.
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
+    return compiled

@@ -1,0 +1,80 @@
+"""The tri-model (PA 4.2): policy, old policy and reference on one layout, in one micro-step.
+
+    packed micro-batch --+--> policy ------> log-probs, with gradient
+                         +--> old ---------> old log-probs        (`train.old`)
+                         +--> reference ---> reference log-probs  (a KL term asks for it)
+
+What the old policy of the ratio R = pi_theta / pi_old is (PA 2):
+
+| `old` | is | right for | costs |
+|---|---|---|---|
+| `current` | the policy itself, detached: R = 1, and its gradient that of log pi | staleness 0, one update a step | nothing |
+| `step_start` | the weights at the start of the step | staleness 0, any number of updates a step | a model, a forward |
+| `previous` | theta_t for rows of staleness 1; for the others the policy itself | staleness 0 and 1, one update a step | the same |
+| `rollout` | the engine that sampled, by its own log-probs | any staleness; corrects for the engine, too | nothing |
+
+Why `current` at staleness 0: the weights that generated batch t are those that it is trained on, since nothing is updated before
+the whole batch is consumed (PA, Theorem 1). PA's algorithm moves the policy into the old model right before each update (line 20),
+which leaves it one update behind: theta_t while policy and rollout are theta_(t+1). For a batch of staleness 0 that is the wrong
+policy; it is the right one where rollout runs one version behind, and that is what `previous` means here. Rows are told apart by
+their own staleness, since the first batch of such a run has none.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
+from asyncflow.engines.train.model.packing import Packed
+
+# T response tokens.
+
+Old = Literal["current", "step_start", "previous", "rollout"]
+OLDS: tuple[Old, ...] = get_args(Old)
+OLD_MODELS: tuple[Old, ...] = ("step_start", "previous")
+"""Those that take a second model."""
+
+
+class TriModel:
+    """Answers what old policy and reference say of a packed micro-batch; `begin_step` and `before_update` move weights."""
+
+    def __init__(self, policy: CausalModel, old: Old, old_model: FrozenModel | None, reference: FrozenModel | None) -> None:
+        """`old_model` is there for `OLD_MODELS` alone."""
+        self.policy, self.old, self.old_model, self.reference = policy, old, old_model, reference
+
+    def begin_step(self) -> None:
+        """The policy is at the start of a step."""
+        if self.old == "step_start" and self.old_model is not None:
+            self.old_model.move_from(self.policy)
+
+    def before_update(self) -> None:
+        """The policy is about to be updated (Algorithm 1, line 20). After update t, `previous` is theta_t to the bit."""
+        if self.old == "previous" and self.old_model is not None:
+            self.old_model.move_from(self.policy)
+
+    def old_log_probs(self, packed: Packed, micro_batch: MicroBatch, rollout_logprobs_T: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Log-probs (float32 [T]) under the old policy, None if it is the policy for all; and bool [T], where it is the policy.
+
+        Raises `ValueError` for rows that are too stale for it.
+        """
+        limit = {"current": 0, "step_start": 0, "previous": 1}.get(self.old)
+        if limit is not None and (stale := micro_batch.staleness > limit).any():
+            row, staleness = int(micro_batch.indices[stale][0]), int(micro_batch.staleness[stale][0])
+            why = f"row {row} has staleness {staleness}, and train.old={self.old} is right up to {limit} only"
+            raise ValueError(f"{why}: take train.old=rollout")
+        is_policy = np.full(len(micro_batch.indices), self.old == "current")
+        if self.old == "previous":
+            is_policy = micro_batch.staleness == 0
+        is_policy_T = torch.from_numpy(is_policy).to(packed.row_T.device)[packed.row_T]
+        if is_policy.all():
+            return None, is_policy_T
+        return (rollout_logprobs_T if self.old_model is None else self.old_model.log_probs(packed)), is_policy_T
+
+    def reference_log_probs(self, packed: Packed) -> Tensor | None:
+        """Log-probs (float32 [T]) under the reference; None without one."""
+        return None if self.reference is None else self.reference.log_probs(packed)

@@ -1,0 +1,124 @@
+"""The on-policy certificate of a run: what the books have seen of staleness, and of all that could have bent what was trained.
+
+    books, workers' reports --> Observed --> Certificate --> certificate.json, one line in the terminal and in the report
+
+A schedule promises a largest staleness, and law 8 that timing decides nothing; what broke either is named under `voided`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from asyncflow.types import Array, UserError
+
+CERTIFICATE_FILE: Final = "certificate.json"
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """`certificate.json`.
+
+    `steps` of `planned_steps` are committed. `max_staleness` in versions and `max_spans` (policy versions that made one response)
+    are the largest of all trained rows. `overlapped_steps`: steps of which a group was trained while responses of the step were
+    still missing. `rows_redelivered`, `rows_dead` and `reward_failures` (by kind, timeouts among them) count over the whole run.
+    `is_deterministic`: every rollout engine makes a lost response again exactly.
+    """
+
+    schedule: str
+    steps: int
+    planned_steps: int
+    max_staleness: int
+    max_spans: int
+    overlapped_steps: int
+    rows_redelivered: int
+    rows_dead: int
+    reward_timeouts: int
+    reward_failures: dict[str, int]
+    skipped_updates: int
+    is_deterministic: bool
+    voided: list[str]
+
+    @property
+    def line(self) -> str:
+        """In one line."""
+        verdict = f"VOID: {'; '.join(self.voided)}" if self.voided else "holds"
+        return (
+            f"on-policy certificate {verdict} ({self.schedule}, {self.steps} of {self.planned_steps} steps; staleness "
+            f"{self.max_staleness}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows given up "
+            f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, updates skipped {self.skipped_updates})"
+        )
+
+    def write(self, run_dir: Path) -> None:
+        """Into the run's folder."""
+        (run_dir / CERTIFICATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def read_certificate(run_dir: Path) -> Certificate | None:
+    """A run's certificate; None where it has none (yet). Raises `UserError` for a file that is none."""
+    path = run_dir / CERTIFICATE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Certificate) if path.exists() else None
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is no certificate ({error}): move it away") from error
+
+
+@dataclass(slots=True)
+class Observed:
+    """What a run's books have told so far."""
+
+    max_staleness: int = 0
+    max_spans: int = 0
+    overlapped_steps: set[int] = field(default_factory=set)
+    rows_dead: int = 0
+    skipped_updates: int = 0
+
+    def group(self, step: int, *, staleness: Array, num_spans: Array, is_overlapped: bool) -> None:
+        """A trained group of R rows: staleness int64 [R], num_spans int64 [R]. `is_overlapped`: the step lacked responses then."""
+        self.max_staleness = int(staleness.max(initial=self.max_staleness))
+        self.max_spans = int(num_spans.max(initial=self.max_spans))
+        if is_overlapped:
+            self.overlapped_steps.add(step)
+
+    def certificate(
+        self,
+        *,
+        schedule: str,
+        promised_staleness: int,
+        steps: int,
+        planned_steps: int,
+        rows_redelivered: int,
+        reward_failures: Mapping[str, int],
+        is_deterministic: bool,
+    ) -> Certificate:
+        """The verdict. A response in mid-air goes through at most one installation for each version of promised staleness."""
+        timeouts = reward_failures.get("timeout", 0)
+        voided = []
+        if self.max_staleness > promised_staleness:
+            voided.append(f"a row was {self.max_staleness} versions old, and {schedule} promises {promised_staleness} at most")
+        if self.max_spans > promised_staleness + 1:
+            voided.append(
+                f"a response was made by {self.max_spans} versions, and {schedule} promises {promised_staleness + 1} at most"
+            )
+        if rows_redelivered and not is_deterministic:
+            voided.append(f"{rows_redelivered} rows were delivered again to an engine that does not make them again exactly")
+        if self.rows_dead and timeouts:
+            voided.append(f"{self.rows_dead} rows were given up with {timeouts} reward timeouts: the machine's speed decided which")
+        return Certificate(
+            schedule=schedule,
+            steps=steps,
+            planned_steps=planned_steps,
+            max_staleness=self.max_staleness,
+            max_spans=self.max_spans,
+            overlapped_steps=len(self.overlapped_steps),
+            rows_redelivered=rows_redelivered,
+            rows_dead=self.rows_dead,
+            reward_timeouts=timeouts,
+            reward_failures=dict(reward_failures),
+            skipped_updates=self.skipped_updates,
+            is_deterministic=is_deterministic,
+            voided=voided,
+        )

@@ -1,0 +1,115 @@
+"""Fingerprints of a run: what every step was trained on and what came of it, hashed, so that two runs can be compared bit by bit.
+
+    the trainer's loop: group, group, ..., step --> FingerprintLog --> fingerprints.jsonl --> read_fingerprints --> equivalence.py
+
+One line a step. Nothing here is a number that may be rounded: arrays are told by the SHA-256 of their bytes, numbers by their
+hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from asyncflow.types import Array, Batch, RunError
+
+FINGERPRINTS_FILE: Final = "fingerprints.jsonl"
+
+
+class RowPrint(msgspec.Struct, frozen=True):
+    """A trained row. `spans`: (first token, policy version) pairs, flat."""
+
+    row: int
+    response: str
+    logprobs: str
+    reward: str
+    spans: list[int]
+
+
+class GroupPrint(msgspec.Struct, frozen=True):
+    """A trained group. `losses`: each micro-batch's unnormalised sum, in order."""
+
+    group: int
+    rows: list[RowPrint]
+    losses: list[str]
+
+
+class StepPrint(msgspec.Struct, frozen=True):
+    """A step. `groups` in the order in which training took them; `tensors`: weights and optimiser state after the update.
+
+    Of the `loss_tokens`, the train engine's log-probs of `equal_tokens` have the bits of the rollout engine's;
+    `logprob_difference` is the largest absolute difference, in nats.
+    """
+
+    step: int
+    groups: list[GroupPrint]
+    tensors: dict[str, str]
+    loss_tokens: int
+    equal_tokens: int
+    logprob_difference: str
+
+
+class Trained(Protocol):
+    """What is told of a trained micro-batch. `logprob_differences`: (tokens with equal bits, largest absolute difference)."""
+
+    @property
+    def loss_sum(self) -> float: ...
+    @property
+    def loss_tokens(self) -> int: ...
+    @property
+    def logprob_differences(self) -> tuple[int, float]: ...
+
+
+class Fingerprinted(Protocol):
+    """A train engine."""
+
+    async def fingerprint(self) -> Mapping[str, str]: ...
+
+
+class FingerprintLog:
+    """Takes a step's groups as they are trained, and writes the step's line after its update. Without a path it keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._groups: list[GroupPrint] = []
+        self._logprobs: list[tuple[int, int, float]] = []
+
+    def group(self, batch: Batch, results: Sequence[Trained]) -> None:
+        """A whole group whose gradient has been added; `results` of its micro-batches."""
+        if self._path is None:
+            return
+        responses, logprobs, spans = (batch.ragged(n) for n in ("response_ids", "rollout_logprobs", "version_spans"))
+        rewards = batch.dense("reward").tolist()
+        rows = [
+            RowPrint(row, _digest(responses[i]), _digest(logprobs[i]), rewards[i].hex(), spans[i].tolist())
+            for i, row in enumerate(batch.indices.tolist())
+        ]
+        self._groups.append(GroupPrint(int(batch.groups[0]), rows, [result.loss_sum.hex() for result in results]))
+        self._logprobs += [(result.loss_tokens, *result.logprob_differences) for result in results]
+
+    async def step(self, step: int, engine: Fingerprinted) -> None:
+        """The step's update is done, if there was one."""
+        if self._path is None:
+            return
+        tokens, equal, differences = zip(*self._logprobs, strict=True) if self._logprobs else ((), (), ())
+        tensors = dict(await engine.fingerprint())
+        line = StepPrint(step, self._groups, tensors, sum(tokens), sum(equal), max(differences, default=0.0).hex())
+        self._groups, self._logprobs = [], []
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def read_fingerprints(path: Path) -> list[StepPrint]:
+    """The steps of a finished run, in their order. Raises `RunError` when the file is missing or damaged."""
+    try:
+        return [msgspec.json.decode(line, type=StepPrint) for line in path.read_bytes().splitlines()]
+    except (OSError, msgspec.DecodeError) as error:
+        raise RunError(f"{path} holds no fingerprints: {error}") from error
+
+
+def _digest(values: Array) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()

@@ -1,0 +1,131 @@
+"""`asyncflow verify`: Theorem 1 (PA) by real processes, to the bit; and that the proof fails where there is nothing to prove."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from asyncflow.cli import app
+from asyncflow.telemetry.idle import busy_and_idle
+from asyncflow.telemetry.trace import read_spans
+from asyncflow.types import UserError
+from tests.e2e.commands import processes_of, rows, run_command, write_config
+
+Small = Callable[..., dict[str, Any]]
+
+
+def small_config(small: Small, tmp_path: Path) -> Path:
+    tree = small(
+        run={"steps": 500},
+        rollout={"num_slots": 16},
+        train={"prompts_per_step": 8, "warmup_steps": 0},
+        eval={"path": "generated:arithmetic"},
+    )
+    return write_config(tmp_path, tree)
+
+
+def test_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
+    config = small_config(small, tmp_path)
+    command = run_command("verify", config, "--steps", "4", "train.accumulate=exact")
+    assert command.returncode == 0, command.stdout + command.stderr
+    for words in (
+        "EQUAL: synchronous and periodic gave the same bits in 4 steps",
+        "staleness 0, spans per row 1",
+        "Kendall distance",
+    ):
+        assert words in command.stdout
+
+    folder = tmp_path / "runs" / "test-verify"
+    given = json.loads((folder / "certificate.json").read_text())
+    assert given["verdict"] == "equal" and given["steps"] == 4 and given["weights_hash"][0] == given["weights_hash"][1]
+    shown = run_command("train", config, "train.accumulate=exact", "--print-config").stdout
+    assert given["config_hash"] == hashlib.sha256(shown.encode()).hexdigest()
+    assert given["reordered_steps"] >= 3 and 0.0 < given["order_distance"] < 1.0 and given["lead_seconds"] > 0.0
+    assert given["logprobs"][0] > 0 and 0.0 <= given["logprobs"][2] < 1e-3
+
+    synchronous, periodic = (folder / name for name in ("synchronous", "periodic"))
+    steps = [rows(run / "fingerprints.jsonl") for run in (synchronous, periodic)]
+    for number, (first, second) in enumerate(zip(*steps, strict=True)):
+        assert (
+            sorted(g["group"] for g in first["groups"])
+            == sorted(g["group"] for g in second["groups"])
+            == [*range(8 * number, 8 * number + 8)]
+        )
+        assert first["tensors"] == second["tensors"]
+    assert steps[0][0]["tensors"] != steps[0][1]["tensors"]  # something was learned
+    kinds = {name.rsplit("/", 1)[-1] for name in steps[0][0]["tensors"] if name.startswith("optimizer/")}
+    assert kinds == {"exp_avg", "exp_avg_sq", "step"}
+    models = [(run / "model" / "model.safetensors").read_bytes() for run in (synchronous, periodic)]
+    assert models[0] == models[1]
+    runs = [json.loads((run / "certificate.json").read_text()) for run in (synchronous, periodic)]
+    assert [run["schedule"] for run in runs] == ["synchronous", "periodic"] and given["runs"] == runs
+    assert runs[0]["overlapped_steps"] == 0 and runs[1]["overlapped_steps"] >= 2
+    for run in (synchronous, periodic):
+        assert {span.worker for span in read_spans(run / "spans.jsonl")} == {"rollout/0", "rollout/1", "trainer"}
+        assert not processes_of(run) and not rows(run / "eval.jsonl")
+
+
+def test_sums_in_order_of_arrival_differ_and_the_first_difference_is_named(small: Small, tmp_path: Path) -> None:
+    command = run_command("verify", small_config(small, tmp_path), "train.accumulate=fp32", "--steps", "4")
+    assert command.returncode == 1, command.stdout + command.stderr
+    assert "DIFFERS" in command.stdout and "tensor of weights/" in command.stdout and " against " in command.stdout
+    found = json.loads((tmp_path / "runs" / "test-verify" / "certificate.json").read_text())["difference"]
+    assert found["what"] == "tensor" and found["values"][0] != found["values"][1]
+
+
+def test_a_step_that_was_generated_while_the_trainer_loaded_proves_nothing(small: Small, tmp_path: Path) -> None:
+    earlier = tmp_path / "runs" / "test-verify" / "periodic"
+    earlier.mkdir(parents=True)
+    for name in (".asyncflow-run", "fingerprints.jsonl"):  # of an earlier verification, which is overwritten
+        (earlier / name).write_text("{}\n")
+    command = run_command("verify", small_config(small, tmp_path), "train.accumulate=exact", "--steps", "1")
+    assert command.returncode == 2, command.stdout + command.stderr
+    assert "VOID, no proof: periodic began to train only after the last response" in command.stdout
+    assert len(rows(earlier / "fingerprints.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["run.steps=3"], ["verify sets run.steps itself, by --steps"]),
+        (["schedule=periodic"], ["verify sets schedule itself"]),
+        (["rollout.num_workers=4"], ["verify sets rollout.num_workers itself"]),
+        (["train.num_threads=2"], ["verify sets train.num_threads itself"]),
+        (["schedule.name=periodic"], ["verify sets schedule itself"]),
+        (["reward.delays.salt=3"], ["verify sets reward.delays itself"]),
+        (["train.accumulat=fp32"], ["unknown key 'train.accumulat'", "'accumulate'"]),
+        (["train.prompts_per_step=7"], ["7 = 3 x 2 + 1", "6 or 8"]),
+        (["model.path=nowhere"], ["nowhere"]),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_and_nothing_is_started(
+    small: Small, tmp_path: Path, overrides: list[str], words: list[str]
+) -> None:
+    result = CliRunner().invoke(app, ["verify", str(small_config(small, tmp_path)), *overrides])
+    assert isinstance(result.exception, UserError), (result.output, result.exception)
+    assert not [word for word in words if word not in str(result.exception)] and "\n" not in str(result.exception)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_delays_hold_rewards_back(small: Small, tmp_path: Path) -> None:
+    tree = small(run={"steps": 1}, reward={"delays": {"mean_seconds": 1.0, "salt": 1}})
+    assert run_command("train", write_config(tmp_path, tree)).returncode == 0
+    activity = busy_and_idle(read_spans(tmp_path / "runs" / "test" / "spans.jsonl"), "rollout/0")
+    assert activity.idle["reward"] > 0.5  # after the last of 16 responses; without delays some milliseconds
+
+
+def test_a_run_that_fails_is_one_sentence_and_exit_code_2(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text(
+        "from asyncflow.algorithms.grpo import GRPO\nclass Bad(GRPO):\n    def loss(self, batch):\n        1 / 0\n"
+    )
+    config = write_config(tmp_path, small(algorithm={"path": f"{tmp_path / 'bad.py'}:Bad"}))
+    command = run_command("verify", config)
+    assert command.returncode == 2 and len(command.stderr.strip().splitlines()) == 1, command.stderr
+    assert command.stderr.startswith("asyncflow: could not verify: ") and "ZeroDivisionError" in command.stderr
+    assert not processes_of(tmp_path / "runs" / "test-verify" / "synchronous")

@@ -1,0 +1,171 @@
+"""Old policy and reference: which weights their log-probs are of, when those weights move, and what they cost nothing of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.train.frozen_engine import FrozenEngine
+from asyncflow.engines.train.model import check_sharing
+from asyncflow.engines.train.model.packing import Packed, pack
+from asyncflow.engines.train.torch_engine import TorchEngine
+from asyncflow.types import LossSums, RunError, TokenBatch, UserError
+
+ModelPath = Callable[[str], Path]
+MakeMicroBatch = Callable[..., MicroBatch]
+
+
+@dataclass
+class Objective:
+    """- sum A ratio, which keeps what it was given."""
+
+    is_token_local: bool = True
+    seen: list[TokenBatch] = field(default_factory=list)
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        self.seen.append(batch)
+        ratio_T = (batch.logprobs_T - batch.old_logprobs_T).exp()
+        return LossSums(loss=-(batch.advantages_T * ratio_T).sum(), metrics={})
+
+
+async def step(engine: TorchEngine, batch: MicroBatch) -> TokenBatch:
+    """One step of training; what its loss saw."""
+    objective = Objective()
+    await engine.begin_step()
+    assert (await engine.forward_backward(batch, objective)).is_finite
+    await engine.optim_step(10)
+    (seen,) = objective.seen
+    return seen
+
+
+async def log_probs(engine: TorchEngine | FrozenEngine, batch: MicroBatch) -> list[float]:
+    return (await engine.log_probs(batch.prompt_ids, batch.response_ids)).values.tolist()
+
+
+async def weights(engine: TorchEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in (await engine.export_weights()).items()}
+
+
+def of_staleness(batch: MicroBatch, *staleness: int) -> MicroBatch:
+    return replace(batch, staleness=np.array(staleness, np.int64))
+
+
+async def test_current_is_the_policy_itself_and_takes_no_second_model(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch
+) -> None:
+    engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-2)
+    assert engine._models.old_model is None and engine._models.reference is None
+    for _ in range(2):
+        seen = await step(engine, make_micro_batch())
+        assert seen.old_logprobs_T.equal(seen.logprobs_T.detach()) and seen.ref_logprobs_T is None
+
+
+async def test_step_start_is_the_policy_at_the_start_of_the_step(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:
+    engine, batch = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-2, old="step_start"), make_micro_batch()
+    await step(engine, batch)
+    at_start = await log_probs(engine, batch)
+    seen = await step(engine, batch)
+    assert seen.old_logprobs_T.tolist() == at_start == seen.logprobs_T.tolist()
+    objective = Objective()  # a second update in the same step
+    await engine.forward_backward(batch, objective)
+    assert objective.seen[0].old_logprobs_T.tolist() == at_start != objective.seen[0].logprobs_T.tolist()
+
+
+async def test_previous_is_bitwise_one_update_behind_and_chosen_by_each_rows_staleness(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch
+) -> None:
+    engine, batch = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-2, old="previous"), make_micro_batch()
+    old_model = engine._models.old_model
+    assert old_model is not None
+    seen = await step(engine, batch)  # the first step has no stale rows
+    assert seen.old_logprobs_T.equal(seen.logprobs_T.detach())
+    for _ in range(3):
+        theta, before = await weights(engine), await log_probs(engine, batch)
+        await step(engine, of_staleness(batch, 1, 0, 1, 0))
+        for name, parameter in old_model.parameters.items():
+            assert parameter.equal(theta[name]), name
+        objective = Objective()
+        await engine.forward_backward(of_staleness(batch, 1, 0, 1, 0), objective)
+        now, (seen,) = await log_probs(engine, batch), objective.seen
+        rows = np.repeat(np.arange(4), batch.response_ids.lengths)
+        assert seen.old_logprobs_T.tolist() == [before[t] if row in (0, 2) else now[t] for t, row in enumerate(rows)]
+        await engine.discard()
+        assert all(old_model.parameters[name].equal(tensor) for name, tensor in (await weights(engine)).items())
+
+
+async def test_rollout_takes_the_samplers_own_log_probs(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:
+    engine, batch = TorchEngine(model_path("qwen2-tiny"), old="rollout"), of_staleness(make_micro_batch(), 0, 3, 1, 7)
+    assert (await step(engine, batch)).old_logprobs_T.tolist() == batch.rollout_logprobs.values.tolist()
+
+
+@pytest.mark.parametrize(("old", "staleness"), [("current", 1), ("step_start", 1), ("previous", 2)])
+async def test_rows_that_are_too_stale_are_refused_by_name(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, old: Any, staleness: int
+) -> None:
+    engine = TorchEngine(model_path("qwen2-tiny"), old=old)
+    message = f"row 2 has staleness {staleness}, and train.old={old} is right up to {staleness - 1} only: take train.old=rollout"
+    with pytest.raises(ValueError, match=message):
+        await engine.forward_backward(of_staleness(make_micro_batch(), 0, 0, staleness, 0), Objective())
+
+
+def test_an_unknown_old_policy_is_refused(model_path: ModelPath) -> None:
+    with pytest.raises(UserError, match=r"train\.old must be one of current, step_start, previous, rollout"):
+        TorchEngine(model_path("qwen2-tiny"), old="older")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [30, 1])  # with and without a shared prompt
+async def test_the_reference_stays_as_it_was_fused_or_as_a_task(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, num_prompt_tokens: int
+) -> None:
+    batch = make_micro_batch(num_prompt_tokens=num_prompt_tokens)
+    fused, as_task = (
+        TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-2, has_reference=True),
+        FrozenEngine(model_path("qwen2-tiny")),
+    )
+    original = await log_probs(fused, batch)
+    assert await log_probs(as_task, batch) == original
+    for _ in range(2):
+        seen = await step(fused, batch)
+        assert seen.ref_logprobs_T is not None and seen.ref_logprobs_T.tolist() == original
+    assert seen.logprobs_T.tolist() != original
+    given = await as_task.log_probs(batch.prompt_ids, batch.response_ids)
+    trainer = TorchEngine(model_path("qwen2-tiny"))
+    seen = await step(trainer, replace(batch, ref_logprobs=given))
+    assert seen.ref_logprobs_T is not None and seen.ref_logprobs_T.tolist() == original
+
+
+async def test_frozen_models_may_be_kept_in_bfloat16(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:
+    batch = of_staleness(make_micro_batch(), 1, 1, 1, 1)
+    engine = TorchEngine(model_path("qwen2-tiny"), old="previous", has_reference=True, frozen_dtype="bfloat16", offload=True)
+    seen = await step(engine, batch)
+    policy = seen.logprobs_T.detach()
+    for model, log_probs_T in ((engine._models.old_model, seen.old_logprobs_T), (engine._models.reference, seen.ref_logprobs_T)):
+        assert model is not None and {p.dtype for p in model.parameters.values()} == {torch.bfloat16}
+        assert log_probs_T is not None and log_probs_T.dtype == torch.float32
+        torch.testing.assert_close(log_probs_T, policy, atol=0.05, rtol=0)
+        assert not log_probs_T.equal(policy)
+
+
+async def test_a_shared_prompt_that_gives_other_numbers_stops_the_run(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_micro_batch(num_prompt_tokens=20)
+    await TorchEngine(model_path("qwen2-tiny")).forward_backward(batch, Objective())
+
+    def wrong(*arguments: Any, is_shared: bool) -> Packed:
+        """A shared layout with one token of the third response taken for another."""
+        packed = pack(*arguments, is_shared=is_shared)
+        packed.targets_T[8] += is_shared
+        return packed
+
+    monkeypatch.setattr(check_sharing, "pack", wrong)
+    engine = TorchEngine(model_path("qwen2-tiny"))
+    with pytest.raises(RunError, match=r"the log-prob -\d+\.\d+ for a token of row 2, where the row alone has -\d+\.\d+"):
+        await engine.forward_backward(batch, Objective())
+    unchecked = TorchEngine(model_path("qwen2-tiny"), check_shared_prompt=False)
+    assert (await unchecked.forward_backward(batch, Objective())).is_finite
