@@ -119,8 +119,8 @@ class DelaysConfig(Section):
 class RewardConfig(Section):
     scorer: Chosen = Choice(name="final_answer")
     """What turns a response into a number."""
-    place: Literal["rollout"] = "rollout"
-    """Where responses are scored: `rollout` scores each one as soon as it ends."""
+    place: Literal["rollout", "task"] = "rollout"
+    """Where responses are scored: beside the rollout worker that made them, as soon as each ends, or by a worker of its own."""
     num_workers: PositiveInt = 1
     """Reward processes beside each rollout worker."""
     deadline_seconds: PositiveFloat = 10.0
@@ -146,6 +146,12 @@ class RolloutConfig(Section):
     device: str = "cpu"
     num_threads: PositiveInt = 1
     """Computing threads of each worker (CPU)."""
+    min_healthy_workers: PositiveInt = 1
+    """With fewer workers that live and have the weights that they are to have, the run stops."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a worker that died is started again, after a pause that doubles each time."""
+    kv_on_install: Literal["keep", "recompute"] = "keep"
+    """Whether keys and values of a response under way stay as they are when new weights are installed, or are computed again."""
 
 
 class TrainConfig(Section):
@@ -185,8 +191,28 @@ class TrainConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    name: Literal["shared_memory"] = "shared_memory"
-    """How weights travel from the trainer to the rollout workers."""
+    name: Literal["shared_memory", "collective", "network"] = "shared_memory"
+    """How weights travel from the trainer to the rollout workers: through files in memory (one machine), by a broadcast, or over
+    TCP to one receiver per machine."""
+    dtype: Literal["bfloat16"] | None = None
+    """What floating-point weights travel as; by default as the trainer has them. It halves the bytes, and the workers sample from
+    rounded weights."""
+    deadline_seconds: PositiveFloat = 60.0
+    """Who sends or takes nothing for so long is given up, by name."""
+    listen: str | None = None
+    """The trainer's door for `collective` and `network`, `tls:HOST:PORT` (port 0: any), where the other machines reach it. None:
+    one that only this machine reaches."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> WeightSyncConfig:
+        if self.listen is not None and self.name == "shared_memory":
+            raise ValueError(f"nobody connects to {self.listen} when weights travel by shared_memory: take collective or network")
+        return self
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether its two ends meet by TLS."""
+        return self.name == "network" or self.listen is not None
 
 
 class QueueConfig(Section):

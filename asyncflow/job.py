@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from asyncflow.build.driver import KEY_FILE, Driver, control_socket
-from asyncflow.build.prepare import Prepared, prepare, tokenize
+from asyncflow.build.prepare import Prepared, prepare, tasks_before_training, tokenize
 from asyncflow.build.workers import CONFIG_FILE, JOB_FILE, JobFile, copy_tokenizer
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerSpec
@@ -34,7 +34,7 @@ from asyncflow.registry import load
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
-from asyncflow.transport import ConnectionLost, Peer, remote
+from asyncflow.transport import ConnectionLost, Peer, Server, remote
 from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows.evaluation import Row
@@ -56,6 +56,9 @@ class Listener:
 
     def says(self, text: str) -> None:
         """Something worth a line."""
+
+    def group(self, step: int) -> None:
+        """One more group of the step has been trained."""
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
         """A step is committed; its metrics."""
@@ -98,8 +101,7 @@ class Job:
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
         try:
             await self._check_run_dir()
-            prepared = await prepare(config, scratch, evaluate_only=self._evaluate_only)
-            prepared = self._claim_run_dir(prepared, scratch)
+            prepared = self._claim_run_dir(await self._prepare(scratch), scratch)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         self._prepared = prepared
@@ -107,10 +109,17 @@ class Job:
         self._weights_dir = self._make_weights_dir()
         job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir))
         (config.run_dir / JOB_FILE).write_bytes(msgspec.json.encode(job))
-        self._cluster: Cluster = load("cluster", CLUSTERS[config.cluster])(config.run_dir)
         listener = self.listener
-        driver = Driver(config, prepared, on_step=self._on_step, on_evaluation=self._on_evaluation, says=listener.says)
-        self._server, self.driver = driver.server(self, self._weights_dir / "queue"), driver
+        driver = Driver(
+            config,
+            prepared,
+            on_group=listener.group,
+            on_step=self._on_step,
+            on_evaluation=self._on_evaluation,
+            says=listener.says,
+        )
+        self._server, self._cluster = self._place(driver, self._weights_dir)
+        self.driver = driver
         await driver.transfer_queue.open()
         await self._server.start(control_socket(config.run_dir))
         if config.queue.listen is not None:
@@ -125,8 +134,8 @@ class Job:
         """
         reached = asyncio.ensure_future(self._changed.until(condition))
         interrupted = asyncio.ensure_future(self._interrupted.wait())
-        workers = asyncio.ensure_future(self._cluster.wait())
         assert self.driver is not None
+        workers = asyncio.ensure_future(self._cluster.wait(self.driver.died))
         try:
             waiting: set[asyncio.Future[Any]] = {reached, interrupted, workers, self.driver.failure, *self._loops}
             while not reached.done() and not interrupted.done():
@@ -177,13 +186,12 @@ class Job:
         await self._server.close()
         control_socket(self.config.run_dir).unlink(missing_ok=True)
         if not self._evaluate_only:
-            self._rescue_model(driver.board.published)
+            self._rescue_model(driver.board.newest)
         await driver.close()
         if not self._evaluate_only:
             self.certificate = driver.certificate()
             self.certificate.write(self.config.run_dir)
-        write_trace(self.config.run_dir)
-        write_report(self.config.run_dir)
+        self._write_report()
 
     def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long."""
@@ -199,6 +207,18 @@ class Job:
                 )
         self.driver.source.push(prompts)
 
+    def held(self) -> dict[str, int]:
+        """Rows in the hands of each rollout worker that has any: what would be lost with it."""
+        assert self.driver is not None
+        return self.driver.transfer_queue.controllers["rollout"].holders()
+
+    def kill(self, worker: str) -> None:
+        """End a worker's process by SIGKILL, to see what becomes of the run. Raises `RunError` for one that has none."""
+        pids = self._cluster.pids()
+        if worker not in pids:
+            raise RunError(f"worker {worker} has no process of its own that could be killed")
+        os.kill(pids[worker], signal.SIGKILL)
+
     @remote
     async def status(self) -> Status:
         """Who does what, and what waits for what."""
@@ -207,7 +227,7 @@ class Job:
         now = asyncio.get_running_loop().time()
         workers = [
             f"{state.worker} (process {state.pid}): {state.task}{f' for {state.cause}' if state.cause else ''} since "
-            f"{now - state.since:.1f} s, {state.rss_bytes / 1e6:.0f} MB, version {driver.board.versions.get(state.worker, '-')}"
+            f"{now - state.since:.1f} s, {state.rss_bytes / 1e6:.0f} MB, version {driver.board.serving.get(state.worker, '-')}"
             for _, state in sorted(driver.hub.states.items())
         ]
         waits = driver.ledger.ledger.missing()
@@ -217,6 +237,17 @@ class Job:
         queue = {name: task.counts for name, task in tasks.items()}
         idle = now - driver.last_progress
         return Status(self.config.run.name, driver.ledger.ledger.committed, self.config.run.steps, idle, workers, waits, queue)
+
+    # -- where it runs: a simulation has its own --------------------------------------------------------------------------------
+
+    async def _prepare(self, scratch: Path) -> Prepared:
+        """The run's inputs, checked."""
+        return await prepare(self.config, scratch, evaluate_only=self._evaluate_only)
+
+    def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
+        """What serves the workers, and what runs them."""
+        cluster = load("cluster", CLUSTERS[self.config.cluster])(self.config.run_dir)
+        return driver.server(self, weights_dir / "queue"), cluster
 
     # -- the run directory --------------------------------------------------------------------------------------------------
 
@@ -279,19 +310,26 @@ class Job:
         copy_tokenizer(self._prepared.model, model)
         self.listener.says(f"the trainer could not save in time: {model} holds the last published weights")
 
+    def _write_report(self) -> None:
+        write_trace(self.config.run_dir)
+        write_report(self.config.run_dir)
+
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _workers(self) -> list[WorkerSpec]:
-        rollout, train = self.config.rollout, self.config.train
+        rollout, train, tasks = self.config.rollout, self.config.train, tasks_before_training(self.config)
+        mains = "asyncflow.build.workers"
         specs = [
-            WorkerSpec(f"rollout/{i}", "asyncflow.build.workers:rollout_worker", _threads(rollout.num_threads))
+            WorkerSpec(f"rollout/{i}", f"{mains}:rollout_worker", _threads(rollout.num_threads), rollout.max_restarts)
             for i in range(rollout.num_workers)
         ]
+        if "reward" in tasks:
+            specs.append(WorkerSpec("reward", f"{mains}:reward_worker", _threads(1)))
         if not self._evaluate_only:
             environment = _threads(train.num_threads) | KEEP_FREED_MEMORY
-            specs.append(WorkerSpec("trainer", "asyncflow.build.workers:train_worker", environment))
-            if train.reference == "task":
-                specs.append(WorkerSpec("reference", "asyncflow.build.workers:reference_worker", environment))
+            specs.append(WorkerSpec("trainer", f"{mains}:train_worker", environment))
+            if "reference" in tasks:
+                specs.append(WorkerSpec("reference", f"{mains}:reference_worker", environment))
         return specs
 
     def _is_done(self) -> bool:

@@ -54,6 +54,7 @@ class ComputeThread:
                 loop.call_soon_threadsafe(_settle, future, result, error)
             except RuntimeError:  # the loop is closed: nobody waits for this answer any more
                 return
+            del item, call, future, loop, result, error  # what a call was given or has made may be a whole model
 
 
 def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:

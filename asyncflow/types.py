@@ -211,11 +211,17 @@ class TokenBatch:
 class LossSums:
     """Unnormalised: `loss` is the sum whose gradient is accumulated (the step's normaliser divides once, at `optim_step`).
 
-    `metrics` are sums over the masked tokens, without gradient; dividing by the step's token count gives the logged mean.
+    `metrics` are sums over the masked tokens, without gradient; dividing by the step's token count gives the logged mean. One whose
+    name ends in `/max` is a maximum over them instead, and is logged as it is.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
+
+
+def is_maximum(metric: str) -> bool:
+    """Whether parts of this metric of `LossSums` are joined by their maximum, and not by their sum."""
+    return metric.endswith("/max")
 
 
 class Objective(Protocol):

@@ -1,119 +1,129 @@
-"""What generating and training side by side gains: synchronous and periodic runs, real engines, two processes of one thread.
+"""What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 8 16 32 64 128 256] [--steps 5] [--json FILE]
+    python benchmarks/overlap.py [--slots 16 32 64 128] [--steps 14] [--modes NAME ...] [--json FILE]
 
-Both schedules run the same seed and workload: 48 prompts x 8 responses a step, a random Qwen2 whose end is one of several tokens,
-so that lengths are geometric, as real ones nearly are. From the synchronous run's spans come, for every step, the moments done_i
-at which its groups were complete (from the start of generation, in order) and the time train_i that each took to train. With
-nothing but those, a step that trains each group as soon as it is there lasts
+All modes run the same seed and workload: 64 prompts x 8 responses a step, of lognormal length (median 20 tokens, sigma 0.6), made
+by a random model. The first two steps and the last two are left out (see whole_runs.py).
+
+periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from the start
+of generation, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as soon
+as it is there lasts
 
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 
-which the periodic run's steps, measured from commit to commit, are held against. The first step, which loads, is left out.
+which the periodic run's steps, measured from commit to commit, are held against.
+
+delayed. Neither side waits for the other but for what the slower one takes, so the busier side is idle for hardly any time. That is
+told where it matters: at the fewest slots with which a step takes at most 5% longer than with the best number of them; more
+slots than that stand empty. Occupancy: share of the slots that hold a response, mean over the time in which the worker generates.
+Exposed weight time: what a step's weights cost the rollout worker, installing them and waiting for them once they are made.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from figures import Figure, finish, parser
+from lognormal import make_model
+from whole_runs import Run, run_real
 
-from asyncflow.config import parse
-from asyncflow.data import arithmetic
-from asyncflow.engines.train.random_model import make_random_model
-from asyncflow.job import Job
-from asyncflow.telemetry.spans import Span
-from asyncflow.telemetry.trace import read_spans
+from asyncflow.workflows import SCHEDULES
 
-END_TOKENS = 0.009  # share of the vocabulary that ends a response
-MAX_NEW_TOKENS = 256
+ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots", "median": 20, "sigma": 0.6}
+WORKER = "rollout/0"
 
 
-def make_model(folder: Path) -> Path:
-    """A random model that ends its responses after a geometric number of tokens."""
-    stream = arithmetic.problems(0, "train")
-    make_random_model("random:qwen2-tiny", folder, [next(stream).question for _ in range(2000)], seed=0)
-    config = json.loads((folder / "generation_config.json").read_text())
-    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    ends = np.random.default_rng(0).choice(vocabulary, max(1, round(END_TOKENS * vocabulary)), replace=False)
-    (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": sorted(map(int, ends))}))
-    return folder
-
-
-def run(folder: Path, model: Path, schedule: str, slots: int, steps: int) -> tuple[list[float], list[Span]]:
-    """The seconds of every step after the first, and the run's spans."""
-    config = parse(
+def run(folder: Path, model: Path, schedule: str, slots: int, steps: int) -> Run:
+    return run_real(
         {
             "run": {"name": f"{schedule}-{slots}", "dir": str(folder), "steps": steps},
             "model": {"path": str(model)},
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
-            "rollout": {"num_slots": slots, "group_size": 8, "max_new_tokens": MAX_NEW_TOKENS},
-            "train": {"prompts_per_step": 48, "learning_rate": 1e-6},
-            "telemetry": {"trackers": [], "samples_per_step": 0},
+            "rollout": {"engine": ENGINE, "num_slots": slots, "group_size": 8, "max_new_tokens": 96},
+            "train": {"prompts_per_step": 64, "learning_rate": 1e-6},
+            "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.05},
         }
     )
 
-    async def main() -> Job:
-        job = Job(config)
-        assert await job.run()
-        return job
 
-    job = asyncio.run(main())
-    return [job.rows[step]["perf/step_seconds"] for step in range(1, steps)], read_spans(config.run_dir / "spans.jsonl")
-
-
-def recurrence(spans: list[Span], step: int) -> float:
-    """x of the module's head, for one step of a synchronous run."""
-    groups = [s for s in spans if s.task == "generate_group" and s.step == step]
-    began = min(s.start for s in groups)
-    done = {s.group: s.end - began for s in groups}
-    train = dict.fromkeys(done, 0.0)
-    for span in spans:
-        if span.task == "forward_backward" and span.step == step:
-            train[span.group] += span.end - span.start
-    x = 0.0
-    for group in sorted(done, key=done.__getitem__):
-        x = max(x, done[group]) + train[group]
+def recurrence(synchronous: Run, step: int) -> float:
+    """x of the module's head."""
+    groups = [span for span in synchronous.spans if span.task == "generate_group" and span.step == step]
+    began = min(span.start for span in groups)
+    train, x = synchronous.seconds("forward_backward", step), 0.0
+    for span in sorted(groups, key=lambda span: span.end):
+        x = max(x, span.end - began) + train[span.group]
     return x
 
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--slots", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
-    arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--slots", type=int, nargs="+", default=[16, 32, 64, 128])
+    arguments.add_argument("--steps", type=int, default=14)
+    arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
     given = arguments.parse_args()
-    figures, walls = [], {"synchronous": [], "periodic": []}
-    print("seconds a step, medians\nslots  synchronous  generate   train  recurrence  periodic  per/rec  syn/per")
+    runs: dict[tuple[str, int], Run] = {}
+    seconds: dict[tuple[str, int], float] = {}  # of a step, the median
+    print("slots  mode          s a step  recurrence  rollout idle  trainer idle  occupancy  exposed weights  staleness")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = make_model(folder / "model")
+        model = make_model(Path(scratch) / "model")
         for slots in given.slots:
-            synchronous, spans = run(folder, model, "synchronous", slots, given.steps)
-            periodic, _ = run(folder, model, "periodic", slots, given.steps)
-            steps = range(1, given.steps)
-            x = statistics.median(recurrence(spans, step) for step in steps)
-            made = sum(s.end - s.start for s in spans if s.task == "generate" and s.version in steps) / len(steps)
-            trained = sum(s.end - s.start for s in spans if s.task == "forward_backward" and s.step in steps) / len(steps)
-            wall = {"synchronous": statistics.median(synchronous), "periodic": statistics.median(periodic)}
-            for schedule, seconds in wall.items():
-                walls[schedule].append(seconds)
-            print(
-                f"{slots:5}  {wall['synchronous']:11.3f}  {made:8.3f}  {trained:6.3f}  {x:10.3f}  {wall['periodic']:8.3f}  "
-                f"{wall['periodic'] / x:7.3f}  {wall['synchronous'] / wall['periodic']:7.3f}",
-                flush=True,
-            )
-            figures.append(Figure(f"periodic step / recurrence, {slots} slots", wall["periodic"] / x, "", "<= 1.15"))
-    gain = min(walls["synchronous"]) / min(walls["periodic"])
-    figures.append(Figure("best synchronous step / best periodic step", gain, "", ">= 1.3"))
-    return finish(figures, given.json)
+            for mode in given.modes:
+                done = runs[mode, slots] = run(Path(scratch), model, mode, slots, given.steps)
+                seconds[mode, slots] = statistics.median(done.rows[step]["perf/step_seconds"] for step in done.measured)
+                x = bound(runs["synchronous", slots]) if mode == "periodic" and ("synchronous", slots) in runs else None
+                print(
+                    f"{slots:5}  {mode:12}  {seconds[mode, slots]:8.3f}  {'' if x is None else format(x, '.3f'):>10}  "
+                    f"{done.idle(WORKER):12.1%}  {done.idle('trainer'):12.1%}  {done.occupancy(WORKER, slots):9.1%}  "
+                    f"{exposed(done):15.2%}  {done.mean('staleness/mean'):9.2f}",
+                    flush=True,
+                )
+    return finish([*periodic_figures(runs, seconds, given.slots), *delayed_figures(runs, seconds, given.slots)], given.json)
+
+
+def bound(synchronous: Run) -> float:
+    return statistics.median(recurrence(synchronous, step) for step in synchronous.measured)
+
+
+def exposed(done: Run) -> float:
+    """Share of the window that the rollout worker installs weights, or waits for them once they are made."""
+    return done.share(WORKER, "install") + done.share(WORKER, "weights")
+
+
+def periodic_figures(runs: dict[tuple[str, int], Run], seconds: dict[tuple[str, int], float], slots: list[int]) -> list[Figure]:
+    if ("synchronous", slots[0]) not in runs or ("periodic", slots[0]) not in runs:
+        return []
+    ratios = {n: seconds["periodic", n] / bound(runs["synchronous", n]) for n in slots}
+    gain = min(seconds["synchronous", n] for n in slots) / min(seconds["periodic", n] for n in slots)
+    return [
+        *(Figure(f"periodic step / recurrence, {n} slots", ratio, "", "<= 1.15") for n, ratio in ratios.items()),
+        Figure("best synchronous step / best periodic step", gain, "", ">= 1.3"),
+    ]
+
+
+def delayed_figures(runs: dict[tuple[str, int], Run], seconds: dict[tuple[str, int], float], slots: list[int]) -> list[Figure]:
+    if ("delayed", slots[0]) not in runs:
+        return []
+    best = min(seconds["delayed", n] for n in slots)
+    chosen = min(n for n in slots if seconds["delayed", n] <= 1.05 * best)
+    done = runs["delayed", chosen]
+    figures = [
+        Figure(
+            f"delayed, {chosen} slots: idle share of the busier side", min(done.idle(WORKER), done.idle("trainer")), "", "<= 0.05"
+        ),
+        Figure(f"delayed, {chosen} slots: mean slot occupancy", done.occupancy(WORKER, chosen), "", ">= 0.85"),
+        Figure(f"delayed, {chosen} slots: exposed weight time / step", exposed(done), "", "<= 0.01"),
+        Figure(f"delayed, {chosen} slots: publishing / step, on the trainer", done.share("trainer", "publish"), ""),
+    ]
+    for mode in {mode for mode, _ in runs} - {"delayed"}:
+        gain = min(seconds[mode, n] for n in slots) / best
+        figures.append(Figure(f"best {mode} step / best delayed step", gain, ""))
+    return figures
 
 
 if __name__ == "__main__":

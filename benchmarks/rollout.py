@@ -8,7 +8,7 @@ at temperature 1. End tokens are off, so that everybody makes the same numbers o
     engine       SlotEngine, 64 slots
     generate     transformers' generate(), one batch of 64, left-padded, to the longest length; only the wanted tokens are counted
     continuous   transformers' continuous batching (add_request for each request), its manager warm
-    floor        the matrix multiplications alone (torch.mm), for the prompts and for every token, at the engine's own batch sizes
+    floor        the engine's own matrix products alone, for the prompts and for every token, at its batch sizes
 
 All return the log-probs of the sampled tokens, which training needs; `generate_ids_only` is generate() without them. Repeats are
 interleaved; a rate is the median of the repeats, a ratio the median of the ratios within each repeat.
@@ -41,7 +41,8 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
 from asyncflow.engines.base import SampleKey, Sampling
-from asyncflow.engines.rollout.slots import SlotEngine
+from asyncflow.engines.rollout.decoder import Decoder, padded
+from asyncflow.engines.rollout.slots import PREFILL_TOKENS, SlotEngine
 
 NUM_REQUESTS = 64
 MAX_CONTEXT = 192
@@ -94,30 +95,21 @@ def run_continuous(manager: object, prompts: list[np.ndarray], lengths: list[int
 
 
 @torch.inference_mode()
-def run_floor(model: Qwen3ForCausalLM, prompts: list[np.ndarray], lengths: list[int]) -> int:
-    """The engine's matmuls: all prompts in passes of 512 tokens, then each step with the rows that are still active."""
-    layer = model.model.layers[0]
-    attention, mlp = layer.self_attn, layer.mlp
-    fused = [
-        torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]),
-        attention.o_proj.weight,
-        torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        mlp.down_proj.weight,
-    ]
-    layers = [[weight.clone() for weight in fused] for _ in model.model.layers]  # as many bytes as the model has
+def run_floor(decoder: Decoder, prompts: list[np.ndarray], lengths: list[int]) -> int:
+    """The engine's products: all prompts in full passes, then each step with the rows that are still active."""
     prompt_tokens = sum(len(p) for p in prompts)
-    prefills = [512] * (prompt_tokens // 512) + [prompt_tokens % 512]
+    prefills = [PREFILL_TOKENS] * (prompt_tokens // PREFILL_TOKENS) + [prompt_tokens % PREFILL_TOKENS]
     decodes = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
     for rows in [*prefills, *decodes]:
-        for weights in layers:
-            for weight in weights:
-                torch.mm(INPUTS[weight.shape[1]][:rows], weight.t())
+        for layer in decoder.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear(INPUTS[linear.weight.shape[1]][: padded(rows)])
     for rows in [NUM_REQUESTS, *decodes]:
-        torch.mm(INPUTS[256][:rows], model.lm_head.weight.t())
+        decoder.lm_head(INPUTS[256][: padded(rows)])
     return sum(lengths)
 
 
-INPUTS = {size: torch.randn(512, size) for size in (256, 768)}
+INPUTS = {size: torch.randn(PREFILL_TOKENS, size) for size in (256, 768)}
 
 
 def compare(engine: SlotEngine, model: Qwen3ForCausalLM, repeats: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -138,7 +130,7 @@ def compare(engine: SlotEngine, model: Qwen3ForCausalLM, repeats: int) -> tuple[
             "generate": lambda: run_generate(model, prompts, lengths, with_logprobs=True),
             "generate_ids_only": lambda: run_generate(model, prompts, lengths, with_logprobs=False),
             "continuous": lambda: run_continuous(manager, prompts, lengths),
-            "floor": lambda: run_floor(model, prompts, lengths),
+            "floor": lambda: run_floor(engine._decoder, prompts, lengths),
         }
         for repeat in range(repeats + 1):  # the first warms up
             for name, run in contenders.items():

@@ -5,8 +5,9 @@
     log-probs: policy, old, rollout, reference ---> loss: a sum over the micro-batch ---> gradient sums ---> / normaliser
                (TokenBatch, from the engine)             (LossSums)                        (at optim_step)
 
-An algorithm knows neither engine nor queue nor schedule. Nothing here imports torch when it runs, so that the driver can
-ask an algorithm for its normaliser; the tensors that a loss is given bring their own operations.
+An algorithm knows neither engine nor queue nor schedule. What another policy sampled is weighed by off_policy.py. Nothing here
+imports torch when it runs, so that the driver can ask an algorithm for its normaliser; the tensors that a loss is given bring their
+own operations.
 """
 
 from typing import Final

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from asyncflow.algorithms.off_policy import Correction
 from asyncflow.types import Array, Objective
 
 Normaliser = Literal["tokens", "sequences"]
@@ -24,6 +25,9 @@ class Algorithm(Objective, Protocol):
 
     needs_reference: bool
     """Whether the loss needs the log-probs of a frozen reference model."""
+
+    correction: Correction
+    """How it weighs tokens that another policy sampled than the old one: with `none` it is right only where they are the same."""
 
     def advantages(self, rewards: Array) -> Array:
         """Advantages (float32 [R]) of the rows of one group from their rewards (float32 [R])."""

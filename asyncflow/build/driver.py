@@ -7,10 +7,11 @@ import dataclasses
 import json
 from collections import ChainMap, Counter
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncflow.build.prepare import Prepared, num_devices, shape_of
+from asyncflow.build.prepare import Prepared, num_devices, shape_of, tasks_before_training
 from asyncflow.config import Config
 from asyncflow.data.order import SeededOrder
 from asyncflow.registry import build
@@ -20,13 +21,14 @@ from asyncflow.telemetry.metrics import StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue import STORAGES
-from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.metrics import run_metrics
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board
+from asyncflow.workflows.books import Books
 from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.loop import feed
@@ -42,19 +44,21 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class Driver:
-    """`on_step` is told of every committed step with its metrics, `on_evaluation` of every evaluation, `says` of what is odd."""
+    """`on_group` is told of every trained group by its step, `on_step` of every committed step with its metrics, `on_evaluation` of
+    every evaluation, `says` of what is odd."""
 
     def __init__(
         self,
         config: Config,
         prepared: Prepared,
         *,
+        on_group: Callable[[int], None],
         on_step: Callable[[int, Mapping[str, float]], None],
         on_evaluation: Callable[[Row], None],
         says: Callable[[str], None],
     ) -> None:
         self.config = config
-        self._on_step, self._on_evaluation, self._says = on_step, on_evaluation, says
+        self._on_group, self._on_step, self._on_evaluation, self._says = on_group, on_step, on_evaluation, says
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
         self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
@@ -63,10 +67,12 @@ class Driver:
         self._background: set[asyncio.Task[None]] = set()
 
         signal = Signal()
-        ledger = Ledger(self.shape.group_bits)
-        self.ledger = LedgerService(ledger, self.schedule, signal, self._end_step)
-        self.board = Board(self.schedule, ledger, signal)
         self._build_queue()
+        ledger = Ledger(self.shape.group_bits, tasks_before_training(config), self.schedule.max_staleness)
+        books = Books(ledger, self.transfer_queue.controllers)
+        self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
+        self.board = Board(self.schedule, books, signal, self._clock)
+        self._signal = signal
         self._open_files()
         self.held_out = HeldOut(
             prepared.held_out,
@@ -88,10 +94,18 @@ class Driver:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ledger.on_opened = lambda step: self._note("opened", step)
         self.board.on_installed = lambda version: self._note("installed", version)
+        self.board.on_stale = lambda worker, why: self._unhealthy(worker, f"has no weights to serve, and tries again: {why}")
         self.ledger.on_consumed, self.ledger.on_committed = self._consumed, self._committed
 
+    def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
+        """What a task's controller tells the books."""
+        callbacks: dict[str, Callable[..., None]] = {"on_done": partial(self._done, task), "on_dead": self._gave_up}
+        if task == "rollout":
+            callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._notify}
+        return callbacks
+
     def _build_queue(self) -> None:
-        config = self.config.queue
+        config, tasks = self.config.queue, tasks_before_training(self.config)
         storages = [
             build("queue storage", config.storage.name, {**config.storage.options, "unit": number}, STORAGES)
             for number in range(config.num_units)
@@ -101,10 +115,11 @@ class Driver:
                 self.shape.group_bits,
                 config.lease_seconds,
                 self.config.reward.max_attempts,
-                has_reference_task=self.config.train.reference == "task",
+                has_reward_task="reward" in tasks,
+                has_reference_task="reference" in tasks,
             ),
             storages,
-            callbacks={"rollout": {"on_done": self._generated, "on_dead": self._gave_up, "on_lost": self._lost}},
+            callbacks={task: self._callbacks(task) for task in tasks},
             notify_timeout_seconds=config.notify_timeout_seconds,
             capacity_rows=config.capacity_rows,
             capacity_bytes=config.unit_capacity_bytes,
@@ -120,14 +135,25 @@ class Driver:
         names = ["jsonl", *config.telemetry.trackers]
         self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
 
-    def server(self, status: object, arena: Path) -> Server:
-        """Serves the run's services; `status` answers `asyncflow status`. Large columns lie in the file `arena`."""
+    def services(self, status: object) -> Mapping[str, object]:
+        """What workers call, by name; `status` answers `asyncflow status`."""
         own: dict[str, object] = {"ledger": self.ledger, "board": self.board, "hub": self.hub, "status": status}
-        queue, on_disconnect = self.config.queue, self.transfer_queue.abandon
+        return ChainMap(own, self.transfer_queue.services)  # units may join
+
+    def server(self, status: object, arena: Path) -> Server:
+        """Serves the run's services. Large columns lie in the file `arena`."""
+        queue = self.config.queue
         memory = Arena(queue.unit_capacity_bytes * queue.num_units, arena)
-        credentials = None if queue.listen is None else Credentials.create(self.config.run_dir / KEY_FILE)
-        services = ChainMap(own, self.transfer_queue.services)  # units may join
-        return Server(services, on_disconnect, credentials=credentials, arena=memory)
+        has_key = queue.listen is not None or self.config.weight_sync.needs_key
+        credentials = Credentials.create(self.config.run_dir / KEY_FILE) if has_key else None
+        return Server(self.services(status), self.disconnected, credentials=credentials, arena=memory)
+
+    def disconnected(self, client_key: str) -> None:
+        """A client has gone: what it held is handed out again, and nothing is waited for on its behalf."""
+        worker = client_key.partition("@")[0]
+        self.transfer_queue.abandon(client_key)
+        self.board.forget(worker)
+        self.hub.left(worker)
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""
@@ -145,7 +171,7 @@ class Driver:
 
     def certificate(self) -> Certificate:
         """What the run was so far, once every worker has made its last report."""
-        workers = self.hub.states.values()
+        workers = [*self.hub.states.values(), *self.hub.past]
         return self._observed.certificate(
             schedule=self.config.schedule.name,
             promised_staleness=self.schedule.max_staleness,
@@ -190,9 +216,16 @@ class Driver:
     def _end_step(self, purpose: str, step: int) -> None:
         self._start(self.queue.end_step(purpose, step))
 
-    def _generated(self, rows: list[int]) -> None:
+    def _notify(self) -> None:
+        self._signal.notify()
+
+    def _begun(self, lease: Lease, want: Want) -> None:
+        if want.installed is not None:
+            self.ledger.ledger.begun((meta.group for meta in lease.groups), want.installed)
+
+    def _done(self, task: str, rows: list[int]) -> None:
         self.progress()
-        self.ledger.generated(rows)
+        self.ledger.done(task, rows)
 
     def _gave_up(self, dead: list[DeadRow]) -> None:
         self.progress()
@@ -202,6 +235,20 @@ class Driver:
         self._start(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 
+    def died(self, worker: str, why: str) -> None:
+        """A rollout worker's process has ended. `why` says also whether it is started again."""
+        self.board.died(worker)
+        self._unhealthy(worker, why)
+
+    def _unhealthy(self, worker: str, why: str) -> None:
+        """A rollout worker serves nothing for now. With too few others the run stops."""
+        self._says(f"worker {worker} {why}")
+        workers, needed = self.config.rollout.num_workers, self.config.rollout.min_healthy_workers
+        healthy = workers - self.board.num_unhealthy()
+        if healthy < needed and not self.failure.done():
+            numbers = f"{healthy} of {workers} rollout workers are left, and rollout.min_healthy_workers is {needed}"
+            self.failure.set_exception(RunError(f"worker {worker} {why}; {numbers}"))
+
     def _lost(self, unit: int, rows: list[int]) -> None:
         if not self.failure.done():
             shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
@@ -210,7 +257,7 @@ class Driver:
 
     def _consumed(self, step: int, group: Consumed) -> None:
         self.progress()
-        is_overlapped = not self.ledger.ledger.is_generated(step)
+        is_overlapped = not self.ledger.ledger.is_done("rollout", step)
         self._observed.group(step, staleness=group.staleness, num_spans=group.num_spans, is_overlapped=is_overlapped)
         metrics = self._metrics.setdefault(step, StepMetrics())
         metrics.add_group(
@@ -233,6 +280,7 @@ class Driver:
             rows = ", ".join(map(str, group.empty_rows))
             self._says(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
         self._look_at_sharing(group)
+        self._on_group(step)
 
     def _look_at_sharing(self, group: Consumed) -> None:
         """Say once that a shared prompt was not worth it, where it was asked for."""
@@ -312,11 +360,9 @@ class Driver:
 
     def _could_generate(self, step: int) -> float | None:
         """When the step's first group was admitted and a worker had weights for it."""
-        interval = self.schedule.interval(step)
-        installed = [self._moments.get(("installed", v)) for v in range(interval.low, interval.high + 1)]
-        known = [moment for moment in installed if moment is not None]
-        opened = self._moments.get(("opened", step))
-        return max(opened, min(known)) if opened is not None and known else None
+        interval, opened = self.schedule.interval(step), self._moments.get(("opened", step))
+        installed = [moment for (what, v), moment in self._moments.items() if what == "installed" and v in interval]
+        return max(opened, min(installed)) if opened is not None and installed else None
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

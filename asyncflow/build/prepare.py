@@ -13,6 +13,7 @@ import msgspec
 
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm
+from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.config import Choice, Config
 from asyncflow.data.datasets import Row, check_columns, load_rows, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer, read_json
@@ -25,6 +26,7 @@ from asyncflow.transfer_queue import STORAGES
 from asyncflow.types import RunError, UserError, group_bits_for
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.samples import Prompt, Shape
+from asyncflow.workflows.schedule import Schedule
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,7 +78,6 @@ def check_choices(config: Config) -> None:
     ]
     for kind, choice, known in chosen:
         resolve(kind, choice.name, known)
-    build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
     algorithm = make_algorithm(config)
     if config.train.reference == "task" and not algorithm.needs_reference:
         raise UserError(
@@ -85,19 +86,34 @@ def check_choices(config: Config) -> None:
 
 
 def make_algorithm(config: Config) -> Algorithm:
-    """The algorithm of the configuration. Raises `UserError` when there is none, or one that lacks a part of the contract."""
-    algorithm: Algorithm = build("algorithm", config.algorithm.name, config.algorithm.options, ALGORITHMS)
-    for name in ("normaliser", "needs_reference", "is_token_local", "advantages", "loss"):
+    """The algorithm of the configuration, which corrects for the schedule's staleness unless told otherwise (docs/off_policy.md).
+
+    One of the user's own says itself what it does. Raises `UserError` when there is none, one that lacks a part of the contract, or
+    one that is wrong for rows as stale as the schedule's under `train.old`.
+    """
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    old, options = config.train.old, config.algorithm.options
+    if config.algorithm.name in ALGORITHMS:
+        options = {"correction": default_correction(old, schedule.max_staleness), **options}
+    algorithm: Algorithm = build("algorithm", config.algorithm.name, options, ALGORITHMS)
+    for name in ("normaliser", "needs_reference", "correction", "is_token_local", "advantages", "loss"):
         if not hasattr(algorithm, name):
             raise UserError(
                 f"the algorithm {config.algorithm.name} has no {name!r}: asyncflow/algorithms/base.py says what is needed"
             )
+    check_correction(algorithm.correction, old, schedule.max_staleness)
     return algorithm
 
 
 def num_devices(config: Config) -> int:
     """All of the run's devices: those that generate, those that train, and the reference's own."""
-    return config.rollout.num_workers + 1 + (config.train.reference == "task")
+    return config.rollout.num_workers + 1 + ("reference" in tasks_before_training(config))
+
+
+def tasks_before_training(config: Config) -> tuple[str, ...]:
+    """The tasks that a row passes before it is trained, in order."""
+    has = {"reward": config.reward.place == "task", "reference": config.train.reference == "task"}
+    return ("rollout", *(task for task in has if has[task]))
 
 
 def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from asyncflow.build.driver import control_socket
+from asyncflow.build.driver import KEY_FILE, control_socket
 from asyncflow.build.prepare import TOKENIZER_FILES, make_algorithm, reward_pool, shape_of
 from asyncflow.config import Config, load
 from asyncflow.data.tokenizer import CheckpointTokenizer
@@ -22,19 +22,28 @@ from asyncflow.engines.base import LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import LOG_PROB_ENGINES, TRAIN_ENGINES
 from asyncflow.registry import build
+from asyncflow.registry import load as load_named
+from asyncflow.rewards.base import Sample
 from asyncflow.rewards.delays import delayed
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, FingerprintLog
 from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Peer, proxy
+from asyncflow.types import Array
 from asyncflow.weight_sync import WEIGHT_SYNCS
-from asyncflow.weight_sync.base import WeightSync
+from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSync, WeightSyncOptions
+from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService
-from asyncflow.workflows.loop import refer, train
+from asyncflow.workflows.loop import train
 from asyncflow.workflows.rollout import Rollout
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Shape
+from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.tasks import refer, reward, serve
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
@@ -63,50 +72,80 @@ class Connection:
 
 @asynccontextmanager
 async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[Connection]:
-    """Connect to the driver; reports spans and renews leases in the background."""
+    """Connect to the driver of a run directory."""
     config = load(run_dir / CONFIG_FILE)
     job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
-    shape, peer = shape_of(config), await Peer.connect(control_socket(run_dir), name)
+    peer = await Peer.connect(control_socket(run_dir), name)
+    async with joined(peer, name, config, job, device(config)) as run:
+        yield run
+
+
+@asynccontextmanager
+async def joined(peer: Peer, name: str, config: Config, job: JobFile, device: str) -> AsyncIterator[Connection]:
+    """A worker's view of the run behind a peer; reports spans and renews leases in the background."""
     places = Places(remote_directory(peer), name, peer=peer)
     await places.learn()
     places.watch()
-    queue = TransferQueueClient(places)
-    reporter = Reporter(proxy(Hub, peer, "hub"), name, time.monotonic, device(config), config.telemetry.flush_seconds)
+    queue, clock = TransferQueueClient(places), asyncio.get_running_loop().time
+    reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
     async with _beside(reporter.run(), queue.renew_held()):
         ledger, board = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board")
-        yield Connection(config, job, shape, queue, ledger, board, reporter)
+        yield Connection(config, job, shape_of(config), queue, ledger, board, reporter)
     await reporter.flush()
     await places.close()
     await peer.close()
 
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
-    """Generates and scores until the run stops."""
-    async with connected(name, run_dir, lambda config: config.rollout.device) as run:
+    """Generates, and scores unless another worker does, until the run stops."""
+    async with connected(name, run_dir, lambda config: config.rollout.device) as run, _scoring(run, name) as score:
         run.reporter.recorder.enter("load")
-        tokenizer, pool, delays = CheckpointTokenizer(Path(run.job.model)), reward_pool(run.config, name), run.config.reward.delays
-        try:
-            await pool.start()
-            engine = await asyncio.to_thread(_rollout_engine, run)
-            run.reporter.is_deterministic, run.reporter.reward_failures = engine.is_deterministic, pool.failures
-            receiver = _weight_sync(run).receiver()
-            loop = Rollout(
-                run.queue,
-                run.board,
-                engine,
-                receiver,
-                delayed(pool.score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else pool.score,
-                tokenizer.decode,
-                run.shape,
-                run.reporter.recorder,
-                _sample_filter(run),
-            )
-            await loop.run()
-            run.reporter.recorder.waiting("stop")
-            await receiver.close()
-            await engine.close()
-        finally:
-            await pool.close()
+        engine = await asyncio.to_thread(_rollout_engine, run)
+        receiver = _weight_sync(run, run.config.rollout.device).receiver(name)
+        original = partial(_original_weights, Path(run.job.model))
+        await roll_out(run, engine, receiver, original, score, CheckpointTokenizer(Path(run.job.model)).decode)
+
+
+async def roll_out(
+    run: Connection,
+    engine: RolloutEngine,
+    receiver: WeightReceiver,
+    original: Callable[[], Mapping[str, Tensor]],
+    score: Callable[[Sample], Awaitable[float]],
+    decode: Callable[[Array], str],
+) -> None:
+    """A rollout worker's work, with what was built for it, which is closed at the end."""
+    run.reporter.is_deterministic = engine.is_deterministic
+    loop = Rollout(
+        run.queue,
+        run.board,
+        _schedule(run),
+        engine,
+        receiver,
+        original,
+        score if run.config.reward.place == "rollout" else None,
+        decode,
+        run.shape,
+        run.reporter.recorder,
+        _sample_filter(run),
+    )
+    await loop.run()
+    run.reporter.recorder.waiting("stop")
+    await receiver.close()
+    await engine.close()
+
+
+async def reward_worker(name: str, run_dir: Path) -> None:
+    """Scores until the run stops."""
+    async with connected(name, run_dir, lambda config: "cpu") as run, _scoring(run, name) as score:
+        await score_groups(run, score, CheckpointTokenizer(Path(run.job.model)).decode)
+
+
+async def score_groups(run: Connection, score: Callable[[Sample], Awaitable[float]], decode: Callable[[Array], str]) -> None:
+    """A reward worker's work, with what was built for it."""
+    work = reward(score, decode, _sample_filter(run), run.shape)
+    await serve("reward", run.queue, run.ledger, work, run.reporter.recorder)
+    run.reporter.recorder.waiting("stop")
 
 
 async def train_worker(name: str, run_dir: Path) -> None:
@@ -115,9 +154,8 @@ async def train_worker(name: str, run_dir: Path) -> None:
         spans = run.reporter.recorder
         spans.enter("load")
         engine = await asyncio.to_thread(_train_engine, run)
-        sender = _weight_sync(run).sender(uuid.uuid4().hex)
-        fingerprints = FingerprintLog(run_dir / FINGERPRINTS_FILE if run.config.telemetry.fingerprints else None)
-        await train(run.queue, run.ledger, run.board, engine, make_algorithm(run.config), sender, run.shape, spans, fingerprints)
+        sender = _weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex)
+        await train_steps(run, engine, sender)
         with spans.busy("save"):
             await engine.save(run_dir / "model.partial")
             copy_tokenizer(Path(run.job.model), run_dir / "model.partial")
@@ -127,14 +165,36 @@ async def train_worker(name: str, run_dir: Path) -> None:
         await engine.close()
 
 
+async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender) -> None:
+    """A trainer's work, with what was built for it."""
+    fingerprints = FingerprintLog(run.config.run_dir / FINGERPRINTS_FILE if run.config.telemetry.fingerprints else None)
+    await train(
+        run.queue,
+        run.ledger,
+        run.board,
+        _schedule(run),
+        engine,
+        make_algorithm(run.config),
+        sender,
+        run.shape,
+        run.reporter.recorder,
+        fingerprints,
+    )
+
+
 async def reference_worker(name: str, run_dir: Path) -> None:
     """Adds the reference's log-probs to complete groups until the run stops."""
     async with connected(name, run_dir, lambda config: config.train.device) as run:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(_reference_engine, run)
-        await refer(run.queue, engine, run.shape, run.reporter.recorder)
-        run.reporter.recorder.waiting("stop")
-        await engine.close()
+        await add_log_probs(run, engine)
+
+
+async def add_log_probs(run: Connection, engine: LogProbEngine) -> None:
+    """A reference worker's work, with what was built for it, which is closed at the end."""
+    await serve("reference", run.queue, run.ledger, refer(engine, run.shape), run.reporter.recorder)
+    run.reporter.recorder.waiting("stop")
+    await engine.close()
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -154,6 +214,30 @@ async def _beside(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]
             task.cancel()
 
 
+@asynccontextmanager
+async def _scoring(run: Connection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[float]]]:
+    """The reward processes below a worker, which end with it. None are started where another worker scores."""
+    pool, delays = reward_pool(run.config, name), run.config.reward.delays
+    try:
+        if run.config.reward.place == "rollout" or name == "reward":
+            await pool.start()
+        run.reporter.reward_failures = pool.failures
+        yield delayed(pool.score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else pool.score
+    finally:
+        await pool.close()
+
+
+def _schedule(run: Connection) -> Schedule:
+    chosen = run.config.schedule
+    return cast(Schedule, build("schedule", chosen.name, chosen.options, SCHEDULES))
+
+
+def _original_weights(model: Path) -> Mapping[str, Tensor]:
+    """The tensors of version 0."""
+    read: Callable[[Path], Mapping[str, Tensor]] = load_named("function", "asyncflow.engines.rollout.decoder:load_tensors")
+    return read(model)
+
+
 def _rollout_engine(run: Connection) -> RolloutEngine:
     chosen, rollout = run.config.rollout.engine, run.config.rollout
     options = {
@@ -163,12 +247,13 @@ def _rollout_engine(run: Connection) -> RolloutEngine:
         "dtype": rollout.dtype,
         "device": rollout.device,
         "num_threads": rollout.num_threads,
+        "kv_on_install": rollout.kv_on_install,
     }
     return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
 
 
 def _train_engine(run: Connection) -> TrainEngine:
-    chosen, train = run.config.train.engine, run.config.train
+    chosen, train, algorithm = run.config.train.engine, run.config.train, make_algorithm(run.config)
     options = {
         "model_path": Path(run.job.model),
         "learning_rate": train.learning_rate,
@@ -184,7 +269,8 @@ def _train_engine(run: Connection) -> TrainEngine:
         "num_threads": train.num_threads,
         "accumulate": train.accumulate,
         "old": train.old,
-        "has_reference": make_algorithm(run.config).needs_reference and train.reference == "fused",
+        "is_corrected": algorithm.correction != "none",
+        "has_reference": algorithm.needs_reference and train.reference == "fused",
         "frozen_dtype": train.frozen_dtype,
         "offload": train.offload,
         "check_shared_prompt": train.check_shared_prompt,
@@ -205,9 +291,20 @@ def _reference_engine(run: Connection) -> LogProbEngine:
     return cast(LogProbEngine, build("reference engine", "torch", options, LOG_PROB_ENGINES))
 
 
-def _weight_sync(run: Connection) -> WeightSync:
-    options = {"directory": Path(run.job.weights_dir)}
-    return cast(WeightSync, build("weight sync", run.config.weight_sync.name, options, WEIGHT_SYNCS))
+def _weight_sync(run: Connection, device: str) -> WeightSync:
+    config = run.config
+    kinds = {place.partition(":")[0] for place in (config.train.device, config.rollout.device)}
+    options = WeightSyncOptions(
+        directory=Path(run.job.weights_dir),
+        keep=_schedule(run).max_staleness + 1,
+        dtype=config.weight_sync.dtype,
+        deadline_seconds=config.weight_sync.deadline_seconds,
+        num_receivers=config.rollout.num_workers,
+        listen=config.weight_sync.listen,
+        key=config.run_dir / KEY_FILE if config.weight_sync.needs_key else None,
+        device=device if len(kinds) == 1 else "cpu",
+    )
+    return cast(WeightSync, build("weight sync", config.weight_sync.name, {"options": options}, WEIGHT_SYNCS))
 
 
 def _sample_filter(run: Connection) -> Callable[[Mapping[str, Any]], None]:

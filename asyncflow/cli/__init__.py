@@ -12,6 +12,7 @@ from asyncflow.cli.errors import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.queue import app as queue
 from asyncflow.cli.report import report
+from asyncflow.cli.simulate import simulate
 from asyncflow.cli.status import status
 from asyncflow.cli.train import train
 from asyncflow.cli.verify import verify
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(train)
 app.command(name="eval")(evaluate)
 app.command()(verify)
+app.command()(simulate)
 app.command()(report)
 app.command()(status)
 app.command()(check)

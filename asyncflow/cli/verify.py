@@ -1,11 +1,11 @@
-"""`asyncflow verify`: the proof that periodic asynchrony changes nothing, by running it."""
+"""`asyncflow verify`: the proof that timing changes nothing, by running a configuration twice and killing a worker on the way."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -13,23 +13,27 @@ import typer
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence
 from asyncflow.config import Config, dump, load, parse
+from asyncflow.job import Job, run_with_signals
+from asyncflow.registry import build
+from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
+from asyncflow.telemetry.equivalence import Kill, compare
+from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, read_fingerprints
+from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.types import RunError, UserError
-
-if TYPE_CHECKING:
-    from asyncflow.telemetry.certificate import Certificate
+from asyncflow.workflows import SCHEDULES
+from asyncflow.workflows.schedule import Schedule
 
 DELAY_SECONDS = 0.05
-SALTS = {"synchronous": 1, "periodic": 2}
 SETTINGS: dict[str, Any] = {
     "run": {"overwrite": True},
-    "rollout": {"num_workers": 2, "num_threads": 1},
+    "rollout": {"num_workers": 2, "num_threads": 1, "max_restarts": 3, "min_healthy_workers": 1},
     "train": {"num_threads": 1},
     "telemetry": {"fingerprints": True, "trackers": []},
     "eval": {"path": None},
     "cluster": "local",
 }
 """What both runs have, whatever the configuration says."""
-GIVEN = ["run.steps", "schedule", "reward.delays", "cluster"] + [
+GIVEN = ["run.steps", "reward.delays", "cluster"] + [
     f"{section}.{key}" for section, keys in SETTINGS.items() if isinstance(keys, dict) for key in keys
 ]
 
@@ -39,54 +43,87 @@ def verify(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as many as you like.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each of the two runs.")] = 20,
 ) -> None:
-    """Run synchronous and periodic from one seed, with different delays, and compare them bit by bit.
+    """Run twice from one seed, with different delays, and a worker killed in the second run; compare the two bit by bit.
 
+    Synchronous with periodic; with schedule=delayed, that with itself.
     Exit code 0: equal, 1: different, 2: could not run, or the runs are no proof.
     """
-    from asyncflow.telemetry.certificate import CERTIFICATE_FILE
-    from asyncflow.telemetry.equivalence import compare
-    from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, read_fingerprints
-    from asyncflow.telemetry.trace import SPANS_FILE, read_spans
-
     for override in overrides or []:
         for key in GIVEN:
             if f"{override.split('=')[0]}.".startswith(f"{key}."):
                 raise UserError(f"{override!r}: verify sets {key} itself{', by --steps' if key == 'run.steps' else ''}")
     given = load(config, overrides or [])
-    synchronous, periodic = (variant(given, mode, steps) for mode in SALTS)
+    undisturbed, disturbed = variants(given, steps)
+    first, second = Run(undisturbed), Run(disturbed, kill_in_step=max(1, steps // 2))
     try:
-        certificates = asyncio.run(_run(synchronous)), asyncio.run(_run(periodic))
+        certificates = asyncio.run(first.run()), asyncio.run(second.run())
         result = compare(
+            (first.name, second.name),
             hashlib.sha256(dump(given).encode()).hexdigest(),
-            (read_fingerprints(synchronous.run_dir / FINGERPRINTS_FILE), read_fingerprints(periodic.run_dir / FINGERPRINTS_FILE)),
+            (read_fingerprints(first.folder / FINGERPRINTS_FILE), read_fingerprints(second.folder / FINGERPRINTS_FILE)),
             certificates,
-            read_spans(periodic.run_dir / SPANS_FILE),
+            read_spans(second.folder / SPANS_FILE),
+            second.kill,
         )
     except* (RunError, OSError) as group:
         raise UserError(f"could not verify: {sentence(group)}") from group
-    path = periodic.run.dir / CERTIFICATE_FILE
+    path = second.folder.parent / CERTIFICATE_FILE
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     print("\n".join([*result.lines, f"{'written to':<16} {path}"]))
     raise typer.Exit({"equal": 0, "differs": 1, "void": 2}[result.verdict])
 
 
-def variant(given: Config, mode: str, steps: int) -> Config:
-    """One of the two runs, in a folder of its own beside the run that the configuration is of. Raises `UserError`."""
+def variants(given: Config, steps: int) -> tuple[Config, Config]:
+    """The two runs. Raises `UserError` where the schedule leaves it to timing which version makes a sample."""
+    name, options = given.schedule.name, given.schedule.options
+    schedule: Schedule = build("schedule", name, options, SCHEDULES)
+    if any(interval.low != interval.high for interval in map(schedule.interval, range(steps + 1))):
+        raise UserError(
+            f"with schedule={name} timing may decide which of several versions makes a sample, so that two runs need not be equal: "
+            f"verify schedule=periodic or schedule=delayed"
+        )
+    if not schedule.max_staleness:
+        return _variant(given, "synchronous", steps, 1, "synchronous"), _variant(given, "periodic", steps, 2, "periodic")
+    own, short = {"name": name, "options": options}, name.rpartition(":")[2]
+    return _variant(given, f"{short}-1", steps, 1, own), _variant(given, f"{short}-2", steps, 2, own)
+
+
+def _variant(given: Config, name: str, steps: int, salt: int, schedule: str | dict[str, Any]) -> Config:
+    """In a folder of its own beside the run that the configuration is of. Raises `UserError`."""
     tree = given.model_dump(mode="json")
     for section, settings in SETTINGS.items():
         tree[section] = {**tree[section], **settings} if isinstance(settings, dict) else settings
-    tree["run"] |= {"dir": str(given.run.dir / f"{given.run.name}-verify"), "name": mode, "steps": steps}
-    tree["reward"]["delays"] = {"mean_seconds": DELAY_SECONDS, "salt": SALTS[mode]}
-    return parse({**tree, "schedule": mode})
+    tree["run"] |= {"dir": str(given.run.dir / f"{given.run.name}-verify"), "name": name, "steps": steps}
+    tree["reward"]["delays"] = {"mean_seconds": DELAY_SECONDS, "salt": salt}
+    return parse({**tree, "schedule": schedule})
 
 
-async def _run(config: Config) -> Certificate:
-    from asyncflow.job import Job, run_with_signals
+class Run(Display):
+    """One of the two runs, drawn as it goes.
 
-    with Display(config.run.name, config.run.steps) as display:
-        display.says(f"{config.run.name}, in {config.run_dir}")
-        job = Job(config, display)
-        if not await run_with_signals(job, job.run()):
-            raise RunError(f"the {config.run.name} run was interrupted")
-    assert job.certificate is not None
-    return job.certificate
+    With `kill_in_step` it loses the rollout worker that holds most: when a group of that step has been trained and others are made.
+    """
+
+    def __init__(self, config: Config, *, kill_in_step: int | None = None) -> None:
+        super().__init__(config.run.name, config.run.steps)
+        self.name, self.folder = config.run.name, config.run_dir
+        self.kill: Kill | None = None
+        self._kill_in_step = kill_in_step
+        self._job = Job(config, self)
+
+    async def run(self) -> Certificate:
+        """To its end. Raises `UserError` and `RunError`."""
+        with self:
+            self.says(f"{self.name}, in {self.folder}")
+            if not await run_with_signals(self._job, self._job.run()):
+                raise RunError(f"the {self.name} run was interrupted")
+        assert self._job.certificate is not None
+        return self._job.certificate
+
+    def group(self, step: int) -> None:
+        if self._kill_in_step is None or self.kill is not None or step < self._kill_in_step:
+            return
+        if held := self._job.held():
+            worker = max(held, key=lambda name: held[name])
+            self.kill = Kill(worker, step, held[worker], asyncio.get_running_loop().time())
+            self._job.kill(worker)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,11 +11,15 @@ from asyncflow.types import RunError
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker to be started: `entry` is `module:function`, an async function of (name, run directory)."""
+    """A worker to be started: `entry` is `module:function`, an async function of (name, run directory).
+
+    One that dies is started again up to `max_restarts` times, after a pause.
+    """
 
     name: str
     entry: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
 
 
 class WorkerDied(RunError):
@@ -29,8 +33,13 @@ class Cluster(Protocol):
         """Start them all."""
         ...
 
-    async def wait(self) -> None:
-        """Return when every worker has ended well. Raises `WorkerDied` with the first one's name and last words if one has not."""
+    async def wait(self, on_death: Callable[[str, str], None]) -> None:
+        """Return when every worker has ended well. `on_death(name, why)` is told of one that died and may be started again, or that
+        has been started often enough.
+
+        Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of one
+        that has found a mistake of the user's.
+        """
         ...
 
     async def stop(self, grace_seconds: float) -> list[str]:

@@ -1,9 +1,10 @@
-"""Theorem 1 (PA) on two runs: the same bits from a synchronous and from a periodic run, though their timing differed.
+"""Two runs compared: the same bits, though their timing differed. Of synchronous and periodic that is Theorem 1 (PA).
 
-    fingerprints, certificates, spans of both --> compare --> Equivalence --> certificate.json, the lines that `verify` prints
+    fingerprints, certificates of both, spans of the second --> compare --> Equivalence --> certificate.json, what `verify` prints
 
 A difference anywhere is a difference. Equal bits are a proof only where timing had its chance: the groups were taken in different
-orders, and periodic trained while responses were missing. Otherwise the certificate is void.
+orders, and the second run trained and generated at once, and made again what a killed worker took along. Otherwise the certificate
+is void.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.fingerprints import StepPrint
+from asyncflow.telemetry.idle import covered_seconds
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import RunError
 
@@ -28,7 +30,7 @@ Facts = dict[tuple[str, str], str]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where two runs part: the bits of `what` at `where` (a row, a micro-batch, a tensor), synchronous first."""
+    """Where two runs part: the bits of `what` at `where` (a row, a micro-batch, a tensor), the first run's value first."""
 
     step: int
     what: str
@@ -36,15 +38,26 @@ class Difference(msgspec.Struct, frozen=True):
     values: tuple[str, str]
 
 
+class Kill(msgspec.Struct, frozen=True):
+    """A rollout worker ended while a step was trained and `rows` were in its hands, `at` seconds of the spans' clock."""
+
+    worker: str
+    step: int
+    rows: int
+    at: float
+
+
 class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict with its evidence; pairs are (synchronous, periodic), hashes SHA-256.
+    """The verdict with its evidence; pairs are of the two runs, `names`, in order, hashes SHA-256.
 
     `reordered_steps`: steps whose groups were taken in different orders; `order_distance`: the mean Kendall distance of the two
-    orders, 0 equal to 1 reversed. `lead_seconds`: by how much periodic began to train before the step's last response was scored,
-    the median over the steps. `logprobs`: of the rollout engine's log-probs against the train engine's, in both runs together,
-    (tokens, those with equal bits, largest absolute difference in nats).
+    orders, 0 equal to 1 reversed. `overlapped_steps`: those in whose training the second run also generated, and `overlap_seconds`:
+    for how long, the median over the steps. `kill`: in the second run; `groups_after_kill`: what the worker made when it had been
+    started again. `logprobs`: of the rollout engine's log-probs against the train engine's, in both runs together, (tokens, those
+    with equal bits, largest absolute difference in nats).
     """
 
+    names: tuple[str, str]
     verdict: Literal["equal", "differs", "void"]
     reasons: list[str]
     difference: Difference | None
@@ -55,29 +68,33 @@ class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
     everything_hash: tuple[str, str]
     reordered_steps: int
     order_distance: float
-    lead_seconds: float
+    overlapped_steps: int
+    overlap_seconds: float
+    kill: Kill | None
+    groups_after_kill: int
     logprobs: tuple[int, int, float]
     runs: tuple[Certificate, Certificate]
 
     @property
     def lines(self) -> list[str]:
         """As the terminal shows it."""
-        (tokens, equal, largest), overlapped = self.logprobs, self.runs[1].overlapped_steps
+        (tokens, equal, largest), (first, second) = self.logprobs, self.names
         staleness, spans = max(run.max_staleness for run in self.runs), max(run.max_spans for run in self.runs)
         verdicts = {
-            "equal": f"EQUAL: synchronous and periodic gave the same bits in {self.steps} steps",
-            "differs": "DIFFERS: synchronous and periodic gave different bits",
+            "equal": f"EQUAL: {first} and {second} gave the same bits in {self.steps} steps",
+            "differs": f"DIFFERS: {first} and {second} gave different bits",
             "void": f"VOID, no proof: {'; '.join(self.reasons)}",
         }
         shown = {
             "verdict": verdicts[self.verdict],
             "config": self.config_hash,
-            "final weights": _pair(self.weights_hash),
-            "everything": f"{_pair(self.everything_hash)} ({self.num_facts:,} hashes and numbers)",
+            "final weights": self._pair(self.weights_hash),
+            "everything": f"{self._pair(self.everything_hash)} ({self.num_facts:,} hashes and numbers)",
             "versions": f"staleness {staleness}, spans per row {spans}",
             "order of groups": f"other in {self.reordered_steps} of {self.steps} steps, Kendall distance {self.order_distance:.3f}",
-            "overlap": f"periodic trained before the last response in {overlapped} of {self.steps} steps, from "
-            f"{self.lead_seconds:.2f} s ahead of it on (median)",
+            "overlap": f"{second} trained and generated at once in {self.overlapped_steps} of {self.steps} steps, for "
+            f"{self.overlap_seconds:.2f} s (median)",
+            "killed": self._killed(),
             "log-probs": f"train against rollout: {equal:,} of {tokens:,} bit-equal ({equal / max(1, tokens):.2%}), "
             f"largest difference {largest:.2g}",
         }
@@ -87,41 +104,63 @@ class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
             lines[1:1] = [f"{'difference':<16} {where}: {self.difference.values[0]} against {self.difference.values[1]}"]
         return lines
 
+    def _killed(self) -> str:
+        if self.kill is None:
+            return "nobody"
+        return (
+            f"{self.kill.worker} in step {self.kill.step} of {self.names[1]}, holding {self.kill.rows} rows; "
+            f"{self.runs[1].rows_redelivered} were made again; started again, it made {self.groups_after_kill} groups"
+        )
+
+    def _pair(self, hashes: tuple[str, str]) -> str:
+        first, second = self.names
+        return hashes[0] if hashes[0] == hashes[1] else f"{hashes[0]} ({first}), {hashes[1]} ({second})"
+
 
 def compare(
+    names: tuple[str, str],
     config_hash: str,
     prints: tuple[Sequence[StepPrint], Sequence[StepPrint]],
     certificates: tuple[Certificate, Certificate],
     spans: Sequence[Span],
+    kill: Kill | None,
 ) -> Equivalence:
-    """The verdict on a synchronous and a periodic run; `spans` are the periodic one's. Raises `RunError` for an incomplete one."""
-    for steps, certificate in zip(prints, certificates, strict=True):
+    """The verdict on two runs; `spans` and `kill` are the second one's. Raises `RunError` for an incomplete one."""
+    for name, steps, certificate in zip(names, prints, certificates, strict=True):
         if [step.step for step in steps] != list(range(certificate.planned_steps)):
-            raise RunError(f"the {certificate.schedule} run left {len(steps)} of {certificate.planned_steps} steps to compare")
-    synchronous, periodic = ([facts(step) for step in steps] for steps in prints)
-    difference = next(_differences(synchronous, periodic), None)
+            raise RunError(f"the {name} run left {len(steps)} of {certificate.planned_steps} steps to compare")
+    first, second = ([facts(step) for step in steps] for steps in prints)
+    difference = next(_differences(first, second), None)
     orders = [tuple([group.group for group in step.groups] for step in pair) for pair in zip(*prints, strict=True)]
-    reordered = sum(first != second for first, second in orders)
+    reordered = sum(one != other for one, other in orders)
+    overlaps = overlap_seconds(spans)
+    overlapped = sum(seconds > 0.0 for seconds in overlaps.values())
     everything = [step for steps in prints for step in steps]
-    reasons = [f"{certificate.schedule}: {reason}" for certificate in certificates for reason in certificate.voided]
+    reasons = [f"{name}: {why}" for name, certificate in zip(names, certificates, strict=True) for why in certificate.voided]
     if not reordered:
         reasons.append("the groups were taken in the same order in every step")
-    if not certificates[1].overlapped_steps:
-        reasons.append("periodic began to train only after the last response, in every step")
+    if not overlapped:
+        reasons.append(f"{names[1]} never trained and generated at once")
+    if kill is None or not certificates[1].rows_redelivered:
+        reasons.append(f"{names[1]} lost no row with a killed worker")
     if not any(float.fromhex(loss) for step in everything for group in step.groups for loss in group.losses):
         reasons.append("every loss was 0, so nothing was learned")
     return Equivalence(
+        names=names,
         verdict="differs" if difference is not None else "void" if reasons else "equal",
         reasons=reasons,
         difference=difference,
         config_hash=config_hash,
-        steps=len(synchronous),
-        num_facts=sum(map(len, synchronous)),
-        weights_hash=(_weights_hash(synchronous[-1]), _weights_hash(periodic[-1])),
-        everything_hash=(_hash(synchronous), _hash(periodic)),
+        steps=len(first),
+        num_facts=sum(map(len, first)),
+        weights_hash=(_weights_hash(first[-1]), _weights_hash(second[-1])),
+        everything_hash=(_hash(first), _hash(second)),
         reordered_steps=reordered,
-        order_distance=statistics.fmean(kendall_distance(first, second) for first, second in orders),
-        lead_seconds=statistics.median(lead_seconds(spans).values() or [0.0]),
+        order_distance=statistics.fmean(kendall_distance(one, other) for one, other in orders),
+        overlapped_steps=overlapped,
+        overlap_seconds=statistics.median(overlaps.values() or [0.0]),
+        kill=kill,
+        groups_after_kill=0 if kill is None else groups_after(spans, kill),
         logprobs=(
             sum(step.loss_tokens for step in everything),
             sum(step.equal_tokens for step in everything),
@@ -151,16 +190,19 @@ def kendall_distance(first: Sequence[int], second: Sequence[int]) -> float:
     return float(np.triu(places[:, None] > places, 1).sum()) / num_pairs if num_pairs else 0.0
 
 
-def lead_seconds(spans: Sequence[Span]) -> dict[int, float]:
-    """By step: from the start of training to the moment when the step's last group was complete; negative if it came after."""
-    began: dict[int, float] = {}
-    completed: dict[int, float] = {}
+def overlap_seconds(spans: Sequence[Span]) -> dict[int, float]:
+    """By step: for how long groups were under way, of this step or of another, from the start of its training to its update."""
+    groups = [span for span in spans if span.task == "generate_group"]
+    training: dict[int, list[Span]] = {}
     for span in spans:
-        if span.task == "forward_backward":
-            began[span.step] = min(span.start, began.get(span.step, span.start))
-        elif span.task == "generate_group":
-            completed[span.step] = max(span.end, completed.get(span.step, span.end))
-    return {step: completed[step] - start for step, start in began.items() if step in completed}
+        if span.task in ("forward_backward", "optim_step"):
+            training.setdefault(span.step, []).append(span)
+    return {step: covered_seconds(groups, min(s.start for s in own), max(s.end for s in own)) for step, own in training.items()}
+
+
+def groups_after(spans: Sequence[Span], kill: Kill) -> int:
+    """How many groups the killed worker began, and made, in its next life."""
+    return sum(span.task == "generate_group" and span.worker == kill.worker and span.start > kill.at for span in spans)
 
 
 def _differences(first: Sequence[Facts], second: Sequence[Facts]) -> Iterator[Difference]:
@@ -177,7 +219,3 @@ def _hash(content: Sequence[Facts]) -> str:
 
 def _weights_hash(last: Facts) -> str:
     return _hash([{key: value for key, value in last.items() if key[0] == "tensor" and key[1].startswith("weights/")}])
-
-
-def _pair(hashes: tuple[str, str]) -> str:
-    return hashes[0] if hashes[0] == hashes[1] else f"{hashes[0]} (synchronous), {hashes[1]} (periodic)"

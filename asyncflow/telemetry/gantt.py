@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 from zlib import crc32
 
+from asyncflow.telemetry.attribution import DATA, INTERVAL, SLOWEST, START, STOP, WEIGHTS
 from asyncflow.telemetry.idle import WAIT
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import join_pieces, worker_order
@@ -28,23 +29,22 @@ _COVERED_BY_LANE: Final = frozenset({"generate_group"})
 _TASK_COLOURS: Final = {
     "generate": "#0072B2",
     "generate_group": "#0072B2",
-    "forward_backward": "#E69F00",
+    "reward": "#B8A900",
     "reference": "#F0E442",
+    "forward_backward": "#E69F00",
     "optim_step": "#D55E00",
     "publish": "#CC79A7",
     "install": "#009E73",
     "fetch": "#56B4E9",
     "load": "#8A8F98",
 }
-_CAUSE_COLOURS: Final = {
-    "rows": "#E69F00",
-    "batch": "#D55E00",
-    "step": "#CC79A7",
-    "weights": "#009E73",
-    "prompts": "#56B4E9",
-    "reward": "#B8A900",
-    "start": "#8A8F98",
-    "stop": "#5F6570",
+_REASON_COLOURS: Final = {
+    DATA: "#E69F00",
+    SLOWEST: "#D55E00",
+    INTERVAL: "#CC79A7",
+    WEIGHTS: "#009E73",
+    START: "#8A8F98",
+    STOP: "#5F6570",
 }
 # Paul Tol's muted palette, for names that this file does not know.
 _OTHER_COLOURS: Final = ("#882255", "#44AA99", "#999933", "#AA4499", "#332288", "#117733", "#6699CC", "#661100", "#CC6677")
@@ -52,7 +52,7 @@ _OTHER_COLOURS: Final = ("#882255", "#44AA99", "#999933", "#AA4499", "#332288", 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a bar stands for: a task of the lane, a cause of waiting, or a task beside the lane."""
+    """What a bar stands for: a task of the lane, a reason to wait, or a task beside the lane."""
 
     name: str
     is_wait: bool = False
@@ -90,12 +90,12 @@ def colours_of(states: Iterable[State]) -> dict[State, str]:
     states = set(states)
     others: dict[tuple[bool, str], str] = {}
     for is_wait, name in sorted({(state.is_wait, state.name) for state in states}):
-        if name not in (_CAUSE_COLOURS if is_wait else _TASK_COLOURS):
+        if name not in (_REASON_COLOURS if is_wait else _TASK_COLOURS):
             first = crc32(name.encode()) % len(_OTHER_COLOURS)
             candidates = [*_OTHER_COLOURS[first:], *_OTHER_COLOURS[:first]]
             others[is_wait, name] = next((colour for colour in candidates if colour not in others.values()), candidates[0])
     return {
-        state: others.get((state.is_wait, state.name)) or (_CAUSE_COLOURS if state.is_wait else _TASK_COLOURS)[state.name]
+        state: others.get((state.is_wait, state.name)) or (_REASON_COLOURS if state.is_wait else _TASK_COLOURS)[state.name]
         for state in states
     }
 
@@ -134,7 +134,7 @@ def gantt_chart(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def _legend_order(state: State) -> tuple[bool, bool, int, str]:
-    known = list(_CAUSE_COLOURS if state.is_wait else _TASK_COLOURS)
+    known = list(_REASON_COLOURS if state.is_wait else _TASK_COLOURS)
     return state.is_wait, not state.is_lane, known.index(state.name) if state.name in known else len(known), state.name
 
 

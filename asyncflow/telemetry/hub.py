@@ -42,6 +42,7 @@ class Hub:
     def __init__(self, log: SpanLog, on_sample: Callable[[Mapping[str, Any]], None], on_tokens: Callable[[], None]) -> None:
         self.log = log
         self.states: dict[str, WorkerState] = {}
+        self.past: list[WorkerState] = []  # the last ones of workers that have gone; one that was started again is in both
         self._on_sample, self._on_tokens = on_sample, on_tokens
         self._reported = asyncio.Event()
 
@@ -55,6 +56,12 @@ class Hub:
         self.states[state.worker] = state
         if any(span.tokens for span in spans):
             self._on_tokens()
+        self._reported.set()
+
+    def left(self, worker: str) -> None:
+        """A worker has gone: nobody waits for its reports."""
+        if (state := self.states.pop(worker, None)) is not None:
+            self.past.append(state)
         self._reported.set()
 
     async def settle(self, moment: float) -> None:

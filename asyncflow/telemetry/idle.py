@@ -9,6 +9,7 @@ and was started again) is `unrecorded`: neither busy nor idle, and never hidden 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ WAIT = "wait"
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Where one worker's time went, in seconds: `busy` by task, `idle` by cause, `wall` from its first span to its last."""
+    """Where one worker's time went, in seconds: `busy` by task, `idle` by cause, `wall` from its first moment to its last."""
 
     wall: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
@@ -40,17 +41,18 @@ class Activity:
         return max(0.0, self.wall - self.busy_seconds - self.idle_seconds)
 
 
-def busy_and_idle(spans: Iterable[Span], worker: str) -> Activity:
-    """The whole of one worker's lane; all zero when it has no lane spans."""
+def busy_and_idle(spans: Iterable[Span], worker: str, start: float = -math.inf, end: float = math.inf) -> Activity:
+    """One worker's lane, or what of it lies inside [start, end]; all zero when there are no lane spans."""
     busy: dict[str, float] = {}
     idle: dict[str, float] = {}
-    first, last = float("inf"), float("-inf")
+    first, last = math.inf, -math.inf
     for span in spans:
-        if span.worker != worker or not span.is_lane:
+        low, high = max(span.start, start), min(span.end, end)
+        if span.worker != worker or not span.is_lane or high <= low:
             continue
         by_state, state = (idle, span.cause) if span.task == WAIT else (busy, span.task)
-        by_state[state] = by_state.get(state, 0.0) + span.end - span.start
-        first, last = min(first, span.start), max(last, span.end)
+        by_state[state] = by_state.get(state, 0.0) + high - low
+        first, last = min(first, low), max(last, high)
     return Activity(max(0.0, last - first), busy, idle) if busy or idle else Activity()
 
 
@@ -75,11 +77,12 @@ def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, fl
 def active_seconds(spans: Iterable[Span], tasks: Iterable[str], start: float, end: float) -> float:
     """Seconds of [start, end] in which at least one worker's lane did one of `tasks`: the wall time of a pool at work."""
     wanted = frozenset(tasks)
-    clipped = sorted(
-        (max(span.start, start), min(span.end, end))
-        for span in spans
-        if span.is_lane and span.task in wanted and span.start < end and span.end > start
-    )
+    return covered_seconds((span for span in spans if span.is_lane and span.task in wanted), start, end)
+
+
+def covered_seconds(spans: Iterable[Span], start: float, end: float) -> float:
+    """Seconds of [start, end] that lie in at least one of the spans."""
+    clipped = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.start < end and span.end > start)
     total, reached = 0.0, start
     for low, high in clipped:
         if high > reached:

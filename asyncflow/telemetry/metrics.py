@@ -5,7 +5,8 @@
     optim steps ---+        ^
     times, spans -----------+
 
-`DEFINITIONS` is the only place that says what a metric is. A loss may add sums of its own, by name: means over loss tokens.
+`DEFINITIONS` is the only place that says what a metric is. A loss may add sums of its own, by name: means over loss tokens; or
+maxima over them, by names that end in `/max`.
 A number that cannot be known (a mean over nothing, a rate over no time) is left out of the row: never a 0 that was not measured.
 """
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from asyncflow.telemetry.idle import active_seconds, idle_ratios, tokens_within
 from asyncflow.telemetry.spans import Span
-from asyncflow.types import Array
+from asyncflow.types import Array, is_maximum
 
 TRAIN_TASKS: Final = ("forward_backward", "optim_step")
 ROLLOUT_TASK: Final = "generate"
@@ -31,6 +32,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
     "response_length/clipped_ratio": "Share of those rows that were cut off at the largest length (0 to 1).",
     "policy/kl": "Estimated KL divergence of the policy from the reference (k3), in nats, mean over loss tokens.",
+    "policy/rollout_kl": "Estimated KL divergence of the engine that sampled from the policy (k3), in nats, mean over loss tokens: "
+    "what staleness and the difference of the two engines amount to.",
     "policy/entropy": "Entropy of the policy's token distribution, in nats, mean over loss tokens.",
     "policy/clip_ratio": "Share of loss tokens whose probability ratio was clipped (0 to 1).",
     "policy/grad_norm": "Norm of the gradient before clipping, mean over the step's updates, skipped ones left out.",
@@ -38,6 +41,13 @@ DEFINITIONS: Final[dict[str, str]] = {
     "policy/learning_rate": "Learning rate of the step's last update.",
     "policy/skipped_updates": "Number of updates skipped because the gradient was not finite.",
     "policy/non_finite_micro_batches": "Number of micro-batches left out because the loss or a log-prob was not finite.",
+    "importance_weight/mean": "Importance weight w (old policy / engine that sampled) after truncation or masking, mean over loss "
+    "tokens. Logged, as the next three, where the algorithm corrects by such weights.",
+    "importance_weight/max": "Largest such ratio over loss tokens (of whole responses, if that is the level), before truncation or "
+    "masking.",
+    "importance_weight/outside_ratio": "Share of loss tokens whose importance weight was truncated, or masked to 0 (0 to 1).",
+    "importance_weight/effective_sample_ratio": "Effective sample size of the weights, (sum w)^2 / sum w^2, divided by the loss "
+    "tokens: 1 when all weights are equal.",
     "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row's group).",
     "staleness/max": "Largest such difference.",
     "perf/tpspd": "Logical tokens trained in the step (every response with its prompt, once) / (perf/step_seconds x all devices, "
@@ -164,7 +174,7 @@ class StepMetrics:
         metrics: Mapping[str, float],
         is_finite: bool = True,
     ) -> None:
-        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes a mean, as `policy/entropy`.
+        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes a mean, as `policy/entropy` (`LossSums`).
 
         With `is_finite` False nothing was accumulated: its tokens were computed, but enter no mean.
         """
@@ -176,7 +186,11 @@ class StepMetrics:
         self._loss_sum += loss_sum
         self._loss_tokens += loss_tokens
         for name, total in metrics.items():
-            self._metric_sums[name] = self._metric_sums.get(name, 0.0) + total
+            so_far = self._metric_sums.get(name)
+            if so_far is None:
+                self._metric_sums[name] = total
+            else:
+                self._metric_sums[name] = max(so_far, total) if is_maximum(name) else so_far + total
 
     def add_update(self, *, grad_norm: float, learning_rate: float, normaliser: float, is_skipped: bool = False) -> None:
         """One `optim_step`, with the number that its gradient sums were divided by."""
@@ -224,7 +238,11 @@ class StepMetrics:
             "policy/non_finite_micro_batches": self._non_finite,
         }
         if self._loss_tokens:
-            row.update({name: total / self._loss_tokens for name, total in self._metric_sums.items()})
+            tokens = self._loss_tokens
+            row.update({name: total if is_maximum(name) else total / tokens for name, total in self._metric_sums.items()})
+            square = row.pop("importance_weight/square", 0.0)
+            if square:
+                row["importance_weight/effective_sample_ratio"] = row["importance_weight/mean"] ** 2 / square
         if self._normaliser:
             row["policy/loss"] = self._loss_sum / self._normaliser
         if self._grad_norms:

@@ -21,9 +21,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from asyncflow.telemetry.attribution import REASONS, attributed
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.charts import Row, accuracy_keys, metric_charts
-from asyncflow.telemetry.gantt import State, colours_of, gantt_chart, state_of
+from asyncflow.telemetry.gantt import State, colours_of, gantt_chart, state_of, step_ends
 from asyncflow.telemetry.idle import Activity, busy_and_idle
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans, worker_order
@@ -50,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
     config = _read_config(run_dir / CONFIG_FILE)
     rows = read_rows(run_dir / METRICS_FILE)
     evaluations = read_rows(run_dir / EVAL_FILE)
-    spans = read_spans(run_dir / SPANS_FILE)
+    spans = attributed(read_spans(run_dir / SPANS_FILE))
     charts = metric_charts(rows, evaluations)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files("asyncflow.telemetry").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
@@ -62,6 +63,7 @@ def write_report(run_dir: Path) -> Path:
         num_steps=len(rows),
         charts=charts,
         activities=_activities(spans),
+        mean_step=_mean_step(spans),
         samples=_samples(read_rows(run_dir / SAMPLES_FILE)),
         config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
         num_spans=len(spans),
@@ -192,6 +194,30 @@ def _parts(activity: Activity, colours: Mapping[State, str]) -> list[dict[str, A
         {"label": label, "colour": colour, "wait": is_wait, "seconds": seconds, "share": seconds / activity.wall}
         for label, colour, is_wait, seconds in shown
     ]
+
+
+def _mean_step(spans: Sequence[Span]) -> dict[str, Any]:
+    """What a step's seconds went to, on the lane of each worker, mean over all steps but the first, which loads; {} without any.
+
+    `seconds` of the step; `columns`: their names; `rows`: worker, and its seconds by column, which add up to the step's.
+    """
+    ends = [end for _, end in step_ends(spans, 0.0)]
+    if len(ends) < 2:
+        return {}
+    count, start, end = len(ends) - 1, ends[0], ends[-1]
+    rows = []
+    for worker in worker_order(span.worker for span in spans if span.is_lane):
+        activity = busy_and_idle(spans, worker, start, end)
+        parts = [activity.busy_seconds, *(activity.idle.get(reason, 0.0) for reason in REASONS)]
+        rows.append((worker, [part / count for part in (*parts, end - start - sum(parts))]))
+    columns = ["busy", *REASONS, "not recorded"]
+    shown = [i for i in range(len(columns)) if any(seconds[i] > 1e-6 for _, seconds in rows)]
+    return {
+        "count": count,
+        "seconds": (end - start) / count,
+        "columns": [columns[i] for i in shown],
+        "rows": [(worker, [seconds[i] for i in shown]) for worker, seconds in rows],
+    }
 
 
 def _samples(rows: Sequence[Row]) -> list[dict[str, Any]]:

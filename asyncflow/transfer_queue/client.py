@@ -44,6 +44,7 @@ class Wanted(TypedDict, total=False):
     tokens: int
     at_least: int
     installed: int | None
+    until: int | None
     rank: int
     columns: Sequence[str] | None
 
@@ -130,20 +131,22 @@ class TransferQueueClient:
         at_least: int = 1,
         installed: int | None = None,
         step: int | None = None,
+        until: int | None = None,
         rank: int = 0,
         columns: Sequence[str] | None = None,
     ) -> Leased | None:
         """Ready rows with the columns that the task reads, or these `columns` alone, or none; waits until there are some.
 
         `groups`, `rows`, `tokens`: at most so many, one group if none is given. `at_least`: wait for so many rows, unless the step
-        has no more. `installed`: only groups that this policy version may generate. `step`: only groups of this step. None when the
-        step has ended or the task is closed, and nothing more is ready, or when the request was withdrawn.
+        has no more. `installed`: only groups that this policy version may generate. `step`: only groups of this step. `until`: of
+        any step, until this one has ended. None when the step has ended or the task is closed, and nothing more is ready (with
+        `until`: whatever is), or when the request was withdrawn.
         """
         reads = self.schema.task(task).reads if columns is None else tuple(columns)
         self.schema.mask(reads)
         if not groups and not rows and not tokens:
             groups = 1
-        want = Want(groups, rows, tokens, at_least, installed, step, rank)
+        want = Want(groups, rows, tokens, at_least, installed, step, until, rank)
         withdrawals = self._withdrawals[task]  # asked again after one it would be for what the worker has just given up
         while self._withdrawals[task] == withdrawals and (handed := await self._ask(task, want, list(reads))) is not None:
             lease = handed.lease

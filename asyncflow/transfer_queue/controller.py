@@ -68,7 +68,8 @@ class _Parked:
 
 
 class Controller:
-    """`on_done(rows)`, `on_dead(dead rows)` and `on_lost(unit, rows)` tell whoever keeps the books, in the controller's loop.
+    """`on_done(rows)`, `on_dead(dead rows)`, `on_lost(unit, rows)` and `on_leased(lease, what was wanted)` tell whoever keeps the
+    books, in the controller's loop; `on_change()` says that requests have been looked at again.
 
     A row that was done is told again if its unit dies in the middle of dropping it: it is there once more, done as it was.
     """
@@ -82,12 +83,15 @@ class Controller:
         on_done: Callable[[list[int]], None] = lambda rows: None,
         on_dead: Callable[[list[DeadRow]], None] = lambda rows: None,
         on_lost: Callable[[int, list[int]], None] = lambda unit, rows: None,
+        on_leased: Callable[[Lease, Want], None] = lambda lease, want: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`turn`: of two controllers of one task, the one with the later turn serves it (`Directory.turn`)."""
         self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler: Sampler = build("sampler", self.spec.sampler, self.spec.sampler_options, SAMPLERS)
         self._on_done, self._on_dead, self._on_lost = on_done, on_dead, on_lost
+        self._on_leased, self._on_change = on_leased, on_change
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = self._is_replaced = False
@@ -267,8 +271,13 @@ class Controller:
     @remote
     async def status(self) -> TaskStatus:
         self._prune()
-        table, holders = self.table, _by_name(self.table.holders())
-        return TaskStatus(table.counts(), table.oldest_ready(_now()), len(self._parked), holders, dict(table.dead), self._lost)
+        table = self.table
+        oldest = table.oldest_ready(_now())
+        return TaskStatus(table.counts(), oldest, len(self._parked), self.holders(), dict(table.dead), self._lost)
+
+    def holders(self) -> dict[str, int]:
+        """Rows held by each worker that holds any, by its name."""
+        return _by_name(self.table.holders())
 
     def abandon(self, worker: str) -> None:
         """A client has gone (its `client_key`): all that it held is delivered again."""
@@ -320,16 +329,22 @@ class Controller:
     def _serve(self) -> None:
         now = _now()
         self._tell_ended(self.table.expire(now))
+        for request in self._parked:
+            if request.want.until in self.table.ended_steps and not request.answer.done():
+                request.answer.set_result(None)
         self._prune()
         if self._parked:
             wants = [(request.worker, request.want) for request in self._parked]
             for i, pick in self._sampler.assign(self.table, wants):
-                self._parked[i].answer.set_result(self.table.hand_out(wants[i][0], now, pick))
+                lease = self.table.hand_out(wants[i][0], now, pick)
+                self._parked[i].answer.set_result(lease)
+                self._on_leased(lease, wants[i][1])
             for request in self._parked:
                 if not request.answer.done() and self.table.has_nothing_left(request.want):
                     request.answer.set_result(None)
             self._prune()
         self._set_timer()
+        self._on_change()
 
     def _give_back(self, token: Token) -> None:
         self._tell_ended(self.table.give_back(token))

@@ -25,6 +25,8 @@ class Want(msgspec.Struct, frozen=True):
     """Only groups whose interval contains it."""
     step: int | None = None
     """Only that step."""
+    until: int | None = None
+    """Of any step, but only until that one has ended: then nothing, whatever is ready."""
     rank: int = 0
     """The data-parallel rank that asks, for samplers that serve all ranks together."""
 

@@ -108,11 +108,19 @@ class Table:
 
     def is_over(self, want: Want) -> bool:
         """Whether no more rows will come for a request: the table is closed, or the step that it is limited to has ended."""
-        return self.is_closed or want.step in self.ended_steps
+        return self.is_closed or want.step in self.ended_steps or want.until in self.ended_steps
 
     def has_nothing_left(self, want: Want) -> bool:
-        """Whether a request is to be answered with nothing: no more will come, and nothing is ready."""
-        return self.is_over(want) and not self.available(want, 1)
+        """Whether a request is to be answered with nothing: no more will come, and nothing is ready or what is does not matter."""
+        return self.is_over(want) and (want.until in self.ended_steps or not self.available(want, 1))
+
+    def ready_for_none_after(self, version: int) -> int:
+        """Rows that are ready and that no policy version after `version` may generate. As many operations as kinds of groups."""
+        return sum(kind.num_available for kind in self._pages.matching(None, None) if kind.interval.high <= version)
+
+    def last_version_of_ready(self, at_least: int) -> int | None:
+        """The lowest upper end of the ready rows' intervals, but not below `at_least`; None without any. As many operations."""
+        return min((k.interval.high for k in self._pages.matching(None, None) if k.interval.high >= at_least), default=None)
 
     # -- choosing -----------------------------------------------------------------------------------------------------------
 

@@ -4,15 +4,25 @@
     export_weights -> publish(version) -> manifest   (by way of the board, which knows no weights)
                            |                  |
                            v                  v
-                         bytes ---------> fetch(manifest) -> host memory, in the background
+                  the last versions ----> fetch(manifest) -> host memory, in the background
                                               |
                                               v
                                          install, fast, when the board grants it (the rollout engine's work)
+
+    files.py            the versions that are retained: files in memory
+    staging.py          casting, copying and hashing; a worker's one copy in host memory
+    shared_memory.py    the workers of one machine read these files
+    collective.py       a broadcast to all workers at once; group.py: who is in it, and how it finds together
+    network.py          one receiver per machine pulls them over TCP, for all workers there
 
 A manifest names, sizes and hashes what was published; a worker whose copy does not match it is stale and serves nothing.
 """
 
 from typing import Final
 
-WEIGHT_SYNCS: Final = {"shared_memory": "asyncflow.weight_sync.shared_memory:SharedMemory"}
+WEIGHT_SYNCS: Final = {
+    "shared_memory": "asyncflow.weight_sync.shared_memory:SharedMemory",
+    "collective": "asyncflow.weight_sync.collective:Collective",
+    "network": "asyncflow.weight_sync.network:Network",
+}
 """By name in a config: `module:class` of a `WeightSync`, imported when chosen."""

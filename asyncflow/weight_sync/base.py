@@ -6,16 +6,19 @@ This file imports no torch: manifests pass through the driver.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from asyncflow.types import RunError
+from asyncflow.types import RunError, UserError, crosses
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@crosses
 class WeightSyncError(RunError):
     """Weights could not be published, or what was fetched is not what its manifest says. One sentence."""
 
@@ -30,8 +33,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(msgspec.Struct, frozen=True):
     """What was published. (incarnation, version) is unique: a restarted trainer may publish a version again.
 
-    `address` is where the bytes lie, in the implementation's own terms; `num_bytes` is all of them and `hash` their
-    xxh3_128 in hexadecimal; `tensors` is keyed by Hugging Face names.
+    `address` is the safetensors file on the trainer's machine, `num_bytes` its size and `hash` its xxh3_128 in hexadecimal;
+    `tensors` is keyed by Hugging Face names, with the dtypes that travel. `served_at` is the door of a sender that is asked for
+    the bytes (see `transport`); empty where the file itself is read.
     """
 
     incarnation: str
@@ -40,6 +44,33 @@ class Manifest(msgspec.Struct, frozen=True):
     hash: str
     num_bytes: int
     tensors: dict[str, TensorSpec]
+    served_at: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncOptions:
+    """The same at both ends. Raises `UserError` when `keep` is below 1."""
+
+    directory: Path
+    """Private to the run, on every machine of it, best under /dev/shm; its owner removes it when the run ends."""
+    keep: int = 2
+    """Versions that stay available: as many as a redelivered group may still need (the schedule's largest staleness + 1)."""
+    dtype: str | None = None
+    """Wider floating-point tensors travel as this one (torch's name); None: all travel as they are."""
+    deadline_seconds: float = 60.0
+    """Whoever is waited for so long without a byte or an answer is given up, by name."""
+    num_receivers: int = 1
+    """Rollout workers of the run: so many are gathered for a broadcast."""
+    listen: str | None = None
+    """Where the sender listens, `tls:HOST:PORT` (port 0: any). None: where only this machine can reach it."""
+    key: Path | None = None
+    """The run's key, for an address by TLS: the file that `Credentials.create` writes."""
+    device: str = "cpu"
+    """What broadcasts go through, and so by which library: gloo for the CPU, NCCL for CUDA."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise UserError(f"a weight sync must keep at least 1 version, not {self.keep}.")
 
 
 class WeightSender(Protocol):
@@ -48,13 +79,14 @@ class WeightSender(Protocol):
     async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
         """Make `tensors` (Hugging Face names, CPU) available as `version`; they may change once this returns.
 
-        The last few versions stay available, as many as the sender was told to keep. Every version has the names, shapes and
-        dtypes of the first. Raises `WeightSyncError` if not, or if there is no room; earlier versions stay as they are.
+        It waits for no receiver. The last `keep` versions stay available; the oldest of them may go as soon as the next
+        publish begins. Every version has the names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or if there
+        is no room; earlier versions stay as they are.
         """
         ...
 
     async def close(self) -> None:
-        """Stop the sender's thread. What was published stays until the owner of the place removes it."""
+        """Serve nobody any more and stop the thread. The files stay until the owner of the directory removes it."""
         ...
 
 
@@ -64,23 +96,24 @@ class WeightReceiver(Protocol):
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """The tensors of `manifest` on the CPU, 64-byte aligned, valid until the next `fetch` begins.
 
-        Runs in the receiver's own thread. Raises `WeightSyncError` when the version is no longer kept, or when hash, names,
-        shapes or dtypes are not the manifest's or not those of the first fetch.
+        Runs in the receiver's own thread, and may be repeated whatever has happened. Raises `WeightSyncError` when the version is
+        no longer kept, when whoever has it does not answer in time, or when hash, names, shapes or dtypes are not the manifest's
+        or not those of the first fetch.
         """
         ...
 
     async def close(self) -> None:
-        """Stop the receiver's thread."""
+        """Hang up and stop the receiver's thread."""
         ...
 
 
 class WeightSync(Protocol):
-    """Built with the same options at both ends."""
+    """Built with `options: WeightSyncOptions`."""
 
     def sender(self, incarnation: str) -> WeightSender:
         """The trainer's end. `incarnation` is unique to this start of the trainer."""
         ...
 
-    def receiver(self) -> WeightReceiver:
-        """A rollout worker's end."""
+    def receiver(self, name: str) -> WeightReceiver:
+        """A rollout worker's end; `name` is the worker's, no other's."""
         ...

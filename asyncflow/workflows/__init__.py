@@ -11,4 +11,7 @@ The loops (loop.py) are coroutines that see a queue client, the ledger, the boar
 SCHEDULES = {
     "synchronous": "asyncflow.workflows.synchronous:Synchronous",
     "periodic": "asyncflow.workflows.periodic:Periodic",
+    "delayed": "asyncflow.workflows.delayed:Delayed",
+    "sub_step": "asyncflow.workflows.sub_step:SubStep",
+    "bounded": "asyncflow.workflows.bounded:Bounded",
 }

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from asyncflow.algorithms.base import Algorithm
-from asyncflow.engines.base import LogProbEngine, OptimResult, Response, RolloutEngine, SampleKey, Sampling, TrainEngine
+from asyncflow.engines.base import OptimResult, Response, RolloutEngine, SampleKey, Sampling, TrainEngine
 from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder
@@ -38,8 +38,6 @@ from asyncflow.workflows.samples import (
     kept_sample,
     micro_batches,
     outputs,
-    pieces,
-    reference_outputs,
 )
 from asyncflow.workflows.schedule import Schedule
 
@@ -62,11 +60,14 @@ class EvaluationPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """What producing a group takes. `on_response` is told of every response, `keep_sample` of every one that is stored."""
+    """What producing a group takes. `on_response` is told of every response, `keep_sample` of every one that is stored.
+
+    Without `score`, a task of its own does that.
+    """
 
     queue: TransferQueueClient
     engine: RolloutEngine
-    score: Callable[[Sample], Awaitable[float]]
+    score: Callable[[Sample], Awaitable[float]] | None
     decode: Callable[[Array], str]
     shape: Shape
     on_response: Callable[[Response], None]
@@ -97,7 +98,7 @@ async def feed(
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
 
 
-async def produce(by: Producer, leased: Leased, request: Request) -> None:
+async def produce(by: Producer, leased: Leased, request: Request, on_generated: Callable[[], None]) -> None:
     """One group: generate; score and enqueue each response as soon as it ends."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
@@ -106,6 +107,7 @@ async def produce(by: Producer, leased: Leased, request: Request) -> None:
         async for response in by.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
             by.on_response(response)
             scoring.create_task(_score_and_enqueue(by, leased, request, prompt, response))
+        on_generated()
 
 
 async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, prompt: str, response: Response) -> None:
@@ -113,13 +115,13 @@ async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, pro
     sample = Sample(prompt, by.decode(response.token_ids), request.example, response.finish_reason == "stop")
     try:
         check_response(response)
-        reward = await by.score(sample)  # 7
+        reward = None if by.score is None else await by.score(sample)  # 7
     except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
         await by.queue.fail(leased.lease, [row], str(failure))
     else:
         is_stored = await by.queue.complete(leased.lease, outputs(row, request.meta.group, response, reward))  # 8: enqueue
-        if is_stored.all():
-            by.keep_sample(kept_sample(request, row, sample, response, reward))
+        if reward is not None and is_stored.all():
+            by.keep_sample(kept_sample(request.meta, row, sample, reward))
     finally:
         by.on_scored()
 
@@ -128,6 +130,7 @@ async def train(
     queue: TransferQueueClient,
     ledger: LedgerService,
     board: Board,
+    schedule: Schedule,
     engine: TrainEngine,
     algorithm: Algorithm,
     sender: WeightSender,
@@ -136,26 +139,27 @@ async def train(
     fingerprints: FingerprintLog,
 ) -> None:
     """The consumer: gradients add up group by group, in the order in which groups complete; one update per step."""
+    put_aside: dict[int, Leased] = {}
     for step in itertools.count():
         spans.waiting("batch")
-        if not await ledger.may_train(step):
+        if not await ledger.may_start("train", step):
             return
         await engine.begin_step()
         held: dict[int, Leased] = {}
         spans.waiting("rows")
-        async for leased in queue.stream("train", step):  # 11-12: dequeue
-            check_interval(leased)
+        async for leased in members(queue, ledger, schedule, step, put_aside):  # 11-12: dequeue
+            check_interval(leased, step, schedule.max_staleness)
             meta, batch = leased.lease.groups[0], leased.batch
             is_known, held[meta.group] = meta.group in held, leased
             if is_known:  # its lease had expired: it was delivered again, and its gradient is in the sum already
                 continue
             advantages = algorithm.advantages(batch.dense("reward"))
-            micros = list(micro_batches(meta, batch, advantages, shape.rows_per_micro_batch))
+            micros = list(micro_batches(step, batch, advantages, shape.rows_per_micro_batch))
             work = {"group": meta.group, "rows": len(batch), "tokens": sum(piece.logical_tokens for piece in micros)}
             with spans.busy("forward_backward", step=step, version=step, **work):
                 results = [await engine.forward_backward(piece, algorithm) for piece in micros]  # 13-18: O += gradient
             fingerprints.group(batch, results)
-            await ledger.consume(step, consumed(meta, batch, micros, results))
+            await ledger.consume(step, consumed(step, batch, micros, results))
         totals = await ledger.totals(step)
         if totals is None:
             return
@@ -170,19 +174,22 @@ async def train(
         await queue.drop([row for leased in held.values() for row in leased.lease.indices])
 
 
-async def refer(queue: TransferQueueClient, engine: LogProbEngine, shape: Shape, spans: Recorder) -> None:
-    """The reference as a task of its own: it adds its log-probs to each complete group, which training waits for."""
-    while True:
-        spans.waiting("rows")
-        leased = await queue.lease("reference", groups=1)
-        if leased is None:
-            return
-        meta, batch = leased.lease.groups[0], leased.batch
-        prompt_ids, response_ids = batch.ragged("prompt_ids")[0], batch.ragged("response_ids")
-        with spans.busy("reference", step=meta.step, group=meta.group, rows=len(batch), tokens=len(response_ids.values)):
-            cut = pieces(len(batch), shape.rows_per_micro_batch)
-            log_probs = [await engine.log_probs(prompt_ids, response_ids.take(piece)) for piece in cut]
-        await queue.complete(leased.lease, reference_outputs(batch, log_probs))
+async def members(
+    queue: TransferQueueClient, ledger: LedgerService, schedule: Schedule, step: int, put_aside: dict[int, Leased]
+) -> AsyncIterator[Leased]:
+    """The complete groups of a step, as they come; where those of later steps may come first, it is the ledger that says which."""
+    if schedule.membership == "strict":
+        async for leased in queue.stream("train", step):
+            yield leased
+        return
+    for group in [*put_aside]:
+        if await ledger.claim(step, group):
+            yield put_aside.pop(group)
+    async for leased in queue.stream("train", until=step):
+        group = leased.lease.groups[0].group
+        put_aside[group] = leased  # in the place of an expired lease, if it was delivered again
+        if await ledger.claim(step, group):
+            yield put_aside.pop(group)
 
 
 async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -> Update:

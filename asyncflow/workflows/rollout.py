@@ -1,27 +1,40 @@
 """A rollout worker: which groups it takes, which weights it serves.
 
 consumes: admitted groups that its installed version may generate, at most its free slots and its fair share of a batch
-waits for: groups; a published version and the board's leave to install it
+waits for: groups; another version to serve and the board's leave to install it
 is unblocked by: the feed, its own responses (which free slots), the trainer's publishing, the end of the other workers' rows
+
+Weights are fetched in the background as soon as they are published. Once the board grants it, the worker takes nothing more, ends
+what it may not end under the new version (everything, unless the schedule installs in flight), installs, and goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncflow.engines.base import Response, RolloutEngine
 from asyncflow.rewards.base import Sample
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array
-from asyncflow.weight_sync.base import WeightReceiver
-from asyncflow.workflows.board import Board
+from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
+from asyncflow.workflows.board import Board, Target
 from asyncflow.workflows.loop import Producer, produce
 from asyncflow.workflows.samples import Request, Shape, requests
+from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = (0.5, 30.0)
+"""After weights could not be fetched: at first, and at most."""
 
 
 class Rollout:
@@ -31,28 +44,42 @@ class Rollout:
         self,
         queue: TransferQueueClient,
         board: Board,
+        schedule: Schedule,
         engine: RolloutEngine,
         receiver: WeightReceiver,
-        score: Callable[[Sample], Awaitable[float]],
+        original: Callable[[], Mapping[str, Tensor]],
+        score: Callable[[Sample], Awaitable[float]] | None,
         decode: Callable[[Array], str],
         shape: Shape,
         spans: Recorder,
         keep_sample: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._queue, self._board, self._engine, self._receiver = queue, board, engine, receiver
+        """`original()` are the tensors of version 0. Without `score`, rewards are another task's."""
+        self._queue, self._board, self._schedule = queue, board, schedule
+        self._engine, self._receiver, self._original = engine, receiver, original
         self._shape, self._spans = shape, spans
         self._producer = Producer(queue, engine, score, decode, shape, self._responded, self._scored, keep_sample)
         self._share = -(-shape.prompts_per_step // shape.num_rollout_workers) * shape.group_size
         self._installed = 0
-        self._is_installing = False
+        self._is_installing = True  # until the board has said which version to begin with
+        self._is_stale = False
+        self._retry_seconds = RETRY_SECONDS[0]
         self._has_served = False  # anything since the last installation
-        self._generating = 0  # rows without a response yet
+        self._is_asking = False  # for groups, which may be on their way here
+        self._under_way: list[Request] = []  # with rows that have no response yet; of a group, as often as it was taken
+        self._generating = 0  # those rows
         self._scoring = 0
         self._changed = Signal()
 
     async def run(self) -> None:
         """Until the board says that the run is stopping; what is unfinished then is abandoned."""
-        await self._board.installed(0)
+        while (target := await self._board.join()) is not None:
+            if target.version == 0:  # what the engine was built with
+                await self._serve(0)
+                break
+            if (tensors := await self._fetched(target)) is not None:
+                await self._install(target.version, tensors)
+                break
         async with asyncio.TaskGroup() as tasks:
             taking = tasks.create_task(self._take_groups())
             await self._follow_weights()
@@ -62,15 +89,18 @@ class Rollout:
         async with asyncio.TaskGroup() as groups:
             while True:
                 self._show_lane()
-                await self._changed.until(lambda: not self._is_installing and self._room() > 0)
-                version = self._installed
+                await self._changed.until(lambda: not self._is_installing and not self._is_stale and self._room() > 0)
+                version, self._is_asking = self._installed, True
                 leased = await self._queue.lease("rollout", groups=self._room(), installed=version)
-                if leased is None:  # withdrawn for an installation, or closed
+                self._is_asking = False
+                if leased is not None:
+                    for request in requests(leased):
+                        self._generating += len(request.rows)
+                        self._under_way.append(request)
+                        groups.create_task(self._produce(leased, request))
+                self._changed.notify()
+                if leased is None:  # withdrawn, or closed
                     await self._changed.until(partial(self._has_moved_on, version))
-                    continue
-                for request in requests(leased):
-                    self._generating += len(request.rows)
-                    groups.create_task(self._produce(leased, request))
 
     def _has_moved_on(self, version: int) -> bool:
         return self._installed != version
@@ -81,11 +111,13 @@ class Rollout:
         return rows // self._shape.group_size if self._generating else max(1, rows // self._shape.group_size)
 
     async def _produce(self, leased: Leased, request: Request) -> None:
-        start, meta = self._spans.clock(), request.meta
-        await produce(self._producer, leased, request)
-        self._spans.beside(
-            "generate_group", start, step=meta.step, version=self._installed, group=meta.group, rows=len(request.rows)
-        )
+        start, meta, version = self._spans.clock(), request.meta, self._installed
+        await produce(self._producer, leased, request, partial(self._generated, request))
+        self._spans.beside("generate_group", start, step=meta.step, version=version, group=meta.group, rows=len(request.rows))
+
+    def _generated(self, request: Request) -> None:
+        self._under_way = [other for other in self._under_way if other is not request]
+        self._changed.notify()
 
     def _responded(self, response: Response) -> None:
         self._spans.add(rows=1, tokens=len(response.token_ids))
@@ -100,21 +132,59 @@ class Rollout:
         self._show_lane()
 
     async def _follow_weights(self) -> None:
-        """Fetch every published version in the background and install it when the board grants it."""
-        while (manifest := await self._board.newer_than(self._installed)) is not None:
-            start = self._spans.clock()
-            tensors = await self._receiver.fetch(manifest)
-            await self._engine.prepare(manifest.version, tensors)
-            self._spans.beside("fetch", start, version=manifest.version, bytes=manifest.num_bytes)
-            if not await self._board.may_install(manifest.version):
-                return
+        while (target := await self._board.next_target(self._installed)) is not None:
+            if (tensors := await self._fetched(target)) is None:
+                continue
+            if not await self._board.may_install(target.version, self._installed):
+                continue
             self._is_installing = True
             await self._queue.withdraw("rollout")  # nothing is leased while weights are being changed
-            with self._spans.busy("install", version=manifest.version, bytes=manifest.num_bytes):
-                await self._engine.install(manifest.version, tensors)
-            self._installed, self._is_installing, self._has_served = manifest.version, False, False
-            await self._board.installed(manifest.version)
-            self._changed.notify()
+            await self._changed.until(partial(self._may_change_to, target.version))
+            await self._install(target.version, tensors)
+
+    def _may_change_to(self, version: int) -> bool:
+        """Whether everything under way may be ended under this version, and nothing more is on its way here.
+
+        One that is called back ends all first: no response goes through more versions than the schedule promises.
+        """
+        if self._is_asking:
+            return False
+        if self._schedule.installs_in_flight and version > self._installed:
+            return all(version in request.meta.interval for request in self._under_way)
+        return not self._under_way
+
+    async def _fetched(self, target: Target) -> Mapping[str, Tensor] | None:
+        """The tensors of a version, in host memory and prepared. None, after a pause, if they could not be had: the worker is stale
+        then, takes nothing, and asks the board again, for which they may be too old by now."""
+        start, manifest = self._spans.clock(), target.manifest
+        try:
+            tensors = self._original() if manifest is None else await self._receiver.fetch(manifest)
+        except WeightSyncError as error:
+            self._is_stale = True
+            await self._queue.withdraw("rollout")
+            await self._board.failed(str(error))
+            await asyncio.sleep(self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
+            return None
+        self._retry_seconds = RETRY_SECONDS[0]
+        await self._engine.prepare(target.version, tensors)
+        self._spans.beside("fetch", start, version=target.version, bytes=0 if manifest is None else manifest.num_bytes)
+        return tensors
+
+    async def _install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        is_in_flight = bool(self._under_way)
+        if is_in_flight:
+            await self._engine.pause()
+        with self._spans.busy("install", version=version):
+            await self._engine.install(version, tensors)
+        if is_in_flight:
+            await self._engine.resume()
+        await self._serve(version)
+
+    async def _serve(self, version: int) -> None:
+        self._installed, self._is_installing, self._is_stale, self._has_served = version, False, False, False
+        await self._board.installed(version)
+        self._changed.notify()
 
     def _show_lane(self) -> None:
         if self._is_installing:

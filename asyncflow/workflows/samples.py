@@ -10,13 +10,13 @@
 | loss_mask | row | rollout | uint8, ragged, 1 where the policy itself produced the token |
 | version_spans | row | rollout | int64, ragged: (first token, policy version) pairs, flat |
 | truncated | row | rollout | uint8, 1 where the length limit ended the response |
-| reward | row | rollout | float32 |
+| reward | row | rollout, or reward where `reward.place` is `task` | float32 |
 | ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
 from asyncflow.rewards.base import Sample
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.types import Array, Batch, Column, GroupMeta, Ragged, Values
+from asyncflow.types import Array, Batch, Column, GroupMeta, Interval, Ragged, Values, is_maximum
 from asyncflow.workflows.ledger import Consumed
 
 COLUMNS = (
@@ -47,18 +47,24 @@ RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_sp
 EVALUATION_GROUPS = 1 << 40  # evaluation prompts are numbered from here, so that they shift no training prompt's noise
 
 
-def schema(group_bits: int, lease_seconds: float, max_failures: int, *, has_reference_task: bool = False) -> Schema:
-    """The queue's columns and tasks: rollout makes responses, train and eval read whole groups of them.
+def schema(
+    group_bits: int, lease_seconds: float, max_failures: int, *, has_reward_task: bool = False, has_reference_task: bool = False
+) -> Schema:
+    """The queue's columns and tasks: rollout makes responses and scores them, train and eval read whole groups of them.
 
-    `has_reference_task`: between the two, another task adds the reference's log-probs.
+    With `has_reward_task` it is another task that scores them, with `has_reference_task` one more adds the reference's log-probs.
     """
+    made = tuple(name for name in RESPONSE_COLUMNS if name != "reward" or not has_reward_task)
     added = (REFERENCE_COLUMN,) if has_reference_task else ()
     names = tuple(column.name for column in added)
     tasks = [
-        TaskSpec("rollout", PROMPT_COLUMNS, RESPONSE_COLUMNS, whole_groups=False),
+        TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False),
         TaskSpec("train", ("prompt_ids", *RESPONSE_COLUMNS, *names), purpose="train", sampler="whole_groups"),
         TaskSpec("eval", RESPONSE_COLUMNS, purpose="eval", sampler="whole_groups"),
     ]
+    if has_reward_task:
+        reads = ("prompt_ids", "example", "response_ids", "truncated")
+        tasks.append(TaskSpec("reward", reads, ("reward",), whole_groups=False))
     if has_reference_task:
         tasks.append(TaskSpec("reference", ("prompt_ids", "response_ids"), names, purpose="train", sampler="whole_groups"))
     timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
@@ -137,40 +143,45 @@ def check_response(response: Response) -> None:
         raise UnusableResponse(f"the log-prob of token {first} of the response is {response.logprobs[first]}")
 
 
-def outputs(row: int, group: int, response: Response, reward: float) -> Batch:
-    """The columns that a scored response completes its row with."""
+def outputs(row: int, group: int, response: Response, reward: float | None) -> Batch:
+    """The columns that a response completes its row with; without a reward where another task scores."""
     columns: dict[str, Values] = {
         "response_ids": Ragged.from_arrays([response.token_ids], "int64"),
         "rollout_logprobs": Ragged.from_arrays([response.logprobs], "float32"),
         "loss_mask": Ragged.from_arrays([np.ones(len(response.token_ids), np.uint8)], "uint8"),
         "version_spans": Ragged.from_arrays([response.version_spans.reshape(-1)], "int64"),
         "truncated": np.array([response.finish_reason == "length"], np.uint8),
-        "reward": np.array([reward], np.float32),
     }
+    if reward is not None:
+        columns["reward"] = np.array([reward], np.float32)
     return Batch(np.array([row], np.int64), np.array([group], np.int64), columns)
 
 
-def kept_sample(request: Request, row: int, sample: Sample, response: Response, reward: float) -> dict[str, Any]:
+def kept_sample(meta: GroupMeta, row: int, sample: Sample, reward: float) -> dict[str, Any]:
     """A line of `samples.jsonl`."""
     return {
-        "step": request.meta.step,
-        "purpose": request.meta.purpose,
+        "step": meta.step,
+        "purpose": meta.purpose,
         "row": row,
         "prompt": sample.prompt,
         "response": sample.response,
         "reward": reward,
-        "finish_reason": response.finish_reason,
+        "finish_reason": "stop" if sample.is_finished else "length",
     }
 
 
-def check_interval(leased: Leased) -> None:
-    """The law once more, at consumption: every token's version lies in its group's interval. Raises `ValueError` naming the row."""
-    spans = leased.batch.ragged("version_spans")
+def check_interval(leased: Leased, step: int, max_staleness: int) -> None:
+    """The law once more, at consumption: every token's version lies in its group's interval, and is not too old for this step.
+
+    Raises `ValueError` naming the row.
+    """
+    spans, position = leased.batch.ragged("version_spans"), {row: i for i, row in enumerate(leased.batch.indices.tolist())}
     for meta, rows in zip(leased.lease.groups, leased.lease.rows, strict=True):
+        allowed = Interval(max(meta.interval.low, step - max_staleness), min(meta.interval.high, step))
         for row in rows:
-            versions = spans[leased.batch.indices.tolist().index(row)][1::2]
-            if not all(version in meta.interval for version in versions.tolist()):
-                raise ValueError(f"row {row} of step {meta.step} was generated by version {versions}, outside {meta.interval}")
+            versions = spans[position[row]][1::2].tolist()
+            if not all(version in allowed for version in versions):
+                raise ValueError(f"row {row}, trained in step {step}, was generated by versions {versions}, outside {allowed}")
 
 
 def pieces(num_rows: int, rows_each: int) -> Iterator[range]:
@@ -179,9 +190,9 @@ def pieces(num_rows: int, rows_each: int) -> Iterator[range]:
         yield range(first, min(first + rows_each, num_rows))
 
 
-def micro_batches(meta: GroupMeta, batch: Batch, advantages: Array, rows_each: int) -> Iterator[MicroBatch]:
-    """A leased group in pieces: a function of which rows there are."""
-    row_staleness, has_reference = staleness(meta, batch), REFERENCE_COLUMN.name in batch.columns
+def micro_batches(step: int, batch: Batch, advantages: Array, rows_each: int) -> Iterator[MicroBatch]:
+    """A leased group, trained in this step, in pieces: a function of which rows there are."""
+    row_staleness, has_reference = staleness(step, batch), REFERENCE_COLUMN.name in batch.columns
     for piece in pieces(len(batch), rows_each):
         rows = slice(piece.start, piece.stop)
         yield MicroBatch(
@@ -196,10 +207,28 @@ def micro_batches(meta: GroupMeta, batch: Batch, advantages: Array, rows_each: i
         )
 
 
-def staleness(meta: GroupMeta, batch: Batch) -> Array:
+def staleness(step: int, batch: Batch) -> Array:
     """Of each row (int64), in versions, counted from its oldest token."""
     spans = batch.ragged("version_spans")
-    return np.array([meta.step - spans[i][1::2].min() for i in range(len(batch))], np.int64)
+    return np.array([step - spans[i][1::2].min() for i in range(len(batch))], np.int64)
+
+
+def samples_of(leased: Leased, decode: Callable[[Array], str]) -> Iterator[tuple[GroupMeta, int, Sample]]:
+    """The responses of a reward lease, as a scorer sees them: group, row, sample."""
+    batch, position = leased.batch, 0
+    for i, (meta, rows) in enumerate(zip(leased.lease.groups, leased.lease.rows, strict=True)):
+        prompt, example = decode(batch.ragged("prompt_ids")[i]), msgspec.json.decode(batch.ragged("example")[i].tobytes())
+        for row in rows:
+            response, is_truncated = decode(batch.ragged("response_ids")[position]), batch.dense("truncated")[position]
+            yield meta, row, Sample(prompt, response, example, not is_truncated)
+            position += 1
+
+
+def reward_outputs(rewards: Mapping[int, float], group_bits: int) -> Batch:
+    """The column that scoring adds to rows."""
+    indices = np.array(list(rewards), np.int64)
+    groups = np.array(list(dict.fromkeys((indices >> group_bits).tolist())), np.int64)
+    return Batch(indices, groups, {"reward": np.array(list(rewards.values()), np.float32)})
 
 
 def reference_outputs(batch: Batch, log_probs: Sequence[Ragged]) -> Batch:
@@ -208,13 +237,13 @@ def reference_outputs(batch: Batch, log_probs: Sequence[Ragged]) -> Batch:
     return Batch(batch.indices, batch.groups, {REFERENCE_COLUMN.name: column})
 
 
-def consumed(meta: GroupMeta, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> Consumed:
+def consumed(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> Consumed:
     """What the ledger is told of a trained group."""
     spans = batch.ragged("version_spans")
     metrics: dict[str, float] = {}
     for result in results:
         for name, total in result.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + total
+            metrics[name] = max(metrics.get(name, total), total) if is_maximum(name) else metrics.get(name, 0.0) + total
     return Consumed(
         rows=batch.indices.tolist(),
         empty_rows=[row for row, mask in zip(batch.indices.tolist(), batch.ragged("loss_mask"), strict=True) if not mask.any()],
@@ -222,7 +251,7 @@ def consumed(meta: GroupMeta, batch: Batch, pieces: Sequence[MicroBatch], result
         rewards=batch.dense("reward"),
         response_lengths=batch.ragged("response_ids").lengths,
         truncated=batch.dense("truncated"),
-        staleness=staleness(meta, batch),
+        staleness=staleness(step, batch),
         num_spans=spans.lengths // 2,
         loss_sum=sum(r.loss_sum for r in results),
         loss_tokens=sum(r.loss_tokens for r in results),

@@ -2,25 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Literal, Protocol
 
 from asyncflow.types import Interval
 
 
 class Progress(Protocol):
-    """What a schedule may look at when it decides."""
+    """What a schedule may look at when it decides: the books of samples."""
 
     @property
     def committed(self) -> int:
         """Steps committed so far, which is the newest policy version."""
         ...
 
-    def is_generated(self, step: int) -> bool:
-        """Every row of the step has its response, or will never have one."""
+    def is_done(self, task: str, step: int) -> bool:
+        """Every row of the step has what this task gives it (`rollout`: a response), or will never have it."""
+        ...
+
+    def task_before(self, task: str) -> str:
+        """The task whose outputs this one takes."""
         ...
 
     def unfinished(self, version: int) -> int:
         """Rows admitted, without a response yet, that no version after `version` may generate."""
+        ...
+
+    def unleased(self, version: int) -> int:
+        """Those of them that are in no worker's hands."""
+        ...
+
+    def oldest_unleased(self, at_least: int) -> int | None:
+        """The lowest version, but not below this one, after which some rows in nobody's hands may not be generated any more."""
+        ...
+
+    def ready(self, task: str) -> int:
+        """Rows that lie ready for a task."""
+        ...
+
+
+class Fleet(Protocol):
+    """And the books of rollout workers."""
+
+    @property
+    def serving(self) -> Mapping[str, int]:
+        """The version that each living worker serves."""
+        ...
+
+    @property
+    def installing(self) -> Mapping[str, int]:
+        """The version that a worker has been granted and does not serve yet."""
+        ...
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long the last step took, from publication to publication; None before there was one."""
+        ...
+
+    @property
+    def swap_seconds(self) -> float | None:
+        """How long a worker did not generate for its last installation, emptying its slots included; None before there was one."""
         ...
 
 
@@ -28,6 +69,13 @@ class Schedule(Protocol):
     """One mode."""
 
     max_staleness: int
+    """Versions that a trained token may be older than the policy that it trains."""
+
+    membership: Literal["strict", "first_come"]
+    """`strict`: a step trains its own prompts. `first_come`: those that are complete first, as long as none gets too old."""
+
+    installs_in_flight: bool
+    """Whether a worker may change its weights in the middle of a response."""
 
     def interval(self, step: int) -> Interval:
         """The policy versions that may generate a group of this step."""
@@ -37,10 +85,10 @@ class Schedule(Protocol):
         """Whether the step's prompts may enter the queue."""
         ...
 
-    def may_train(self, step: int, progress: Progress) -> bool:
-        """Whether training on the step may start."""
+    def may_start(self, task: str, step: int, progress: Progress) -> bool:
+        """Whether a task behind rollout (`train`, or one before it) may begin on the step."""
         ...
 
-    def may_install(self, version: int, progress: Progress) -> bool:
-        """Whether a rollout worker may install this (published) version."""
+    def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
+        """Whether one more rollout worker may install this (published) version."""
         ...

@@ -1,4 +1,4 @@
-"""Generate, then train: the same loops with training waiting for the whole batch."""
+"""One task at a time: the same loops, each waiting for the whole batch of the one before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from asyncflow.workflows.schedule import Progress
 
 
 class Synchronous(Periodic):
-    """As periodic, but training starts when the step's last response is there."""
+    """As periodic, but a task starts on a step when the task before it has done all of the step's rows."""
 
-    def may_train(self, step: int, progress: Progress) -> bool:
-        return progress.is_generated(step)
+    def may_start(self, task: str, step: int, progress: Progress) -> bool:
+        return progress.is_done(progress.task_before(task), step)

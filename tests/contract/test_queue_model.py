@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.leases import Lease, StaleToken
@@ -22,7 +23,6 @@ from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
 from tests.contract.queue_model import MAX_FAILURES, Model, Row
-from tests.sim.clock import SimLoop
 
 T = TypeVar("T")
 LEASE_SECONDS = 30.0
@@ -46,7 +46,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize(num_units=st.integers(1, 3))
     def start(self, num_units: int) -> None:
-        self.loop, self.model, self.folder = SimLoop(), Model(), tempfile.TemporaryDirectory()
+        self.loop, self.model, self.folder = VirtualLoop(), Model(), tempfile.TemporaryDirectory()
         self.leases: dict[tuple[str, str, int], Lease] = {}
         self.deadlines: dict[tuple[str, str, int], float] = {}
         self.writers: dict[tuple[str, int], tuple[str, str, int]] = {}  # (task, row) -> the lease that completed it

@@ -1,6 +1,7 @@
 """One suite over every weight sync: what is fetched is what was published, to the bit, or an error."""
 
 import asyncio
+import gc
 import json
 import os
 import stat
@@ -15,23 +16,35 @@ import torch
 from safetensors.torch import load_file
 
 from asyncflow.registry import load
+from asyncflow.transport import Credentials
 from asyncflow.types import UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
-from asyncflow.weight_sync.base import Manifest, TensorSpec, WeightSync, WeightSyncError
+from asyncflow.weight_sync.base import Manifest, TensorSpec, WeightSync, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.group import CHUNK_BYTES
+from asyncflow.weight_sync.network import Network
 
 MakeSync = Callable[..., WeightSync]
 
 
+@pytest.fixture(scope="session")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("key") / "key.pem"
+    Credentials.create(path)
+    return path
+
+
 @pytest.fixture(params=sorted(WEIGHT_SYNCS))
-def make_sync(request: pytest.FixtureRequest, tmp_path: Path) -> MakeSync:
+def make_sync(request: pytest.FixtureRequest, tmp_path: Path, key: Path) -> MakeSync:
     kind = load("weight sync", WEIGHT_SYNCS[request.param])
-    return lambda **options: kind(directory=tmp_path / "weights", **options)
+    return lambda **options: kind(
+        WeightSyncOptions(directory=tmp_path / "weights", key=key, **{"deadline_seconds": 10.0, **options})
+    )
 
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Any:
     kind = load("weight sync", WEIGHT_SYNCS["shared_memory"])
-    return lambda **options: kind(directory=tmp_path / "weights", **options)
+    return lambda **options: kind(WeightSyncOptions(directory=tmp_path / "weights", **options))
 
 
 def random_tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -60,7 +73,7 @@ def assert_same_bits(fetched: Any, published: dict[str, torch.Tensor]) -> None:
 
 async def test_what_is_fetched_is_what_was_published_to_the_bit(make_sync: MakeSync) -> None:
     sync = make_sync()
-    sender, receiver = sync.sender("first"), sync.receiver()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     for version in range(5):
         tensors = random_tensors(version)
         manifest = await sender.publish(version, tensors)
@@ -78,7 +91,7 @@ async def test_what_is_fetched_is_what_was_published_to_the_bit(make_sync: MakeS
 
 async def test_the_buffers_of_a_fetch_are_used_again(make_sync: MakeSync) -> None:
     sync = make_sync()
-    sender, receiver = sync.sender("first"), sync.receiver()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     first = await receiver.fetch(await sender.publish(0, random_tensors(0)))
     second = await receiver.fetch(await sender.publish(1, random_tensors(1)))
     assert {n: t.data_ptr() for n, t in first.items()} == {n: t.data_ptr() for n, t in second.items()}
@@ -86,7 +99,7 @@ async def test_the_buffers_of_a_fetch_are_used_again(make_sync: MakeSync) -> Non
 
 async def test_the_last_versions_stay_available_and_no_others(make_sync: MakeSync) -> None:
     sync = make_sync(keep=3)
-    sender, receiver = sync.sender("first"), sync.receiver()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     manifests = [await sender.publish(version, random_tensors(version)) for version in range(7)]
     for version in (4, 6, 5, 4):
         assert_same_bits(await receiver.fetch(manifests[version]), random_tensors(version))
@@ -97,7 +110,7 @@ async def test_the_last_versions_stay_available_and_no_others(make_sync: MakeSyn
 
 async def test_a_version_can_be_published_again(make_sync: MakeSync) -> None:
     sync = make_sync(keep=2)
-    sender, receiver = sync.sender("first"), sync.receiver()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     before = await sender.publish(0, random_tensors(0))
     one = await sender.publish(1, random_tensors(1))
     again = await sender.publish(1, random_tensors(11))
@@ -108,8 +121,8 @@ async def test_a_version_can_be_published_again(make_sync: MakeSync) -> None:
 
 
 async def test_a_restarted_sender_starts_afresh(make_sync: MakeSync) -> None:
-    sync = make_sync(keep=2)
-    sender, receiver = sync.sender("first"), sync.receiver()
+    sync = make_sync(keep=2, deadline_seconds=1.0)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     old = [await sender.publish(version, random_tensors(version)) for version in range(3)]
     await receiver.fetch(old[-1])
     await sender.close()
@@ -128,15 +141,15 @@ async def test_a_restarted_sender_starts_afresh(make_sync: MakeSync) -> None:
         {"hash": "0" * 32},
         {"num_bytes": 1},
         {"tensors": {"z.weight": TensorSpec((7, 5), "float32")}},
-        {"address": "/nowhere/weights-0.safetensors"},
+        {"address": "/nowhere/weights-0.safetensors", "served_at": "unix:/nowhere/sender.sock"},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
 async def test_a_manifest_that_does_not_match_is_refused(make_sync: MakeSync, wrong: dict[str, Any]) -> None:
-    sync = make_sync()
+    sync = make_sync(deadline_seconds=1.0)
     manifest = await sync.sender("first").publish(0, random_tensors(0))
     with pytest.raises(WeightSyncError) as caught:
-        await sync.receiver().fetch(msgspec.structs.replace(manifest, **wrong))
+        await sync.receiver("rollout/0").fetch(msgspec.structs.replace(manifest, **wrong))
     assert "\n" not in str(caught.value)
 
 
@@ -152,7 +165,7 @@ async def test_other_names_shapes_or_dtypes_are_refused(make_sync: MakeSync, cha
     sync = make_sync()
     manifest = await sync.sender("first").publish(0, random_tensors(0))
     with pytest.raises(WeightSyncError):
-        await sync.receiver().fetch(msgspec.structs.replace(manifest, tensors={**manifest.tensors, **change}))
+        await sync.receiver("rollout/0").fetch(msgspec.structs.replace(manifest, tensors={**manifest.tensors, **change}))
 
 
 async def test_a_version_with_other_tensors_is_not_published(make_sync: MakeSync) -> None:
@@ -161,12 +174,12 @@ async def test_a_version_with_other_tensors_is_not_published(make_sync: MakeSync
     manifest = await sender.publish(0, random_tensors(0))
     with pytest.raises(WeightSyncError, match="other tensors"):
         await sender.publish(1, {"z.weight": torch.zeros(7, 5)})
-    assert_same_bits(await sync.receiver().fetch(manifest), random_tensors(0))
+    assert_same_bits(await sync.receiver("rollout/0").fetch(manifest), random_tensors(0))
 
 
 async def test_a_hundred_versions_leave_nothing_behind(make_sync: MakeSync, tmp_path: Path) -> None:
     sync = make_sync(keep=2)
-    sender, receiver = sync.sender("first"), sync.receiver()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     tensors = {"w": torch.randn(1 << 20), "b": torch.randn(1001)}  # 4 MB
     process = psutil.Process()
     for version in range(100):
@@ -185,7 +198,7 @@ async def test_the_event_loop_runs_while_weights_travel(make_sync: MakeSync) -> 
     publishing = asyncio.ensure_future(sync.sender("first").publish(0, {"w": torch.zeros(4 << 20)}))
     await asyncio.sleep(0)
     assert not publishing.done()
-    fetching = asyncio.ensure_future(sync.receiver().fetch(await publishing))
+    fetching = asyncio.ensure_future(sync.receiver("rollout/0").fetch(await publishing))
     await asyncio.sleep(0)
     assert not fetching.done()
     await fetching
@@ -196,19 +209,80 @@ async def test_keep_below_one_is_refused(make_sync: MakeSync) -> None:
         make_sync(keep=0)
 
 
-# Only of files in memory
-
-
 @pytest.mark.parametrize("place", ["header", "first tensor", "last byte"])
-async def test_a_damaged_file_is_refused(shared: Any, place: str) -> None:
-    manifest = await shared().sender("first").publish(0, random_tensors(0))
-    path = Path(manifest.address)
-    content = bytearray(path.read_bytes())
-    where = {"header": 20, "first tensor": 2048, "last byte": -1}[place]
-    content[where] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(WeightSyncError):
-        await shared().receiver().fetch(manifest)
+async def test_bytes_that_are_damaged_on_the_way_are_refused(make_sync: MakeSync, place: str) -> None:
+    sync = make_sync()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest = await sender.publish(0, random_tensors(0))
+    where = {"header": 20, "first tensor": 2048, "last byte": manifest.num_bytes - 1}[place]
+    flip_a_bit(Path(manifest.address), where)
+    for _ in range(2):
+        with pytest.raises(WeightSyncError):
+            await receiver.fetch(manifest)
+    flip_a_bit(Path(manifest.address), where)
+    assert_same_bits(await receiver.fetch(manifest), random_tensors(0))  # nobody has kept what was damaged
+
+
+def flip_a_bit(path: Path, where: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(where)
+        byte = file.read(1)[0]
+        file.seek(where)
+        file.write(bytes([byte ^ 1]))
+
+
+async def test_all_receivers_have_the_same_bits_and_one_that_starts_again_too(make_sync: MakeSync) -> None:
+    sync = make_sync(num_receivers=3)
+    sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(3)]
+    for version in range(4):
+        manifest = await sender.publish(version, random_tensors(version))
+        for fetched in await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers)):
+            assert_same_bits(fetched, random_tensors(version))
+        await receivers[version % 3].close()
+        receivers[version % 3] = sync.receiver(f"rollout/{version % 3}")
+        assert_same_bits(await receivers[version % 3].fetch(manifest), random_tensors(version))
+
+
+async def test_wide_floats_travel_as_bfloat16_by_choice(make_sync: MakeSync) -> None:
+    sync = make_sync(dtype="bfloat16")
+    wide, published = random_tensors(0) | {"double": torch.randn(3000, dtype=torch.float64)}, {}
+    for name, tensor in wide.items():
+        published[name] = tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()
+    manifest = await sync.sender("first").publish(0, wide)
+    assert manifest.tensors["double"] == TensorSpec((3000,), "bfloat16") and manifest.tensors["a.int64"].dtype == "int64"
+    assert_same_bits(await sync.receiver("rollout/0").fetch(manifest), published)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+async def test_there_are_no_copies_beyond_the_retained_versions_and_one_at_each_worker(make_sync: MakeSync, keep: int) -> None:
+    """A machine has `keep` files, but two at least, since one must be whole while another is written."""
+    sync, before = make_sync(keep=keep), storages()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    tensors = {f"layer.{i}": torch.randn(1 << 18) for i in range(8)}  # 8 MiB
+    for version in range(8):
+        manifest = await sender.publish(version, {name: tensor.clone() for name, tensor in tensors.items()})  # as from a device
+        fetched = await receiver.fetch(manifest)
+    await asyncio.sleep(0.05)  # the threads let go of what they were given
+    folders = 2 if isinstance(sync, Network) else 1  # the workers' machine has files of its own
+    folder = str(Path(manifest.address).parent)
+    mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if folder in line}
+    files = list(Path(folder).rglob("weights-*"))
+    assert len(files) == len(mapped) == folders * max(keep, 2)  # by inode: none that is deleted and still mapped
+    assert sum(path.stat().st_size for path in files) == len(files) * manifest.num_bytes
+    sizes = {place: size for place, size in storages().items() if place not in before}
+    own = sum(sizes.pop(tensor.untyped_storage().data_ptr()) for tensor in tensors.values())
+    staged = sizes.pop(fetched["layer.0"].untyped_storage().data_ptr())
+    assert staged < 1.01 * own and sum(sizes.values()) < 2.1 * CHUNK_BYTES  # a broadcast's buffers
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the live tensors' memory, by its address."""
+    gc.collect()
+    live = [item.untyped_storage() for item in gc.get_objects() if type(item) is torch.Tensor]
+    return {storage.data_ptr(): storage.nbytes() for storage in live}
+
+
+# Only of files in memory
 
 
 async def test_a_shortened_file_is_refused(shared: Any) -> None:
@@ -216,7 +290,7 @@ async def test_a_shortened_file_is_refused(shared: Any) -> None:
     copy = Path(manifest.address).with_name("short")
     copy.write_bytes(Path(manifest.address).read_bytes()[:-1])
     with pytest.raises(WeightSyncError, match="bytes"):
-        await shared().receiver().fetch(msgspec.structs.replace(manifest, address=str(copy)))
+        await shared().receiver("rollout/0").fetch(msgspec.structs.replace(manifest, address=str(copy)))
 
 
 async def test_a_link_is_not_followed(shared: Any) -> None:
@@ -224,7 +298,7 @@ async def test_a_link_is_not_followed(shared: Any) -> None:
     link = Path(manifest.address).with_name("link")
     link.symlink_to(manifest.address)
     with pytest.raises(WeightSyncError):
-        await shared().receiver().fetch(msgspec.structs.replace(manifest, address=str(link)))
+        await shared().receiver("rollout/0").fetch(msgspec.structs.replace(manifest, address=str(link)))
 
 
 async def test_the_files_are_plain_safetensors_and_as_many_as_kept(shared: Any, tmp_path: Path) -> None:
@@ -257,7 +331,7 @@ async def test_a_version_that_did_not_fit_leaves_the_others(shared: Any, monkeyp
     def no_room(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
-    sender, receiver = shared(keep=1).sender("first"), shared().receiver()
+    sender, receiver = shared(keep=1).sender("first"), shared().receiver("rollout/0")
     manifest = await sender.publish(0, random_tensors(0))
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with pytest.raises(WeightSyncError, match="no room for"):

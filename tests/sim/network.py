@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.cluster.clock import VirtualLoop, current_process
 from asyncflow.transport import codec
 from asyncflow.transport.codec import ConnectionLost, RemoteError, client_name
 from asyncflow.types import CROSSING
-from tests.sim.clock import SimLoop, current_process
 
 NOT_TWICE = ("follow", "describe")  # parked for ever by one asker at a time: never twice on one connection
 
@@ -33,7 +33,7 @@ class Network:
 
     active: Network | None = None
 
-    def __init__(self, loop: SimLoop, rng: random.Random, *, latency: float, loose: bool) -> None:
+    def __init__(self, loop: VirtualLoop, rng: random.Random, *, latency: float, loose: bool) -> None:
         self.loop, self.rng, self.latency, self.loose = loop, rng, latency, loose
         self.servers: dict[str, SimServer] = {}
         self.links: list[SimPeer] = []

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from asyncflow.cluster.clock import current_process
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import StaleToken
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged, RunError
-from tests.sim.clock import current_process
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -27,6 +27,7 @@ from unittest import mock
 
 import numpy as np
 
+from asyncflow.cluster.clock import Deadlock, Process, VirtualLoop, current_process
 from asyncflow.transfer_queue import client, directory, node, queue, unit
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.client import Leased
@@ -42,7 +43,6 @@ from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import ConnectionLost, remote
 from asyncflow.types import Column, GroupMeta, RunError
 from tests.sim.books import Books
-from tests.sim.clock import Deadlock, Process, SimLoop, current_process
 from tests.sim.network import Network, SimPeer, SimServer
 from tests.sim.storages import SimKeyValue, SlowMemory, Weather, Witness
 from tests.sim.workload import Feeder, Keeper, Loop, Roller, StepTrainer, StreamTrainer
@@ -153,7 +153,7 @@ class World:
     def __init__(self, seed: int, *, keeps_trace: bool = False) -> None:
         World.active = self
         self.plan = Plan(seed)
-        self.loop = SimLoop()
+        self.loop = VirtualLoop()
         self.rng = random.Random(f"{seed}/faults")
         self.network = Network(self.loop, random.Random(f"{seed}/network"), latency=self.plan.latency, loose=self.plan.is_loose)
         self.counts = self.network.counts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from asyncflow.build.prepare import check_choices
+from asyncflow.build.prepare import check_choices, make_algorithm
 from asyncflow.config import Choice, Config, apply_override, dump, load, parse
 from asyncflow.types import UserError
 
@@ -28,6 +28,7 @@ def write(folder: Path, text: str) -> Path:
         ({"rolout": {}}, "unknown key 'rolout': did you mean 'rollout'?"),
         ({"train": {"zzz": 1}}, "unknown key 'train.zzz': known here are engine, prompts_per_step, "),
         ({"weight_sync": {"nmae": "shared_memory"}}, "unknown key 'weight_sync.nmae': did you mean 'name'?"),
+        ({"weight_sync": {"listen": "tls:h:1"}}, "weight_sync: nobody connects to tls:h:1 when weights travel by shared_memory"),
         ({"model": {}}, "'model.path' is missing"),
         ({"run": {"steps": "many"}}, "run.steps: Input should be a valid integer.*, not 'many'"),
         ({"run": {"steps": 0}}, "run.steps: Input should be greater than 0, not 0"),
@@ -113,6 +114,27 @@ def test_an_unknown_choice_lists_the_known_ones(tree: dict[str, Any], sentence: 
         check_choices(config)
     check_choices(parse(NEEDED))
     check_choices(parse({**NEEDED, "reward": {"scorer": {"path": "my_file.py:Mine"}}}))
+
+
+def test_staleness_is_corrected_unless_told_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "stale.py").write_text(
+        "from asyncflow.workflows.periodic import Periodic\n"
+        "class Stale(Periodic):\n"
+        "    def __init__(self, *, max_staleness):\n"
+        "        self.max_staleness = max_staleness\n"
+    )
+    own = {"path": "asyncflow.algorithms.grpo:GRPO"}  # what is not chosen by name says itself what it does
+
+    def correction(max_staleness: int, algorithm: Any = "grpo", old: str = "current") -> str:
+        schedule = {"path": f"{tmp_path / 'stale.py'}:Stale", "max_staleness": max_staleness}
+        return make_algorithm(parse({**NEEDED, "schedule": schedule, "algorithm": algorithm, "train": {"old": old}})).correction
+
+    assert make_algorithm(parse(NEEDED)).correction == correction(0) == correction(1, old="rollout") == "none"
+    assert correction(1) == correction(3) == correction(1, {**own, "correction": "decoupled"}) == "decoupled"
+    assert correction(1, {"name": "grpo", "correction": "masked"}) == "masked"
+    for wrong in ({"name": "grpo", "correction": "none"}, own):
+        with pytest.raises(UserError, match=r"staleness up to 1, train\.old=current is the policy that sampled up to 0 only"):
+            correction(1, wrong)
 
 
 def test_overrides_win_over_the_file_and_are_yaml(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -58,3 +60,16 @@ def test_a_closed_loop_ends_the_thread_quietly() -> None:
     release.set()
     thread._thread.join(2.0)
     assert not thread._thread.is_alive()
+
+
+async def test_nothing_of_a_call_is_kept_while_the_thread_waits() -> None:
+    class Weights:
+        pass
+
+    thread, given = ComputeThread("test"), Weights()
+    alive = [weakref.ref(given), weakref.ref(await thread.run(lambda weights: Weights(), given))]
+    del given
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+    thread.close()

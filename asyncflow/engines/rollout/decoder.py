@@ -7,6 +7,9 @@ The active slots of the cache are always 0 .. N-1, so a decode step has a row fo
 On one CPU thread the bits of a row do not depend on its neighbours: buffers are 64-byte aligned, every matmul has at least
 `MIN_ROWS` rows (inert ones are added), a prompt attends to itself alone, and slot_cache.py sums each slot by itself.
 
+In bfloat16 each operation rounds where transformers' modules round, so a prompt's logits are theirs to the bit. Decode steps are
+not: slot_cache.py rounds scores and weights of the keys to bfloat16, where the attention kernel of a whole row keeps float32.
+
 T = tokens in a pass, N = rows in a decode step, P = prompts, H = query heads, K = key/value heads, G = H / K, D = head size,
 L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
 """
@@ -36,8 +39,8 @@ class Linear:
     """`x @ weight.T + bias`. weight [outputs, inputs] is the buffer that installs write.
 
     On an x86 CPU the product is taken from a copy that oneDNN has put into the order its kernels read ("packed"): MKL reorders the
-    weight in every call, which makes it 1.4 times slower at 36 rows and 2 times at 4. Packing costs ten times a memcpy, so it is
-    done ahead of an install (`pack`), or else at the first use after it. It doubles the memory of the weights.
+    weight in every call, which makes it 1.1 times slower at 512 rows, 1.4 at 36 and 2 at 4. Packing costs ten times a memcpy, so it
+    is done ahead of an install (`pack`), or else at the first use after it. It doubles the memory of the weights.
     """
 
     def __init__(self, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> None:
@@ -204,16 +207,11 @@ class Decoder:
         inert = np.zeros(padded(num_tokens) - num_tokens, np.int64)
         positions = np.concatenate([np.arange(length) for length in lengths])
         places = self.cache.places(np.repeat([first for first, _ in slots], lengths), positions)
-        pieces = [slice(end - length, end) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
-        attended_THD: Tensor | None = None
+        buckets, rows_T = self._buckets(lengths, ends, len(inert))
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            nonlocal attended_THD
             self.cache.store(layer, places, k_TKD[:num_tokens], v_TKD[:num_tokens])
-            attended_THD = q_THD.new_zeros(q_THD.shape) if attended_THD is None else attended_THD
-            for piece in pieces:
-                attended_THD[piece] = causal_attention(q_THD[piece], k_TKD[piece], v_TKD[piece])
-            return attended_THD.flatten(1)
+            return torch.cat([causal_attention(q_THD, k_TKD, v_TKD, bucket_PL) for bucket_PL in buckets]).index_select(0, rows_T)
 
         last = np.append(ends - 1, np.full(padded(len(ends)) - len(ends), ends[-1] - 1))
         tokens = np.concatenate([*prompts, inert])
@@ -222,16 +220,33 @@ class Decoder:
             self.cache.copy(first, first + 1, count - 1, length)
         return logits_PV
 
+    def _buckets(self, lengths: Array, ends: Array, num_inert: int) -> tuple[list[Tensor], Tensor]:
+        """Which prompts attend in one call, those of as many blocks, and back.
+
+        The tokens of each call (int64 [P, L], a prompt's last one again and again until its block is full), and the row of each
+        token of the pass (int64 [T]) in the calls' results.
+        """
+        sizes = lengths + -lengths % BLOCK
+        begins, buckets, begin = np.zeros_like(lengths), [], 0
+        for size in np.unique(sizes):
+            which = np.flatnonzero(sizes == size)
+            buckets.append((ends - lengths)[which, None] + np.minimum(np.arange(size), lengths[which, None] - 1))
+            begins[which] = begin + np.arange(len(which)) * size
+            begin += buckets[-1].size
+        rows = [begin + np.arange(length) for begin, length in zip(begins, lengths, strict=True)]
+        rows.append(np.zeros(num_inert, np.int64))
+        return [self._on_device(bucket) for bucket in buckets], self._on_device(np.concatenate(rows))
+
     def decode(self, tokens: Array, positions: Array) -> Tensor:
         """Logits (float32 [N, V]) after one more token of slots 0 .. N-1 (int64 [N]), at its position (int64 [N])."""
         num_rows = len(tokens)
         inert = np.zeros(padded(num_rows) - num_rows, np.int64)  # they write into slots that are free
         tokens, positions = np.append(tokens, inert), np.append(positions, inert)
-        step, scale = self.cache.step(positions), self.config.head_dim**-0.5
+        step = self.cache.step(positions)
 
         def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
             self.cache.store(layer, step.new, k_NKD, v_NKD)
-            return self.cache.attend(layer, step, q_NHD * scale)
+            return self.cache.attend(layer, step, q_NHD)
 
         return self._forward(tokens, positions, attend)[:num_rows]
 
@@ -239,9 +254,9 @@ class Decoder:
         """Logits (float32 [T, V]); of the tokens `wanted_P` alone, if given: the others stop when the last layer has their keys."""
         c = self.config
         num_heads, num_qk = c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads
-        positions_T = torch.from_numpy(positions).to(self.device)
+        positions_T = self._on_device(positions)
         cos_T1D, sin_T1D = self._cos_LD[positions_T].unsqueeze(1), self._sin_LD[positions_T].unsqueeze(1)
-        x_TE = self.embedding[torch.from_numpy(tokens).to(self.device)]
+        x_TE = self.embedding[self._on_device(tokens)]
         for index, layer in enumerate(self.layers):
             h_TE = rms_norm(x_TE, layer.input_norm, c.rms_norm_eps)
             qkv = layer.qkv(h_TE).view(len(x_TE), -1, c.head_dim)
@@ -251,7 +266,7 @@ class Decoder:
             qk = (qk * cos_T1D).add_(qk.roll(c.head_dim // 2, -1).mul_(sin_T1D))
             attended = attend(index, qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:])
             if wanted_P is not None and layer is self.layers[-1]:
-                x_TE, attended = (x[torch.from_numpy(wanted_P).to(self.device)] for x in (x_TE, attended))
+                x_TE, attended = (x[self._on_device(wanted_P)] for x in (x_TE, attended))
             x_TE = layer.output(attended).add_(x_TE)
             h_TE = rms_norm(x_TE, layer.mlp_norm, c.rms_norm_eps)
             gate, up = layer.gate_up(h_TE).chunk(2, -1)
@@ -259,9 +274,12 @@ class Decoder:
         h_TE = rms_norm(x_TE, self.norm, c.rms_norm_eps)
         return self.lm_head(h_TE).float()
 
+    def _on_device(self, array: Array) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
 
 def padded(rows: int) -> int:
-    """The rows of a pass over `rows` tokens or prompts: a multiple of `MIN_ROWS` up to 64, then one of 4 from each power of 2 to the next.
+    """The rows of a pass over `rows` tokens or prompts: a multiple of `MIN_ROWS` up to 64, then one of 4 between powers of 2.
 
     oneDNN keeps 0.6 MB of code for every product and number of rows that it has seen, so they must be few.
     """
@@ -276,16 +294,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x_float * scale).to(x.dtype).mul_(weight)
 
 
-def causal_attention(q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
-    """Attention [L, H, D] of one prompt to itself.
+def causal_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tensor) -> Tensor:
+    """Attention [P * L, H * D] of the prompts in `rows_PL` to themselves.
 
-    The copies are aligned however the prompt lies among others, and padded to whole vectors: the kernel rounds the keys behind the
-    last whole vector otherwise, so that a prompt alone and the same one in a longer sequence would differ.
+    They are copied, to lie aligned however they lay among others, and L is a multiple of `BLOCK`: the kernel rounds the keys behind
+    the last whole vector otherwise, so a prompt alone would differ from the same one in a longer sequence.
     """
-    length, num_heads, _ = q_LHD.shape
-    q, k, v = (F.pad(x.transpose(0, 1), (0, 0, 0, -length % BLOCK))[None] for x in (q_LHD, k_LKD, v_LKD))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads != k.shape[1])
-    return attended[0, :, :length].transpose(0, 1)
+    shape = (*rows_PL.shape, -1, q_THD.shape[2])
+    q, k, v = (x.index_select(0, rows_PL.view(-1)).view(shape).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
+    attended_PHLD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return attended_PHLD.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@
 
 Counter-based: there is no generator state to carry, so a lost response is made again from its key alone, in any worker, in any
 batch and at any attempt.
+
+N = rows, V = vocabulary.
 """
 
 from __future__ import annotations

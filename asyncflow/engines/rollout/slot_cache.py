@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from asyncflow.types import Array
 
@@ -60,6 +59,8 @@ class SlotCache:
         # Zeros, because what lies beyond a slot's last key is multiplied too, by zero.
         shape = (layers, 2, num_slots, kv_heads, self._blocks, BLOCK * head_dim)
         self.tensor = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self._keys = [layer[0].view(-1, BLOCK) for layer in self.tensor]
+        self._values = [layer[1].view(-1, head_dim) for layer in self.tensor]
 
     def copy(self, source: int, first: int, count: int, length: int) -> None:
         """Copy the first `length` keys and values of slot `source` to slots `first` .. `first + count - 1`."""
@@ -76,9 +77,8 @@ class SlotCache:
 
     def store(self, layer: int, places: Places, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """The keys and values of one layer for the tokens at `places`."""
-        keys, values = self.tensor[layer].view(2, -1)
-        keys.scatter_(0, places.keys, k_TKD.reshape(-1))
-        values.view(-1, self._head_dim).index_copy_(0, places.values, v_TKD.flatten(0, 1))
+        self._keys[layer].view(-1).index_copy_(0, places.keys, k_TKD.reshape(-1))
+        self._values[layer].index_copy_(0, places.values, v_TKD.flatten(0, 1))
 
     def step(self, positions: Array) -> Step:
         """The step in which slots 0 .. N-1 get a key at `positions` (int64 [N]) and attend to all that they have."""
@@ -88,13 +88,13 @@ class SlotCache:
         exists_NHB = np.repeat(np.arange(most) < counts_N[:, None], self._heads, axis=0)
         blocks = np.flatnonzero(exists_NHB)
         heads = blocks // most
-        blocks_M1 = ((heads // group) * self._blocks + blocks % most)[:, None]  # in the cache
+        blocks_M1 = (heads // group * self._blocks + (blocks - heads * most)).astype(np.int32)[:, None]  # in the cache
         mask_NL = np.where(np.arange(most * BLOCK) > positions[:, None], np.float32(-np.inf), np.float32(0))
         return Step(
             new=self.places(np.arange(num_rows), positions),
-            key_rows=self._on_device((blocks_M1 * self._head_dim + np.arange(self._head_dim)).astype(np.int32)),
+            key_rows=self._on_device(blocks_M1 * self._head_dim + np.arange(self._head_dim, dtype=np.int32)),
             key_offsets=self._on_device((_begins(exists_NHB.ravel()) * self._head_dim).astype(np.int32)),
-            value_rows=self._on_device((blocks_M1 * BLOCK + np.arange(BLOCK)).astype(np.int32)),
+            value_rows=self._on_device(blocks_M1 * BLOCK + np.arange(BLOCK, dtype=np.int32)),
             value_offsets=self._on_device((_begins(np.repeat(counts_N, self._heads)) * BLOCK).astype(np.int32)),
             heads=self._on_device(heads),
             blocks=self._on_device(blocks),
@@ -102,13 +102,12 @@ class SlotCache:
         )
 
     def attend(self, layer: int, step: Step, q_NHD: Tensor) -> Tensor:
-        """Attention [N, H * D] of one query for each slot (already scaled) to the slot's keys."""
-        keys, values = self.tensor[layer].view(2, -1)
+        """Attention [N, H * D] of one query for each slot to the slot's keys."""
         q_MD = q_NHD.reshape(-1, self._head_dim).index_select(0, step.heads)
-        scores_NHL = _sums(keys.view(-1, BLOCK), step.key_rows, step.key_offsets, q_MD).view(*q_NHD.shape[:2], -1)
-        weights_NHL = scores_NHL.add_(step.mask_N1L).softmax(-1)
+        scores_NHL = _sums(self._keys[layer], step.key_rows, step.key_offsets, q_MD).view(*q_NHD.shape[:2], -1)
+        weights_NHL = torch.add(step.mask_N1L, scores_NHL, alpha=self._head_dim**-0.5).softmax(-1)
         weights = weights_NHL.view(-1, BLOCK).index_select(0, step.blocks)
-        return _sums(values.view(-1, self._head_dim), step.value_rows, step.value_offsets, weights).view(len(q_NHD), -1)
+        return _sums(self._values[layer], step.value_rows, step.value_offsets, weights).view(len(q_NHD), -1)
 
     def _on_device(self, array: Array) -> Tensor:
         return torch.from_numpy(array.ravel()).to(self.tensor.device)
@@ -121,4 +120,4 @@ def _begins(counts: Array) -> Array:
 
 def _sums(table: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
     """Weighted sums of `rows` of `table`: one for each piece of them that begins at an offset, 0 for an empty piece."""
-    return F.embedding_bag(rows, table, offsets, mode="sum", per_sample_weights=weights.view(-1))
+    return torch.embedding_bag(table, rows, offsets, per_sample_weights=weights.view(-1))[0]

@@ -2,14 +2,16 @@
 
     generate -> inbox -> [ thread: calls from the inbox; admit + prefill; one decode step for all active slots; ... ] -> responses
 
-consumes: requests (one prompt, several samples), installs and cancellations, in the order in which they were handed in
+consumes: requests (one prompt, several samples), installs, cancellations and pauses, in the order in which they were handed in
 waits for: a call, while it is paused, or no slot is active and no sample waits
 is unblocked by: `generate`, `install`, `resume`, leaving a `generate` early, `close`
 
 Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
-and values that it already has. While the engine is paused, calls run and steps do not.
-Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked
-prefill (a long prompt holds the others up for one pass), preemption (a slot is big enough for prompt and response from the start).
+and values that it already has, or has them computed again (`kv_on_install`). While the engine is paused, calls run and steps do
+not. At start-up probe.py looks whether this machine keeps the promise that a response's bits depend on nothing but itself.
+
+Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked prefill (a long prompt holds the
+others up for one pass), preemption (a slot is big enough for prompt and response from the start).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from asyncflow.types import Array
 
 T = TypeVar("T")
 
-PREFILL_TOKENS = 512  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
+PREFILL_TOKENS = 256  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
 
 
 @dataclass(slots=True, eq=False)
@@ -58,11 +60,21 @@ class Request:
 class Slots:
     """The thread's half: which request, sample and tokens each slot holds. Slots 0 .. num_active - 1 are active."""
 
-    def __init__(self, decoder: Decoder, *, num_slots: int, max_context: int, stop_ids: Iterable[int], version: int) -> None:
-        self.version = version
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_slots: int,
+        max_context: int,
+        stop_ids: Iterable[int],
+        version: int,
+        recomputes: bool = False,
+    ) -> None:
+        self.version, self._recomputes = version, recomputes
         self.is_paused = False
         self._decoder, self._num_slots = decoder, num_slots
-        self._stop_ids = np.array(sorted(stop_ids), np.int64)
+        self._is_stop = np.zeros(decoder.config.vocab_size, bool)
+        self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._waiting: deque[Request] = deque()
         self._num_active = 0
         self._requests: list[Request] = []  # of the active slots; the arrays below have an entry for every slot
@@ -97,7 +109,8 @@ class Slots:
                 self._free(slot)
 
     def fail(self, error: Exception) -> None:
-        """Free every slot; every request ends with `error`."""
+        """Free every slot, clearing keys that may not be finite; every request ends with `error`."""
+        self._decoder.cache.tensor.zero_()
         requests = dict.fromkeys([*self._requests, *self._waiting])
         self._num_active = 0
         self._requests.clear()
@@ -116,6 +129,20 @@ class Slots:
             if spans[-1][0] == count:  # two installs without a token between them
                 spans.pop()
             spans.append((count, version))
+        if self._recomputes:
+            self._compute_keys_again()
+
+    def _compute_keys_again(self) -> None:
+        """Keys and values of every response under way, by the weights installed now, some `PREFILL_TOKENS` at a time."""
+        pending: list[int] = []
+        for slot in range(self._num_active):
+            pending.append(slot)
+            num_tokens = int((self._prompt_lengths[pending] + self._counts[pending]).sum())
+            if num_tokens >= PREFILL_TOKENS or slot == self._num_active - 1:
+                # The last token's own are computed when it is decoded.
+                rows = [[*self._requests[s].prompt_ids, *self._tokens[s, : self._counts[s] - 1]] for s in pending]
+                self._decoder.prefill([np.array(row, np.int64) for row in rows], [(s, 1) for s in pending])
+                pending.clear()
 
     def step(self) -> None:
         """Fill the free slots, then one more token for every active one."""
@@ -177,7 +204,7 @@ class Slots:
         rows = np.arange(slots.start, slots.stop)
         self._tokens[rows, counts], self._logprobs[rows, counts] = tokens, logprobs
         self._counts[slots] += 1
-        is_stopped = np.isin(tokens, self._stop_ids)
+        is_stopped = self._is_stop[tokens]
         for row in np.flatnonzero(is_stopped | (self._counts[slots] == self._limits[slots]))[::-1]:
             self._finish(first + int(row), "stop" if is_stopped[row] else "length")
 
@@ -220,8 +247,12 @@ class SlotEngine:
         num_threads: int = 1,
         version: int = 0,
         stop_ids: Iterable[int] | None = None,
+        kv_on_install: Literal["keep", "recompute"] = "keep",
     ) -> None:
         """Load a Hugging Face checkpoint as policy `version`.
+
+        `kv_on_install`: whether responses under way go on with the keys and values that they have when weights are installed, or
+        have them computed again.
 
         `max_context`: prompt and response tokens of one slot. `stop_ids`: instead of the end tokens of the model's files; an empty
         one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
@@ -238,7 +269,14 @@ class SlotEngine:
         )
         decoder.install(load_tensors(model_path))
         stop_ids = read_stop_ids(model_path) if stop_ids is None else stop_ids
-        self._slots = Slots(decoder, num_slots=num_slots, max_context=max_context, stop_ids=stop_ids, version=version)
+        self._slots = Slots(
+            decoder,
+            num_slots=num_slots,
+            max_context=max_context,
+            stop_ids=stop_ids,
+            version=version,
+            recomputes=kv_on_install == "recompute",
+        )
         self._held = 0  # slots that responses hold or await; touched by the event loop alone
         self._is_closed = False
         self._prepared: tuple[int | None, list[Tensor | None] | None] = (None, None)

@@ -59,6 +59,7 @@ class TorchEngine:
         num_threads: int = 1,
         accumulate: Literal["exact", "fp32"] = "fp32",
         old: Old = "current",
+        is_corrected: bool = False,
         has_reference: bool = False,
         frozen_dtype: Literal["float32", "bfloat16"] | None = None,
         offload: bool = False,
@@ -71,9 +72,9 @@ class TorchEngine:
         `dtype` is that of the forward and backward passes. At most `log_prob_chunk_tokens` rows of logits exist at a time. `seed`
         is for losses that draw numbers: the engine itself draws none. `num_threads` compute on the CPU.
 
-        `accumulate`: how gradients add up, see accumulate.py. `old`: see tri_model.py. `has_reference`: keep the model as it is
-        now as the reference. Old policy and reference are kept in `frozen_dtype` (by default `dtype`); `offload`: in host memory.
-        `check_shared_prompt`: the first micro-batch whose prompt is shared is computed unshared, too, and compared.
+        `accumulate`: how gradients add up, see accumulate.py. `old`, `is_corrected`: see tri_model.py. `has_reference`: keep the
+        model as it is now as the reference. Old policy and reference are kept in `frozen_dtype` (by default `dtype`); `offload`: in
+        host memory. `check_shared_prompt`: the first micro-batch whose prompt is shared is computed unshared, too, and compared.
 
         Raises:
             UserError: an option lies outside its range, or a model cannot be trained here.
@@ -92,7 +93,8 @@ class TorchEngine:
         self._policy = CausalModel(model_path, dtype=getattr(torch, dtype), **computing)
 
         frozen = partial(FrozenModel, model_path, dtype=getattr(torch, frozen_dtype or dtype), offload=offload, **computing)
-        self._models = TriModel(self._policy, old, frozen() if old in OLD_MODELS else None, frozen() if has_reference else None)
+        old_model, reference = frozen() if old in OLD_MODELS else None, frozen() if has_reference else None
+        self._models = TriModel(self._policy, old, old_model, reference, is_corrected=is_corrected)
         self._sums = make_accumulator(accumulate, self._policy.parameters)
         parameters = list(self._policy.parameters.values())
         self._optimizer = torch.optim.AdamW(

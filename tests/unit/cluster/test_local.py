@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.cluster import local
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.types import UserError
@@ -37,6 +38,19 @@ async def stays(name, run_dir):
     (run_dir / name).touch()
     await asyncio.sleep(60)
 
+async def clumsy(name, run_dir):
+    lives = run_dir / "lives"
+    with lives.open("a") as log:
+        log.write("I")
+    if len(lives.read_text()) <= 2:
+        raise RuntimeError(f"life {len(lives.read_text())} was too hard")
+    (run_dir / name).touch()
+
+async def doomed(name, run_dir):
+    with (run_dir / "lives").open("a") as log:
+        log.write("I")
+    raise RuntimeError("not again")
+
 async def computes(name, run_dir):
     (run_dir / name).touch()
     while True:
@@ -50,13 +64,33 @@ def cluster(tmp_path: Path) -> LocalCluster:
     return LocalCluster(tmp_path)
 
 
-def spec(tmp_path: Path, function: str, name: str = "w") -> WorkerSpec:
-    return WorkerSpec(name, f"{tmp_path / 'workers.py'}:{function}", {"COLOUR": "blue"})
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts come after 0.05 s at first."""
+    monkeypatch.setattr(local, "RESTART_SECONDS", (0.05, 0.1))
+
+
+def spec(tmp_path: Path, function: str, name: str = "w", *, max_restarts: int = 0) -> WorkerSpec:
+    return WorkerSpec(name, f"{tmp_path / 'workers.py'}:{function}", {"COLOUR": "blue"}, max_restarts)
+
+
+class Deaths:
+    """What the driver is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.first = asyncio.Event()
+
+    def __call__(self, name: str, why: str) -> None:
+        self.told.append((name, why))
+        self.first.set()
 
 
 async def test_a_worker_that_ends_well(cluster: LocalCluster, tmp_path: Path) -> None:
     await cluster.start([spec(tmp_path, "well")])
-    await cluster.wait()
+    deaths = Deaths()
+    await cluster.wait(deaths)
+    assert deaths.told == []
     assert (tmp_path / "w").read_text() == "blue"
     assert await cluster.stop(1.0) == [] and cluster.pids() == {}
 
@@ -75,8 +109,72 @@ async def test_a_worker_that_fails(
 ) -> None:
     await cluster.start([spec(tmp_path, function), spec(tmp_path, "stays", "other")])
     with pytest.raises(error, match=words):
-        await asyncio.wait_for(cluster.wait(), 20.0)
+        await asyncio.wait_for(cluster.wait(Deaths()), 20.0)
     assert await cluster.stop(0.1) == ["other"]
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_worker_that_dies_is_started_again_after_a_pause_that_doubles(cluster: LocalCluster, tmp_path: Path) -> None:
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, "clumsy", max_restarts=3)])
+    await asyncio.wait_for(cluster.wait(deaths), 30.0)
+    assert (tmp_path / "lives").read_text() == "III" and (tmp_path / "w").exists()
+    assert [name for name, _ in deaths.told] == ["w", "w"]
+    for (_, why), life, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
+        assert f"its last words: RuntimeError: life {life} was too hard" in why
+        assert why.endswith(f"it is started again in {pause} s")
+    assert await cluster.stop(1.0) == [] and cluster.pids() == {}
+
+
+@pytest.mark.usefixtures("soon")
+async def test_one_that_dies_too_often_is_given_up_and_the_others_go_on(cluster: LocalCluster, tmp_path: Path) -> None:
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, "doomed", max_restarts=2), spec(tmp_path, "stays", "other")])
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    while len(deaths.told) < 3:
+        await asyncio.wait_for(deaths.first.wait(), 30.0)
+        deaths.first.clear()
+    await asyncio.sleep(0.3)  # longer than any pause
+    assert len(deaths.told) == 3 and not waiting.done() and (tmp_path / "lives").read_text() == "III"
+    assert deaths.told[2][1].endswith("it has been started again 2 times, and is given up")
+    assert cluster.pids().keys() == {"other"}
+    assert await cluster.stop(0.1) == ["other"]
+    await asyncio.wait([waiting])
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_mistake_of_the_users_is_not_tried_again(cluster: LocalCluster, tmp_path: Path) -> None:
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, "mistaken", max_restarts=3)])
+    with pytest.raises(UserError, match=r"^give another model$"):
+        await asyncio.wait_for(cluster.wait(deaths), 20.0)
+    assert deaths.told == [] and cluster._children[0].num_restarts == 0
+
+
+async def test_nobody_is_started_again_once_the_cluster_is_stopped(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "RESTART_SECONDS", (0.3, 0.3))
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    await asyncio.wait_for(deaths.first.wait(), 20.0)
+    assert await cluster.stop(1.0) == []  # in the middle of the pause
+    await asyncio.wait([waiting])
+    await asyncio.sleep(0.6)
+    assert (tmp_path / "lives").read_text() == "I" and cluster.pids() == {} and len(deaths.told) == 1
+
+
+@pytest.mark.usefixtures("soon")
+async def test_workers_are_started_again_whether_or_not_somebody_waits(cluster: LocalCluster, tmp_path: Path) -> None:
+    """A run that is stepped by hand waits for the cluster during its steps only."""
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, "clumsy", max_restarts=3)])
+    while not (tmp_path / "w").exists():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(cluster.wait(deaths), 0.02)
+    await asyncio.wait_for(cluster.wait(deaths), 20.0)
+    assert len(deaths.told) == 2  # each death once
 
 
 async def test_one_that_does_not_end_in_time_is_killed(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two runs compared: one changed bit anywhere is found and named, and equal bits without differing timing prove nothing."""
+"""Two runs compared: one changed bit anywhere is found and named, and equal bits that timing could not change prove nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import msgspec
 import pytest
 
 from asyncflow.telemetry.certificate import Certificate, Observed
-from asyncflow.telemetry.equivalence import Equivalence, compare, kendall_distance, lead_seconds
+from asyncflow.telemetry.equivalence import Equivalence, Kill, compare, groups_after, kendall_distance, overlap_seconds
 from asyncflow.telemetry.fingerprints import GroupPrint, RowPrint, StepPrint
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import RunError
 
 Steps = list[StepPrint]
+KILL = Kill("rollout/1", 1, 6, 5.0)
 
 
 def group(number: int) -> GroupPrint:
@@ -32,17 +33,25 @@ def steps(*orders: list[int]) -> Steps:
     return [step(number, order) for number, order in enumerate(orders)]
 
 
-def certificate(schedule: str, num_steps: int, overlapped: int, **failures: Any) -> Certificate:
-    seen = Observed(max_spans=1, overlapped_steps=set(range(overlapped)), rows_dead=len(failures))
-    return seen.certificate(
-        schedule=schedule, promised_staleness=0, steps=num_steps, planned_steps=num_steps, rows_redelivered=0,
+def span(task: str, number: int, start: float, end: float, worker: str = "w") -> Span:
+    return Span(worker=worker, task=task, step=number, start=start, end=end)
+
+
+def certificate(redelivered: int, **failures: Any) -> Certificate:
+    return Observed(max_spans=1, rows_dead=len(failures)).certificate(
+        schedule="delayed", promised_staleness=1, steps=2, planned_steps=2, rows_redelivered=redelivered,
         reward_failures=failures, is_deterministic=True,
     )  # fmt: skip
 
 
-def verdict(synchronous: Steps, periodic: Steps, *, overlapped: int = 1, num_steps: int = 2, **failures: Any) -> Equivalence:
-    runs = certificate("synchronous", num_steps, 0), certificate("periodic", num_steps, overlapped, **failures)
-    return compare("c0ffee", (synchronous, periodic), runs, [])
+def verdict(
+    first: Steps, second: Steps, *, overlap: float = 0.5, redelivered: int = 4, kill: Kill | None = KILL, **failures: Any
+) -> Equivalence:
+    """Of the runs `one` and `other`; `overlap`: the seconds for which `other` generated in the training of step 1."""
+    spans = [span("forward_backward", 0, 2.0, 3.0), span("forward_backward", 1, 4.0, 6.0)]
+    spans += [span("generate_group", 1, 3.0, 4.0 + overlap), span("generate_group", 1, 6.0, 7.0, "rollout/1")]
+    runs = certificate(0), certificate(redelivered, **failures)
+    return compare(("one", "other"), "c0ffee", (first, second), runs, spans, kill)
 
 
 def test_the_same_bits_in_another_order_are_equal() -> None:
@@ -52,7 +61,14 @@ def test_the_same_bits_in_another_order_are_equal() -> None:
     assert result.weights_hash[0] == result.weights_hash[1] and result.everything_hash[0] == result.everything_hash[1]
     assert result.num_facts == 2 * (6 * 4 + 3 * 2 + 3) and result.logprobs == (48, 22, 0.25)
     shown = "\n".join(result.lines)
-    assert "EQUAL" in shown and "other in 1 of 2 steps" in shown and "22 of 48 bit-equal (45.83%)" in shown
+    for words in (
+        "EQUAL: one and other gave the same bits in 2 steps",
+        "other in 1 of 2 steps",
+        "22 of 48 bit-equal (45.83%)",
+        "other trained and generated at once in 1 of 2 steps, for 0.25 s (median)",
+        "rollout/1 in step 1 of other, holding 6 rows; 4 were made again; started again, it made 1 groups",
+    ):
+        assert words in shown
 
 
 def changed_row(at: StepPrint, **changes: Any) -> StepPrint:
@@ -94,27 +110,32 @@ def test_one_difference_is_found_and_named(change: Any, what: str, where: str, v
     assert result.everything_hash[0] != result.everything_hash[1]
     assert (result.weights_hash[0] != result.weights_hash[1]) == where.startswith("weights/")
     assert any(f"step 1, {what} of {where}: {values[0]} against {values[1]}" in line for line in result.lines)
+    assert "DIFFERS: one and other gave different bits" in result.lines[0]
+    weights = next(line for line in result.lines if line.startswith("final weights"))
+    assert ("(one)" in weights and "(other)" in weights) == where.startswith("weights/")
 
 
 def test_of_several_differences_the_first_is_named_and_a_difference_is_no_matter_of_timing() -> None:
     plain, other = steps([0, 1, 2], [0, 1, 2]), steps([0, 1, 2], [0, 1, 2])
     other[0] = changed_tensor(changed_tensor(other[0], "optimizer/w/exp_avg"), "weights/w")
     other[1] = changed_row(other[1], response="other")
-    result = verdict(plain, other, overlapped=0)
+    result = verdict(plain, other, overlap=0.0, kill=None)
     assert result.verdict == "differs" and result.difference is not None
     assert (result.difference.step, result.difference.where) == (0, "weights/w")
 
 
 @pytest.mark.parametrize(
-    ("orders", "overlapped", "failures", "words"),
+    ("orders", "changes", "words"),
     [
-        (([0, 1, 2], [0, 1, 2]), 1, {}, "the same order in every step"),
-        (([0, 2, 1], [0, 1, 2]), 0, {}, "only after the last response"),
-        (([0, 2, 1], [0, 1, 2]), 1, {"timeout": 2}, "periodic: 1 rows were given up with 2 reward timeouts"),
+        (([0, 1, 2], [0, 1, 2]), {}, "the same order in every step"),
+        (([0, 2, 1], [0, 1, 2]), {"overlap": 0.0}, "other never trained and generated at once"),
+        (([0, 2, 1], [0, 1, 2]), {"redelivered": 0}, "other lost no row with a killed worker"),
+        (([0, 2, 1], [0, 1, 2]), {"kill": None}, "other lost no row with a killed worker"),
+        (([0, 2, 1], [0, 1, 2]), {"timeout": 2}, "other: 1 rows were given up with 2 reward timeouts"),
     ],
 )
-def test_equal_bits_that_prove_nothing_are_void(orders: Any, overlapped: int, failures: dict[str, int], words: str) -> None:
-    result = verdict(steps([0, 1, 2], [0, 1, 2]), steps(*orders), overlapped=overlapped, **failures)
+def test_equal_bits_that_prove_nothing_are_void(orders: Any, changes: dict[str, Any], words: str) -> None:
+    result = verdict(steps([0, 1, 2], [0, 1, 2]), steps(*orders), **changes)
     assert result.verdict == "void" and len(result.reasons) == 1 and words in result.reasons[0]
     assert "VOID" in result.lines[0] and words in result.lines[0]
 
@@ -131,7 +152,7 @@ def test_runs_that_learned_nothing_are_void() -> None:
 
 
 def test_a_run_without_all_its_steps_cannot_be_compared() -> None:
-    with pytest.raises(RunError, match="the periodic run left 1 of 2 steps"):
+    with pytest.raises(RunError, match="the other run left 1 of 2 steps"):
         verdict(steps([0, 1, 2], [0, 1, 2]), steps([0, 1, 2]))
 
 
@@ -147,13 +168,19 @@ def test_kendall_distance_counts_the_pairs_that_are_the_other_way_round() -> Non
     assert kendall_distance([1], [1]) == kendall_distance([], []) == 0.0
 
 
-def test_the_lead_is_from_the_first_training_to_the_last_complete_group() -> None:
-    def span(task: str, number: int, start: float, end: float) -> Span:
-        return Span(worker="w", task=task, step=number, start=start, end=end)
-
+def test_the_overlap_is_what_any_group_takes_of_a_step_s_training_counted_once() -> None:
     spans = [
-        span("generate_group", 0, 0.0, 1.0), span("generate_group", 0, 0.0, 5.0), span("forward_backward", 0, 3.0, 3.5),
-        span("forward_backward", 0, 2.0, 3.0), span("generate_group", 1, 6.0, 7.0), span("forward_backward", 1, 8.0, 9.0),
-        span("forward_backward", 2, 9.0, 9.5), span("optim_step", 1, 0.0, 0.5),
+        span("generate_group", 0, 0.0, 1.0), span("generate_group", 0, 0.0, 5.0), span("generate_group", 0, 4.0, 4.5),
+        span("forward_backward", 0, 3.0, 3.5), span("forward_backward", 0, 2.0, 3.0), span("optim_step", 0, 5.5, 6.5),
+        span("generate_group", 1, 6.0, 7.0), span("forward_backward", 1, 8.0, 9.0), span("optim_step", 1, 9.0, 9.5),
+        span("forward_backward", 2, 10.0, 11.0), span("generate_group", 3, 10.5, 20.0), span("publish", 2, 11.0, 30.0),
     ]  # fmt: skip
-    assert lead_seconds(spans) == {0: 3.0, 1: -1.0}
+    assert overlap_seconds(spans) == {0: 3.5, 1: 0.0, 2: 0.5}
+
+
+def test_a_killed_worker_s_groups_count_that_began_in_its_next_life() -> None:
+    spans = [
+        span("generate_group", 1, 4.0, 5.5, "rollout/1"), span("generate_group", 2, 8.0, 9.0, "rollout/1"),
+        span("generate_group", 2, 8.0, 9.0, "rollout/0"), span("install", 2, 7.0, 7.5, "rollout/1"),
+    ]  # fmt: skip
+    assert groups_after(spans, KILL) == 1

@@ -50,3 +50,24 @@ async def test_settle_waits_for_the_slowest_worker_and_gives_up(tmp_path: Path, 
     await asyncio.wait_for(settling, 1.0)
     monkeypatch.setattr(hub_module, "SETTLE_SECONDS", 0.05)
     await asyncio.wait_for(hub.settle(loop.time() + 1000), 1.0)
+
+
+async def test_nobody_waits_for_a_worker_that_has_gone_and_what_it_said_is_kept(tmp_path: Path) -> None:
+    hub = Hub(SpanLog(tmp_path / "spans.jsonl"), lambda sample: None, lambda: None)
+    loop = asyncio.get_running_loop()
+    alive, gone, again = (Reporter(hub, name, loop.time, "cpu", 0.01) for name in ("rollout/0", "rollout/1", "rollout/1"))
+    gone.reward_failures, again.reward_failures = {"timeout": 2}, {"timeout": 1}
+    await alive.flush()
+    await gone.flush()
+    settling = asyncio.create_task(hub.settle(loop.time()))
+    await asyncio.sleep(0.01)
+    await alive.flush()
+    await asyncio.sleep(0.01)
+    assert not settling.done()
+    hub.left("rollout/1")
+    hub.left("rollout/1")  # it had two connections, or none
+    hub.left("status")
+    await asyncio.wait_for(settling, hub_module.SETTLE_SECONDS / 2)
+    assert hub.states.keys() == {"rollout/0"}
+    await again.flush()
+    assert [state.reward_failures for state in [hub.states["rollout/1"], *hub.past]] == [{"timeout": 1}, {"timeout": 2}]

@@ -110,6 +110,23 @@ def test_equal_float32_rewards_count_as_a_group_without_signal():
     assert metrics.row(StepTimes(started=0, committed=1), 1, [])["reward/zero_std_groups"] == 1
 
 
+def test_importance_weights_have_a_mean_a_maximum_and_an_effective_sample_size():
+    metrics = StepMetrics()
+    for weights in ([2.0, 0.5, 0.5], [1.0]):
+        sums = {"mean": sum(weights), "square": sum(w * w for w in weights), "max": max(weights), "outside_ratio": 1.0}
+        sums = {f"importance_weight/{name}": total for name, total in sums.items()}
+        tokens = len(weights)
+        metrics.add_micro_batch(loss_sum=0.0, loss_tokens=tokens, logical_tokens=9, physical_tokens=9, metrics=sums)
+    row = metrics.row(StepTimes(started=0, committed=1), 1, [])
+    assert {name: value for name, value in row.items() if name.startswith("importance_weight/")} == {
+        "importance_weight/mean": 1.0,
+        "importance_weight/max": 2.0,
+        "importance_weight/outside_ratio": 0.5,
+        "importance_weight/effective_sample_ratio": pytest.approx(4**2 / (4 + 0.25 + 0.25 + 1) / 4),
+    }
+    assert set(row) <= set(DEFINITIONS)
+
+
 def test_skipped_updates_and_non_finite_micro_batches_are_counted_and_enter_no_mean():
     metrics = full_step()
     metrics.add_micro_batch(
@@ -133,8 +150,8 @@ def test_every_metric_is_defined():
     table = definitions_table()
     assert table.count("\n") == len(DEFINITIONS) + 1
     row = full_step().row(StepTimes(started=0.0, committed=10.0, could_generate=0.5, train_began=4.0), 4, SPANS)
-    added_by_others = {"policy/clip_ratio", "memory/rss_bytes/<worker>"}
-    added_by_others |= {name for name in DEFINITIONS if name.startswith("queue/")}
+    added_by_others = {"policy/clip_ratio", "policy/rollout_kl", "memory/rss_bytes/<worker>"}
+    added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/"))}
     assert {metric_key(name) for name in row} | added_by_others == set(DEFINITIONS)
     assert metric_key("memory/rss_bytes/rollout/0") == "memory/rss_bytes/<worker>"
 

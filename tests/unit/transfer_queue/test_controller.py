@@ -57,7 +57,8 @@ class Follows:
     """A controller that follows one unit."""
 
     def __init__(self, **options: Any) -> None:
-        callbacks = {name: options.pop(name) for name in ("on_done", "on_dead", "on_lost") if name in options}
+        names = ("on_done", "on_dead", "on_lost", "on_leased", "on_change")
+        callbacks = {name: options.pop(name) for name in names if name in options}
         self.schema = schema(**options)
         self.controller, self.unit = Controller("t", self.schema, **callbacks), Unit()
         self.table = self.controller.table
@@ -163,6 +164,51 @@ async def test_a_parked_request_is_answered_by_the_end_of_its_step_and_of_no_oth
     assert await answer(of_step_0) is None
     f.controller.close()
     assert await answer(of_any) is None
+
+
+async def test_a_request_until_a_step_has_ended_gets_groups_of_any_and_then_none_whatever_is_ready(follows: Any) -> None:
+    f = follows()
+    until = Want(groups=1, until=0)
+    request = await parked(ask(f.controller, until))
+    await f.ready(meta(1, step=1))
+    assert (await answer(request)).rows == [rows(1)]  # type: ignore[union-attr]
+    request = await parked(ask(f.controller, until))
+    await f.unit.tell(Notice(task="t", ended_step=1))
+    assert not request.done()
+    await f.unit.tell(Notice(task="t", ended_step=0), f.notice(rows(2), "a", metas=[meta(2, step=1)]))  # both at once
+    assert await answer(request) is None and await answer(ask(f.controller, until)) is None
+    assert (await leased(f.controller)).rows == [rows(2)]
+
+
+async def test_the_books_are_told_of_every_lease_and_of_what_was_wanted(follows: Any) -> None:
+    told: list[tuple[list[list[int]], int | None]] = []
+    f = follows(on_leased=lambda lease, want: told.append((lease.rows, want.installed)))
+    waiting = await parked(ask(f.controller, Want(groups=1, installed=0)))
+    assert told == []
+    await f.ready(meta(0))
+    assert await answer(waiting) is not None and told == [([rows(0)], 0)]
+    f.controller.abandon("driver")
+    assert told == [([rows(0)], 0)]  # nobody has them again yet
+    await leased(f.controller, Want(groups=1))
+    assert told[1:] == [([rows(0)], None)]
+
+
+async def test_the_books_are_told_whenever_rows_may_have_changed_hands(follows: Any) -> None:
+    ready: list[int] = []
+    f = follows(on_change=lambda: ready.append(f.table.counts()["ready"]), lease_seconds=0.1)
+    await f.ready(meta(0), meta(1))
+    first = await leased(f.controller)
+    assert ready[-1] == 2
+    await leased(f.controller)
+    assert ready[-1] == 0  # told after the lease, not before
+    await f.controller.fail(first.token, rows(0), "why")
+    assert ready[-1] == 2
+    await asyncio.sleep(0.2)
+    assert ready[-1] == 4  # expired
+    await as_worker("gone", f.controller)  # type: ignore[misc]
+    assert ready[-1] == 2
+    f.controller.abandon("gone")
+    assert ready[-1] == 4
 
 
 async def test_after_the_end_what_is_ready_is_handed_out_and_then_every_request_is_answered_with_none(follows: Any) -> None:

@@ -603,6 +603,41 @@ def test_a_request_is_over_when_its_step_has_ended_or_the_table_is_closed() -> N
     assert all(table.is_over(want) for want in over)
 
 
+def test_a_request_for_any_step_until_one_has_ended_is_then_answered_with_nothing_whatever_is_ready() -> None:
+    table = table_of(WHOLE, meta(0, step=0), meta(1, step=1))
+    until, of_step = Want(groups=1, until=0), Want(groups=1, step=0)
+    assert not table.is_over(until) and not table.has_nothing_left(until)
+    assert numbers(lease(table, until=0)) == [0] and numbers(lease(table, until=0)) == [1]  # groups of every step
+    assert not table.has_nothing_left(until)  # there may be more
+    table.admit([meta(2, step=1)], 0)
+    notify(table, rows(2), WHOLE.reads)
+    table.end_step(1)
+    assert not table.is_over(until)
+    table.end_step(0)
+    assert table.is_over(until) and table.available(until, EVERYTHING) == 2
+    assert table.has_nothing_left(until) and not table.has_nothing_left(Want(groups=1))
+    assert table.has_nothing_left(of_step) and not table.has_nothing_left(Want(groups=1, step=1))  # what is ready of a step, still
+
+
+def test_what_is_ready_is_known_by_the_last_version_that_may_make_it() -> None:
+    table = table_of(PARTIAL, meta(0, high=0), meta(1, low=0, high=2, purpose="eval"), meta(2, step=2, low=1, high=2), ready=False)
+    versions = (-1, 0, 1, 2, 3)
+    assert [table.ready_for_none_after(v) for v in versions] == [0] * 5
+    assert [table.last_version_of_ready(v) for v in versions] == [None] * 5
+    for group in range(3):
+        notify(table, rows(group), PARTIAL.reads)
+    assert [table.ready_for_none_after(v) for v in versions] == [0, 2, 2, 6, 6]
+    assert [table.last_version_of_ready(v) for v in versions] == [0, 0, 2, 2, None]
+    taken = lease(table, rows=1, installed=0)
+    assert taken.indices == [0]  # one of a group's rows: the other is in nobody's hands yet
+    assert table.ready_for_none_after(0) == 1 and table.last_version_of_ready(0) == 0
+    other = lease(table, rows=1, installed=0)
+    assert table.ready_for_none_after(0) == 0 and table.last_version_of_ready(0) == 2
+    notify(table, taken.indices, PARTIAL.writes)
+    table.abandon("w")
+    assert other.indices == [1] and table.ready_for_none_after(0) == 1 and table.last_version_of_ready(-1) == 0
+
+
 def test_the_rows_of_a_unit_are_those_that_it_would_tell_of() -> None:
     table = Table(WHOLE, schema_of(WHOLE), "now")
     table.admit([meta(2000), meta(1)], 0)
@@ -823,6 +858,14 @@ class TableAgainstModel(RuleBasedStateMachine):
     def end_step(self, step: int) -> None:
         self.table.end_step(step)
         assert self.table.is_over(Want(groups=1, step=step)) and not self.table.is_over(Want(groups=1))
+
+    @invariant()
+    def what_is_ready_is_known_by_its_last_version(self) -> None:
+        held = self.held()
+        ready = [m.interval.high for group, m in self.metas.items() for _ in self.leasable(group, held)]
+        for version in range(4):
+            assert self.table.ready_for_none_after(version) == sum(high <= version for high in ready)
+            assert self.table.last_version_of_ready(version) == min((high for high in ready if high >= version), default=None)
 
     @invariant()
     def every_row_is_accounted_for(self) -> None:

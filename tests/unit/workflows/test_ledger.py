@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta, Interval
+from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.signal import Signal
@@ -71,7 +75,7 @@ def test_rows_of_another_step_and_of_no_step_are_refused() -> None:
     for question in (lambda: ledger.consume(7, consumed(0)), lambda: ledger.totals(7), lambda: ledger.consume_evaluation(0, [0])):
         with pytest.raises(ValueError, match="is not open"):
             question()
-    ledger.generated([999])
+    ledger.done("rollout", [999])
     ledger.give_up(dead(999))
     assert ledger.unfinished(9) == 4
 
@@ -122,21 +126,228 @@ def test_what_has_no_response_yet_is_known_by_the_last_version_that_may_make_it(
     ledger.open([meta(1, step=1, size=3)])
     ledger.open([GroupMeta(2, 1, 0, Interval(0, 2), "eval")])
     assert [ledger.unfinished(version) for version in (-1, 0, 1, 2)] == [0, 2, 5, 6]
-    ledger.generated([0, 0])
-    assert not ledger.is_generated(0)
+    ledger.done("rollout", [0, 0])
+    assert not ledger.is_done("rollout", 0)
     ledger.give_up(dead(1))
-    assert ledger.is_generated(0) and ledger.unfinished(0) == 0 and ledger.unfinished(2) == 4
-    assert not ledger.is_generated(5)
+    assert ledger.is_done("rollout", 0) and ledger.unfinished(0) == 0 and ledger.unfinished(2) == 4
+    assert not ledger.is_done("rollout", 5)
+
+
+def test_every_task_has_its_own_rows_left_and_follows_another() -> None:
+    ledger = Ledger(BITS, ("rollout", "reward", "reference"))
+    assert [ledger.task_before(task) for task in ("reward", "reference", "train")] == ["rollout", "reward", "reference"]
+    assert Ledger(BITS).task_before("train") == "rollout"
+    ledger.open([meta(0, size=3)])
+    for task, rows in (("rollout", [0, 1]), ("reward", [0])):
+        ledger.done(task, rows)
+    ledger.give_up(dead(2))
+    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, False, False]
+    ledger.done("reward", [1])
+    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True, False]
+    ledger.consume(0, consumed(0, 1))
+    ledger.commit(0)
+    assert all(ledger.is_done(task, 0) for task in ledger.tasks)
 
 
 def test_what_is_waited_for_is_said_in_words() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0), meta(9, purpose="eval")])
-    ledger.generated([0])
+    ledger.done("rollout", [0])
     assert ledger.missing() == [
         "eval step 0: 2 rows without a response, 2 not consumed (first: 36)",
         "train step 0: 1 rows without a response, 2 not consumed (first: 0)",
     ]
+
+
+# -- first_come: who is trained when ---------------------------------------------------------------------------------------------
+
+
+def two_steps(max_staleness: int = 2) -> Ledger:
+    """Groups 0 and 1 in step 0, 2 and 3 in step 1; all begun by version 0, in this order of completion: none."""
+    ledger = Ledger(BITS, ("rollout", "reward"), max_staleness)
+    ledger.open([meta(0), meta(1), meta(2, step=1), meta(3, step=1)])
+    ledger.begun(range(4), 0)
+    return ledger
+
+
+def complete(ledger: Ledger, group: int) -> None:
+    for task in ledger.tasks:
+        ledger.done(task, [group << BITS, (group << BITS) + 1])
+
+
+def test_a_group_of_the_step_is_its_member_and_one_of_an_earlier_step_is_not() -> None:
+    ledger = two_steps()
+    complete(ledger, 0)
+    assert ledger.claim(0, 0) and not ledger.claim(1, 0)
+
+
+def test_a_complete_group_of_a_later_step_changes_places_with_the_one_begun_last() -> None:
+    ledger = Ledger(BITS, max_staleness=2)
+    ledger.open([*(meta(g) for g in range(3)), *(meta(g, step=1) for g in (3, 4, 5))])
+    for group, version in ((0, 1), (1, 0), (2, 0), (3, 0)):
+        ledger.begun([group], version)
+    complete(ledger, 3)
+    complete(ledger, 2)
+    assert ledger.claim(0, 3)
+    ledger.consume(0, consumed(12, 13))
+    assert ledger.claim(1, 0) and ledger.claim(0, 1)  # the later step has group 0 now
+    ledger.consume(0, consumed(8, 9))
+    assert ledger.closed() == []  # group 1 remains
+    ledger.consume(0, consumed(4, 5))
+    assert ledger.closed() == [("train", 0)] and ledger.totals(0).sequences == 6
+    assert ledger.commit(0) and ledger.missing() == ["train step 1: 6 rows without a response, 6 not consumed (first: 0)"]
+
+
+def test_all_of_what_a_task_has_yet_to_do_moves_along() -> None:
+    ledger = two_steps()
+    complete(ledger, 0)
+    ledger.done("rollout", [4, 5])  # of group 1, which has no reward yet
+    complete(ledger, 2)
+    assert [ledger.is_done("rollout", step) for step in (0, 1)] == [True, False]
+    assert ledger.claim(0, 2)
+    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True]
+    ledger.consume(0, consumed(0, 1))
+    ledger.consume(0, consumed(8, 9))
+    ledger.commit(0)
+    complete(ledger, 3)
+    assert [ledger.is_done(task, 1) for task in ledger.tasks] == [True, False]  # it waits for the rewards of group 1
+    ledger.done("reward", [4, 5])
+    assert ledger.is_done("reward", 1)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "begun", "is_granted"),
+    [(1, {0: 0, 1: 0}, True), (0, {0: 0, 1: 0}, False), (1, {}, False), (1, {1: 0}, True)],
+    ids=["in time", "too late for the next step", "not begun", "one is"],
+)
+def test_it_takes_the_place_only_of_a_begun_group_that_the_later_step_is_not_too_late_for(
+    max_staleness: int, begun: dict[int, int], is_granted: bool
+) -> None:
+    ledger = Ledger(BITS, max_staleness=max_staleness)
+    ledger.open([meta(0), meta(1), meta(2, step=1)])
+    for group, version in {2: 0, **begun}.items():
+        ledger.begun([group], version)
+    complete(ledger, 2)
+    assert ledger.claim(0, 2) is is_granted
+
+
+def test_a_group_that_has_been_begun_anew_is_as_old_as_its_first_beginning() -> None:
+    ledger = Ledger(BITS, max_staleness=1)
+    ledger.open([meta(0), meta(1, step=1), meta(2, step=2)])
+    ledger.begun([0], 0)
+    ledger.begun([0, 2], 1)  # a worker had died
+    complete(ledger, 2)
+    assert not ledger.claim(0, 2)  # step 2 would be too late for group 0
+    complete(ledger, 1)
+    assert ledger.claim(0, 1)
+
+
+def test_a_step_that_waits_for_nothing_takes_nobody_in() -> None:
+    ledger = two_steps()
+    for group in (0, 1, 2):
+        complete(ledger, group)
+    assert not ledger.claim(0, 2)
+
+
+class FirstCome:
+    """Workers of any speed and version, and a trainer that trains what comes first, as `members` has it."""
+
+    def __init__(self, chance: random.Random, max_staleness: int, num_steps: int, num_groups: int) -> None:
+        self.chance, self.max_staleness, self.num_steps, self.num_groups = chance, max_staleness, num_steps, num_groups
+        self.ledger = Ledger(BITS, max_staleness=max_staleness)
+        self.opened = 0
+        self.to_begin: list[int] = []
+        self.under_way: list[int] = []
+        self.oldest: dict[int, int] = {}  # by group, the version that began it
+        self.complete: list[int] = []
+        self.alive: dict[int, list[int]] = {}  # by group, the rows that are not dead
+        self.trained: dict[int, tuple[int, int]] = {}  # by group, the step and how stale it was
+
+    def run(self) -> None:
+        put_aside: list[int] = []
+        for step in range(self.num_steps):
+            candidates, put_aside = put_aside, []
+            while not self.ledger.is_open(step) or ("train", step) not in self.ledger.closed():
+                group = candidates.pop(0) if candidates else self.next_complete()
+                if group is None:
+                    continue
+                if self.ledger.claim(step, group):
+                    self.ledger.consume(step, consumed(*self.alive[group]))
+                    assert group not in self.trained
+                    self.trained[group] = step, step - self.oldest[group]
+                else:
+                    put_aside.append(group)
+            self.ledger.commit(step)
+            put_aside += candidates
+
+    def next_complete(self) -> int | None:
+        """What lies ready, after a while in which anything may happen."""
+        for _ in range(self.chance.randrange(1, 4)):
+            self.chance.choice([self.open, self.begin, self.begin, self.begin_anew, self.end, self.end])()
+        return self.complete.pop(0) if self.complete and self.chance.random() < 0.8 else None
+
+    def open(self) -> None:
+        if self.opened < min(self.num_steps, self.ledger.committed + self.max_staleness + 2):
+            first = self.opened * self.num_groups
+            groups = range(first, first + self.num_groups)
+            self.ledger.open([meta(group, step=self.opened) for group in groups])
+            self.to_begin += groups
+            self.opened += 1
+
+    def begin(self) -> None:
+        """By a worker that is as far behind as its group's interval lets it."""
+        if not self.to_begin:
+            return
+        group = self.to_begin[min(self.chance.randrange(3), len(self.to_begin) - 1)]
+        lowest = max(0, group // self.num_groups - self.max_staleness)
+        if lowest <= self.ledger.committed:
+            self.to_begin.remove(group)
+            self.under_way.append(group)
+            self.oldest[group] = self.chance.randint(lowest, self.ledger.committed)
+            self.ledger.begun([group], self.oldest[group])
+
+    def begin_anew(self) -> None:
+        if self.under_way:
+            self.ledger.begun([self.chance.choice(self.under_way)], self.ledger.committed)
+
+    def end(self) -> None:
+        if not self.under_way:
+            return
+        group = self.under_way.pop(self.chance.randrange(len(self.under_way)))
+        rows = [group << BITS, (group << BITS) + 1]
+        gone = [row for row in rows if self.chance.random() < 0.1]
+        self.alive[group] = [row for row in rows if row not in gone]
+        self.ledger.done("rollout", self.alive[group])
+        self.ledger.give_up(dead(*gone))
+        if self.alive[group]:
+            self.complete.append(group)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.randoms(use_true_random=True), st.integers(0, 4), st.integers(1, 4))
+def test_first_come_trains_every_group_once_in_time_and_as_many_in_each_step(
+    chance: random.Random, max_staleness: int, num_groups: int
+) -> None:
+    num_steps = 6
+    world = FirstCome(chance, max_staleness, num_steps, num_groups)
+    world.run()
+    assert world.opened == num_steps and world.ledger.missing() == []
+    assert world.trained.keys() == {group for group, alive in world.alive.items() if alive}
+    assert len(world.alive) == num_steps * num_groups  # nothing was begun in vain, and nothing left out
+    assert all(0 <= staleness <= max_staleness for _, staleness in world.trained.values())
+    lost = num_steps * num_groups - len(world.trained)
+    of_steps = [sum(step == s for step, _ in world.trained.values()) for s in range(num_steps)]
+    assert max(of_steps) <= num_groups and sum(num_groups - n for n in of_steps) == lost
+
+
+def test_first_come_lets_others_pass_a_slow_group() -> None:
+    """The property above would hold as well if nothing ever changed places."""
+    passed = 0
+    for seed in range(20):
+        world = FirstCome(random.Random(seed), 3, 6, 3)
+        world.run()
+        passed += sum(step != group // 3 for group, (step, _) in world.trained.items())
+    assert passed > 40
 
 
 class Service:
@@ -145,7 +356,10 @@ class Service:
     def __init__(self, schedule: Any = None) -> None:
         self.told: list[Any] = []
         self.ledger = Ledger(BITS)
-        self.service = LedgerService(self.ledger, schedule or Periodic(), Signal(), lambda *step: self.told.append(("end", *step)))
+        books = Books(self.ledger, {})
+        self.service = LedgerService(
+            self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
+        )
         self.service.on_opened = lambda step: self.told.append(("opened", step))
         self.service.on_consumed = lambda step, group: self.told.append(("consumed", step, group.rows))
         self.service.on_committed = lambda totals, update: self.told.append(("committed", totals.step, update))
@@ -204,21 +418,34 @@ async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_sche
 async def test_training_starts_when_the_schedule_lets_it() -> None:
     periodic, synchronous = Service(), Service(Synchronous())
     for books in (periodic, synchronous):
-        waiting = asyncio.create_task(books.service.may_train(0))
+        waiting = asyncio.create_task(books.service.may_start("train", 0))
         assert not await settled(waiting)
         await books.service.open([meta(0)])
-        books.service.generated([0])
+        books.service.done("rollout", [0])
         assert await settled(waiting) == (books is periodic)
-        books.service.generated([1])
+        books.service.done("rollout", [1])
         assert await settled(waiting) and waiting.result() is True
+
+
+async def test_a_task_may_work_on_a_group_whose_step_is_over() -> None:
+    """Where membership is first_come, a later step may have taken it."""
+    books = Service()
+    await books.service.open([meta(0)])
+    await books.service.consume(0, consumed(0, 1))
+    await books.service.commit(0, UPDATE)
+    assert await asyncio.wait_for(books.service.may_start("reward", 0), 1) is True
+    ahead = asyncio.create_task(books.service.may_start("reward", 1))
+    assert not await settled(ahead)
+    await books.service.open([meta(1, step=1)])
+    assert await ahead is True
 
 
 async def test_stopping_answers_everybody_who_waits_with_no() -> None:
     books = Service()
-    asked = [books.service.may_admit(0), books.service.may_train(0)]
+    asked = [books.service.may_admit(0), books.service.may_start("train", 0)]
     waiting = [asyncio.create_task(question) for question in asked]
     assert not await settled(waiting[0])
     books.service.stop()
     assert await asyncio.gather(*waiting) == [False] * len(asked)
-    assert await books.service.may_train(0) is False
+    assert await books.service.may_start("train", 0) is False
     assert await books.service.totals(0) is None

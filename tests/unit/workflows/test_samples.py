@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from asyncflow.engines.base import MicroBatchResult, Response
+from asyncflow.rewards.base import Sample
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import Lease, Token
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from asyncflow.workflows import samples
+from asyncflow.workflows.bounded import NEVER
 from asyncflow.workflows.samples import COLUMNS, Prompt
 
 BITS = 2
@@ -91,10 +93,25 @@ def test_a_response_becomes_the_columns_that_are_declared_for_it() -> None:
 
 def test_a_token_of_a_version_outside_the_interval_is_refused_naming_the_row() -> None:
     m = meta(1, step=3, low=2)
-    samples.check_interval(stored(m, response(0, 4, versions=(2, 3)), response(1, 2, versions=(3,))))
+    samples.check_interval(stored(m, response(0, 4, versions=(2, 3)), response(1, 2, versions=(3,))), 3, 1)
     for versions in ((2, 4), (1, 2), (4,)):
-        with pytest.raises(ValueError, match=r"row 6 of step 3 .* outside Interval\(low=2, high=3\)"):
-            samples.check_interval(stored(m, response(0, 4, versions=(3,)), response(2, 4, versions=versions)))
+        with pytest.raises(ValueError, match=r"row 6, trained in step 3, .* outside Interval\(low=2, high=3\)"):
+            samples.check_interval(stored(m, response(0, 4, versions=(3,)), response(2, 4, versions=versions)), 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "versions", "is_right"),
+    [(2, (2,), True), (2, (1, 2), True), (2, (1, 3), False), (4, (2, 4), True), (4, (1,), False), (5, (2, 5), False)],
+)
+def test_in_the_step_of_another_its_tokens_may_be_as_old_as_the_schedule_says(
+    step: int, versions: tuple[int, ...], is_right: bool
+) -> None:
+    group = stored(GroupMeta(1, 3, 3, Interval(1, NEVER)), response(0, 4, versions=versions))
+    if is_right:
+        samples.check_interval(group, step, 2)
+    else:
+        with pytest.raises(ValueError, match=f"row 4, trained in step {step},"):
+            samples.check_interval(group, step, 2)
 
 
 @pytest.mark.parametrize(("rows_each", "pieces"), [(1, [[4], [5], [6]]), (2, [[4, 5], [6]]), (3, [[4, 5, 6]]), (9, [[4, 5, 6]])])
@@ -102,7 +119,7 @@ def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces
     m = meta(1, step=4)
     responses = [response(0, 3, versions=(2, 3)), response(1, 1, versions=(4,)), response(2, 2, versions=(3,))]
     group = stored(m, *responses, prompt_length=5)
-    found = list(samples.micro_batches(m, group.batch, np.array([4, 5, 6], np.float32), rows_each))
+    found = list(samples.micro_batches(m.step, group.batch, np.array([4, 5, 6], np.float32), rows_each))
     assert [piece.indices.tolist() for piece in found] == pieces
     for piece in found:
         own = piece.indices - 4
@@ -118,24 +135,27 @@ def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces
 def test_what_the_ledger_is_told_adds_up() -> None:
     m = meta(1, step=3)
     group = stored(m, response(0, 3, versions=(1, 3)), response(1, 1, versions=(3,), reason="length"), prompt_length=5)
-    pieces = list(samples.micro_batches(m, group.batch, np.zeros(2, np.float32), 1))
-    results = [MicroBatchResult(0.5, 3, 8, {"ratio": 1.0, "a": 2.0}), MicroBatchResult(0.25, 1, 6, {"ratio": 3.0}, is_finite=False)]
-    told = samples.consumed(m, group.batch, pieces, results)
+    pieces = list(samples.micro_batches(m.step, group.batch, np.zeros(2, np.float32), 1))
+    results = [
+        MicroBatchResult(0.5, 3, 8, {"ratio": 3.0, "a/max": 2.0}),
+        MicroBatchResult(0.25, 1, 6, {"ratio": 1.0, "a/max": 1.5}, is_finite=False),
+    ]
+    told = samples.consumed(m.step, group.batch, pieces, results)
     assert told.rows == [4, 5] and told.prompt_length == 5
     assert told.rewards.tolist() == [0.0, 0.5] and told.response_lengths.tolist() == [3, 1] and told.truncated.tolist() == [0, 1]
     assert told.staleness.tolist() == [2, 0]  # from the oldest span
     assert told.num_spans.tolist() == [2, 1]
     assert (told.loss_sum, told.loss_tokens, told.logical_tokens, told.physical_tokens) == (0.75, 4, 14, 14)
-    assert told.metrics == {"ratio": 4.0, "a": 2.0} and told.is_finite is False
-    assert samples.consumed(m, group.batch, pieces, results[:1]).is_finite is True
+    assert told.metrics == {"ratio": 4.0, "a/max": 2.0} and told.is_finite is False
+    assert samples.consumed(m.step, group.batch, pieces, results[:1]).is_finite is True
 
 
 def test_a_row_without_a_token_to_train_on_is_told() -> None:
     m = meta(1)
     batch = stored(m, response(0, 3), response(1, 2)).batch
     batch.ragged("loss_mask").values[3:] = 0
-    micros = list(samples.micro_batches(m, batch, np.zeros(2, np.float32), 2))
-    told = samples.consumed(m, batch, micros, [MicroBatchResult(0.5, 3, 8)])
+    micros = list(samples.micro_batches(m.step, batch, np.zeros(2, np.float32), 2))
+    told = samples.consumed(m.step, batch, micros, [MicroBatchResult(0.5, 3, 8)])
     assert told.rows == [4, 5] and told.empty_rows == [5]
 
 
@@ -149,9 +169,46 @@ def test_the_reference_as_a_task_adds_a_column_that_training_waits_for_and_cuts_
     parts = [Ragged(p.values / 8, p.offsets) for p in map(responses.take, samples.pieces(3, 2))]
     added = samples.reference_outputs(batch, parts)
     whole = Batch(batch.indices, batch.groups, {**batch.columns, **added.columns})
-    for micro in samples.micro_batches(m, whole, np.zeros(3, np.float32), 2):
+    for micro in samples.micro_batches(m.step, whole, np.zeros(3, np.float32), 2):
         assert micro.ref_logprobs is not None
         assert [row.tolist() for row in micro.ref_logprobs] == [(row / 8).tolist() for row in micro.response_ids]
+
+
+def test_staleness_counts_from_the_oldest_token_to_the_step_that_trains() -> None:
+    batch = stored(meta(1, step=3), response(0, 4, versions=(1, 2, 3)), response(1, 2, versions=(3,))).batch
+    assert samples.staleness(3, batch).tolist() == [2, 0] and samples.staleness(4, batch).tolist() == [3, 1]
+
+
+def test_the_reward_as_a_task_reads_what_a_scorer_sees_and_adds_the_column_that_rollout_leaves_out() -> None:
+    schema = samples.schema(BITS, 9.0, 2, has_reward_task=True)
+    rollout, task = schema.task("rollout"), schema.task("reward")
+    assert set(rollout.writes) == set(samples.RESPONSE_COLUMNS) - {"reward"} and task.writes == ("reward",)
+    assert not task.whole_groups and task.purpose == ""  # row by row, of training and of evaluation
+    assert "reward" in schema.task("train").reads and "reward" in schema.task("eval").reads
+    m, other = meta(5), meta(9)
+
+    async def store() -> Batch:
+        storage = MemoryStorage()
+        await storage.open(schema)
+        prompts = [Prompt(np.array([7, 7]), {"answer": "5"}), Prompt(np.array([8]), {"answer": "9"})]
+        await storage.write([m, other], samples.admission([m, other], prompts, [1.0, 1.0]))
+        for row, group, r in ((20, 5, response(0, 2)), (22, 5, response(2, 3, reason="length")), (37, 9, response(1, 1))):
+            made = samples.outputs(row, group, r, reward=None)
+            schema.check_outputs("rollout", made)
+            await storage.write([], made)
+        return await storage.read(np.array([20, 22, 37]), task.reads)
+
+    group = leased([m, other], [[20, 22], [37]], asyncio.run(store()))
+    found = list(samples.samples_of(group, lambda ids: " ".join(map(str, ids))))
+    assert [(meta.group, row) for meta, row, _ in found] == [(5, 20), (5, 22), (9, 37)]
+    assert [sample for _, _, sample in found] == [
+        Sample("7 7", "0 1", {"answer": "5"}, True),
+        Sample("7 7", "20 21 22", {"answer": "5"}, False),
+        Sample("8", "10", {"answer": "9"}, True),
+    ]
+    added = samples.reward_outputs({22: 0.5, 37: 1.0}, BITS)
+    schema.check_outputs("reward", added)
+    assert (added.indices.tolist(), added.groups.tolist(), added.dense("reward").tolist()) == ([22, 37], [5, 9], [0.5, 1.0])
 
 
 def test_a_response_that_cannot_be_trained_on_is_told_by_what_is_wrong_with_it() -> None:

@@ -2,68 +2,218 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from asyncflow.registry import build
-from asyncflow.types import Interval
+from asyncflow.types import Interval, UserError
 from asyncflow.workflows import SCHEDULES
+from asyncflow.workflows.bounded import NEVER
 from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.sub_step import SubStep
 
 
 @dataclass
 class Moment:
-    """A progress that says what it was told to say."""
+    """A progress that says what it was told to say. `held` and `waiting`: by row, the last version that may generate it."""
 
     committed: int = 0
-    generated: frozenset[int] = frozenset()
-    waiting: int = 0
+    done: frozenset[tuple[str, int]] = frozenset()
+    waiting: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    num_ready: int = 0
 
-    def is_generated(self, step: int) -> bool:
-        return step in self.generated
+    def is_done(self, task: str, step: int) -> bool:
+        return (task, step) in self.done
+
+    def task_before(self, task: str) -> str:
+        return {"reference": "reward", "reward": "rollout"}.get(task, "reference")
 
     def unfinished(self, version: int) -> int:
-        return self.waiting if version >= 3 else 0
+        return sum(high <= version for high in self.waiting + self.held)
+
+    def unleased(self, version: int) -> int:
+        return sum(high <= version for high in self.waiting)
+
+    def oldest_unleased(self, at_least: int) -> int | None:
+        return min((high for high in self.waiting if high >= at_least), default=None)
+
+    def ready(self, task: str) -> int:
+        return self.num_ready
 
 
-@pytest.fixture(params=sorted(SCHEDULES))
-def schedule(request: pytest.FixtureRequest) -> Schedule:
-    made: Schedule = build("schedule", request.param, {}, SCHEDULES)
+@dataclass
+class Workers:
+    """A fleet: so many workers, so many of them changing."""
+
+    count: int = 4
+    num_installing: int = 0
+    step_seconds: float | None = None
+    swap_seconds: float | None = None
+    serving: dict[str, int] = field(init=False)
+    installing: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.serving = {f"rollout/{i}": 0 for i in range(self.count)}
+        self.installing = {f"rollout/{i}": 1 for i in range(self.num_installing)}
+
+
+MODES: list[tuple[str, dict[str, Any]]] = [
+    ("synchronous", {}),
+    ("periodic", {}),
+    ("delayed", {}),
+    ("sub_step", {}),
+    ("bounded", {"max_staleness": 1}),
+    ("bounded", {"max_staleness": 4}),
+    ("bounded", {"max_staleness": 2, "membership": "first_come"}),
+]
+every_mode = pytest.mark.parametrize(
+    ("name", "options"), MODES, ids=[f"{name}{'-'.join(map(str, o.values()))}" for name, o in MODES]
+)
+
+
+def named(name: str, **options: Any) -> Schedule:
+    made: Schedule = build("schedule", name, options, SCHEDULES)
     return made
 
 
-def named(name: str) -> Schedule:
-    made: Schedule = build("schedule", name, {}, SCHEDULES)
-    return made
+def test_every_mode_is_in_the_tables() -> None:
+    assert {name for name, _ in MODES} == set(SCHEDULES)
 
 
-def test_no_version_is_older_than_the_schedule_says_and_none_is_from_the_future(schedule: Schedule) -> None:
+@every_mode
+def test_no_version_is_older_than_the_schedule_says_and_none_is_from_the_future(name: str, options: dict[str, Any]) -> None:
+    schedule = named(name, **options)
     for step in range(20):
         interval = schedule.interval(step)
-        assert max(0, step - schedule.max_staleness) <= interval.low <= interval.high <= step
+        assert max(0, step - schedule.max_staleness) <= interval.low <= min(interval.high, step)
+        assert interval.high <= step or (schedule.membership == "first_come" and interval.high == NEVER)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "staleness", "in_flight", "of_steps_0_1_7"),
+    [
+        ("synchronous", {}, 0, False, [(0, 0), (1, 1), (7, 7)]),
+        ("periodic", {}, 0, False, [(0, 0), (1, 1), (7, 7)]),
+        ("delayed", {}, 1, False, [(0, 0), (0, 0), (6, 6)]),
+        ("sub_step", {}, 1, False, [(0, 0), (0, 1), (6, 7)]),
+        ("bounded", {}, 1, True, [(0, 0), (0, 1), (6, 7)]),
+        ("bounded", {"max_staleness": 3}, 3, True, [(0, 0), (0, 1), (4, 7)]),
+        ("bounded", {"max_staleness": 3, "membership": "first_come"}, 3, True, [(0, NEVER), (0, NEVER), (4, NEVER)]),
+    ],
+)
+def test_the_versions_that_may_generate_a_step(
+    name: str, options: dict[str, Any], staleness: int, in_flight: bool, of_steps_0_1_7: list[tuple[int, int]]
+) -> None:
+    schedule = named(name, **options)
+    assert [schedule.interval(step) for step in (0, 1, 7)] == [Interval(*each) for each in of_steps_0_1_7]
+    assert (schedule.max_staleness, schedule.installs_in_flight) == (staleness, in_flight)
+    assert schedule.membership == options.get("membership", "strict")
+
+
+@every_mode
+def test_prompts_lie_ready_one_step_ahead_of_those_that_may_be_generated(name: str, options: dict[str, Any]) -> None:
+    schedule, progress = named(name, **options), Moment(committed=3)
+    admitted = [step for step in range(20) if schedule.may_admit(step, progress)]
+    may_be_generated = [step for step in range(20) if 3 in schedule.interval(step) or schedule.interval(step).high < 3]
+    assert admitted == [*may_be_generated, may_be_generated[-1] + 1]
+
+
+@every_mode
+def test_a_task_starts_with_the_first_group_or_with_the_whole_batch(name: str, options: dict[str, Any]) -> None:
+    schedule, is_synchronous = named(name, **options), name == "synchronous"
+    tasks = ("reward", "reference", "train")
+    none, generated = Moment(done=frozenset({("reference", 1)})), Moment(done=frozenset({("rollout", 2)}))
+    scored, referred = (
+        Moment(done=generated.done | {(task, 2) for task in more}) for more in (["reward"], ["reward", "reference"])
+    )
+    for moment, of_one_at_a_time in (
+        (none, (False, False, False)),
+        (generated, (True, False, False)),
+        (scored, (True, True, False)),
+        (referred, (True, True, True)),
+    ):
+        expected = of_one_at_a_time if is_synchronous else (True, True, True)
+        assert tuple(schedule.may_start(task, 2, moment) for task in tasks) == expected
 
 
 @pytest.mark.parametrize("name", ["periodic", "synchronous"])
-def test_a_step_is_generated_by_its_own_version(name: str) -> None:
-    assert [named(name).interval(step) for step in (0, 1, 7)] == [Interval(0, 0), Interval(1, 1), Interval(7, 7)]
-    assert named(name).max_staleness == 0
+@pytest.mark.parametrize("kind", ["waiting", "held"])
+def test_new_weights_wait_for_the_responses_that_they_may_not_make(name: str, kind: str) -> None:
+    moment = Moment(**{kind: (3, 4)})
+    assert [named(name).may_install(version, moment, Workers()) for version in (3, 4, 5)] == [True, False, False]
+    assert named(name).may_install(4, Moment(**{kind: (4,)}), Workers())
 
 
-@pytest.mark.parametrize("name", ["periodic", "synchronous"])
-def test_prompts_lie_ready_one_step_ahead(name: str) -> None:
-    assert [named(name).may_admit(step, Moment(committed=3)) for step in (3, 4, 5)] == [True, True, False]
+@pytest.mark.parametrize(("name", "options"), [mode for mode in MODES if mode[0] not in ("synchronous", "periodic")])
+def test_elsewhere_a_worker_waits_only_until_nobody_else_need_take_them(name: str, options: dict[str, Any]) -> None:
+    schedule = named(name, **options)
+    for waiting, held, expected in (((), (3,), True), ((3,), (), False), ((4,), (3,), True), ((2, 9), (), False)):
+        assert schedule.may_install(4, Moment(waiting=waiting, held=held), Workers()) is expected
 
 
-def test_training_starts_with_the_first_group_or_with_the_whole_batch() -> None:
-    empty, complete = Moment(generated=frozenset({1})), Moment(generated=frozenset({2}))
-    assert named("periodic").may_train(2, empty)
-    assert not named("synchronous").may_train(2, empty)
-    assert named("synchronous").may_train(2, complete)
+# -- sub_step -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["periodic", "synchronous"])
-def test_new_weights_wait_for_the_responses_that_they_may_not_make(name: str) -> None:
-    assert not named(name).may_install(4, Moment(waiting=1))
-    assert named(name).may_install(4, Moment(waiting=0))
-    assert named(name).may_install(3, Moment(waiting=1))  # what waits may be made by version 3
+@pytest.mark.parametrize(
+    ("count", "step_seconds", "swap_seconds", "k"),
+    [
+        (4, None, None, 1),
+        (4, 10.0, None, 1),
+        (4, None, 1.0, 1),
+        (4, 10.0, 1.0, 1),  # 4 x 1 s fit into one step
+        (4, 10.0, 2.5, 1),
+        (4, 10.0, 2.6, 2),
+        (4, 10.0, 6.0, 3),
+        (4, 10.0, 60.0, 3),  # never all of them
+        (64, 10.0, 1.0, 7),
+        (2, 1.0, 60.0, 1),
+        (1, 1.0, 60.0, 1),
+        (0, 1.0, 60.0, 1),
+    ],
+)
+def test_as_many_change_at_once_as_it_takes_for_all_to_change_within_a_step(
+    count: int, step_seconds: float | None, swap_seconds: float | None, k: int
+) -> None:
+    assert SubStep().at_once(Workers(count, 0, step_seconds, swap_seconds)) == k
+
+
+@pytest.mark.parametrize(
+    ("num_installing", "num_ready", "may"),
+    [(0, 0, True), (0, 8, True), (1, 7, False), (1, 8, True), (2, 8, False), (3, 99, False)],
+)
+def test_workers_change_in_turn_while_the_others_keep_training_supplied(num_installing: int, num_ready: int, may: bool) -> None:
+    schedule, fleet = SubStep(max_swapping=2, watermark_rows=8), Workers(4, num_installing)
+    assert schedule.may_install(1, Moment(num_ready=num_ready), fleet) is may
+    assert not schedule.may_install(1, Moment(waiting=(0,), num_ready=num_ready), fleet)
+
+
+def test_a_k_that_starves_is_said_once_and_with_what_it_would_take(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = SubStep(max_swapping=1)
+    with caplog.at_level(logging.WARNING):
+        assert schedule.at_once(Workers(4, 0, 10.0, 2.5)) == 1 and not caplog.records
+        assert schedule.at_once(Workers(4, 0, 10.0, 6.0)) == 1
+        assert schedule.at_once(Workers(4, 0, 10.0, 7.0)) == 1
+    (record,) = caplog.records
+    for words in ("schedule.max_swapping=1 starves", "6.00 s", "10.00 s", "3 of 4 workers"):
+        assert words in record.getMessage()
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("sub_step", {"max_swapping": 0}, "schedule.max_swapping must be at least 1"),
+        ("sub_step", {"watermark_rows": -1}, "schedule.watermark_rows must be 0 or more"),
+        ("bounded", {"max_staleness": 0}, "without any it is schedule=periodic"),
+        ("bounded", {"membership": "fair"}, "must be strict or first_come, but is 'fair'"),
+    ],
+)
+def test_impossible_options_are_refused_in_a_sentence(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        named(name, **options)

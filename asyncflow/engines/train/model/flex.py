@@ -37,11 +37,10 @@ def block_mask(segment_lengths: tuple[int, ...], prompt_length: int, device: tor
     start_P = np.repeat(np.cumsum(lengths) - lengths, lengths)
     num_blocks = -(-num_tokens // _BLOCK_TOKENS)
     first_B = np.arange(num_blocks) * _BLOCK_TOKENS
-    last_B = np.minimum(first_B + _BLOCK_TOKENS, num_tokens) - 1
-    # The keys of a block of queries: from the start of its first query's segment on, and the prompt if one of them is a response's.
+    # A block of queries sees keys from the start of its first query's segment on. If that is the prompt, all of it is among them.
     block_B = np.arange(num_blocks)
     is_own_BB = (block_B[None] >= start_P[first_B][:, None] // _BLOCK_TOKENS) & (block_B[None] <= block_B[:, None])
-    is_prompt_BB = (last_B[:, None] >= prompt_length) & (first_B[None] < prompt_length)
+    is_prompt_BB = (first_B[:, None] >= prompt_length) & (first_B[None] < prompt_length)
     is_needed_BB = is_own_BB | is_prompt_BB
     start = torch.tensor(start_P, device=device)
 

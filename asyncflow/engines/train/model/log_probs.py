@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from asyncflow.types import LossSums
+from asyncflow.types import LossSums, is_maximum
 
 # T response tokens, C tokens of a chunk, H hidden elements, V tokens of the vocabulary.
 
@@ -41,7 +41,7 @@ def token_local_loss(
     *,
     chunk_tokens: int,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """A loss that is a sum over tokens: the scalar, its metrics summed over the chunks, and the detached log-probs (float32 [T]).
+    """A loss that is a sum over tokens: the scalar, its metrics joined over the chunks, and the detached log-probs (float32 [T]).
 
     `loss` is given a slice of T with that chunk's log-probs (a leaf that requires grad) and entropies, both as in
     `log_probs_and_entropy`, and may use no other chunk's. The scalar carries the gradient to hidden states and head, whose
@@ -60,7 +60,10 @@ def token_local_loss(
         sums = loss(part, log_probs_C.requires_grad_(has_grad), entropy_C)
         total += sums.loss.detach()
         for name, value in sums.metrics.items():
-            metrics[name] = metrics[name] + value if name in metrics else value
+            if name not in metrics:
+                metrics[name] = value
+            else:
+                metrics[name] = metrics[name].maximum(value) if is_maximum(name) else metrics[name] + value
         if grads is not None:
             (grad_C,) = torch.autograd.grad(sums.loss, log_probs_C)
             with torch.no_grad():

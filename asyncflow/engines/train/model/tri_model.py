@@ -18,6 +18,9 @@ the whole batch is consumed (PA, Theorem 1). PA's algorithm moves the policy int
 which leaves it one update behind: theta_t while policy and rollout are theta_(t+1). For a batch of staleness 0 that is the wrong
 policy; it is the right one where rollout runs one version behind, and that is what `previous` means here. Rows are told apart by
 their own staleness, since the first batch of such a run has none.
+
+Where the loss weighs each token by old policy / rollout (`algorithm.correction`), the old policy need not be the one that sampled,
+and each of these is right for any staleness: `current` and `step_start` are then the proximal policy of decoupled PPO.
 """
 
 from __future__ import annotations
@@ -43,9 +46,18 @@ OLD_MODELS: tuple[Old, ...] = ("step_start", "previous")
 class TriModel:
     """Answers what old policy and reference say of a packed micro-batch; `begin_step` and `before_update` move weights."""
 
-    def __init__(self, policy: CausalModel, old: Old, old_model: FrozenModel | None, reference: FrozenModel | None) -> None:
-        """`old_model` is there for `OLD_MODELS` alone."""
+    def __init__(
+        self,
+        policy: CausalModel,
+        old: Old,
+        old_model: FrozenModel | None,
+        reference: FrozenModel | None,
+        *,
+        is_corrected: bool = False,
+    ) -> None:
+        """`old_model` is there for `OLD_MODELS` alone. `is_corrected`: rows may be staler than `old` by itself is right for."""
         self.policy, self.old, self.old_model, self.reference = policy, old, old_model, reference
+        self.is_corrected = is_corrected
 
     def begin_step(self) -> None:
         """The policy is at the start of a step."""
@@ -60,9 +72,9 @@ class TriModel:
     def old_log_probs(self, packed: Packed, micro_batch: MicroBatch, rollout_logprobs_T: Tensor) -> tuple[Tensor | None, Tensor]:
         """Log-probs (float32 [T]) under the old policy, None if it is the policy for all; and bool [T], where it is the policy.
 
-        Raises `ValueError` for rows that are too stale for it.
+        Raises `ValueError` for rows that are too stale for it, unless the loss corrects for that.
         """
-        limit = {"current": 0, "step_start": 0, "previous": 1}.get(self.old)
+        limit = None if self.is_corrected else {"current": 0, "step_start": 0, "previous": 1}.get(self.old)
         if limit is not None and (stale := micro_batch.staleness > limit).any():
             row, staleness = int(micro_batch.indices[stale][0]), int(micro_batch.staleness[stale][0])
             why = f"row {row} has staleness {staleness}, and train.old={self.old} is right up to {limit} only"

@@ -1,5 +1,6 @@
 """The decoder beside transformers' models; the config fields it refuses; installs; bits that do not depend on the neighbours."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
-from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, load_tensors
+from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, can_pack, load_tensors
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -82,6 +83,21 @@ def test_log_probs_equal_those_of_transformers(saved: tuple[PreTrainedModel, Pat
             theirs = model(torch.tensor(np.concatenate([prompt, response]))[None]).logits[0, len(prompt) - 1 :].log_softmax(-1)
         chosen = torch.tensor(response)[:, None]
         assert (ours[:-1].gather(1, chosen) - theirs[:-1].gather(1, chosen)).abs().max() < tolerance
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this machine has no bfloat16 products")
+@torch.inference_mode()
+def test_bfloat16_prompts_are_computed_to_the_bits_of_transformers(saved: tuple[PreTrainedModel, Path]) -> None:
+    """Also where the trainer sees the prompt with its response behind it. Later tokens only agree: attention rounds in decode."""
+    model, path = saved
+    model = copy.deepcopy(model)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model.to(torch.bfloat16).model.rotary_emb.inv_freq = frequencies  # a buffer, which training leaves in float32
+    prompts, responses = prompts_and_responses((1, 2, 3, 40, 63, 64, 100), 40)
+    ours = load(path, torch.bfloat16).prefill(prompts, [(0, 1)] * len(prompts))
+    for prompt, response, logits_V in zip(prompts, responses, ours, strict=True):
+        row = torch.tensor(np.concatenate([prompt, response]))[None]
+        assert torch.equal(logits_V, model(row, use_cache=False).logits[0, len(prompt) - 1].float())
 
 
 @torch.inference_mode()

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -393,4 +394,28 @@ async def test_an_error_in_the_thread_reaches_every_waiter(saved: tuple[PreTrain
             with pytest.raises(RuntimeError, match="not finite"):
                 await asyncio.wait_for(task, 5)
         await engine.install(2, tensors_of(model))
-        assert len(await responses(engine, [0, 1])) == 2
+        shorter = PROMPT[:3]  # behind which lie what were keys of the broken weights
+        assert len(await responses(engine, [0, 1], prompt=shorter)) == 2
+
+
+@pytest.mark.parametrize("kv_on_install", ["keep", "recompute"])
+async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
+    saved: tuple[PreTrainedModel, Path], kv_on_install: Literal["keep", "recompute"]
+) -> None:
+    model, path = saved
+    shifted = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in shifted.parameters():
+            parameter.add_(0.05)
+    engine = SlotEngine(path, num_slots=6, max_context=224, stop_ids=(), kv_on_install=kv_on_install)
+    async with held_in_step(engine, 20, responses(engine, range(9), 80)) as task:  # three wait for a slot
+        install = asyncio.create_task(engine.install(7, tensors_of(shifted)))
+    await install
+    is_new = []
+    for response in (await task).values():
+        changes = response.version_spans.tolist()
+        first = 0 if changes == [[0, 7]] else changes[1][0]
+        expected = log_probs_of(shifted, response)
+        is_new.append(np.abs(response.logprobs[first:] - expected[first:]).max() < 1e-4)
+    await engine.close()
+    assert sum(is_new) == (9 if kv_on_install == "recompute" else 3)

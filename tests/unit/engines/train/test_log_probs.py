@@ -21,7 +21,9 @@ def clipped(log_probs: torch.Tensor, entropy: torch.Tensor, advantages: torch.Te
     """Not linear in the log-probs, and with tokens that have no gradient."""
     ratio = (log_probs + 4).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
-    return LossSums(loss=loss, metrics={"entropy": entropy.sum(), "clipped": (ratio.detach() > 1.2).double().sum()})
+    known = ratio.detach()
+    metrics = {"entropy": entropy.sum(), "clipped": (known > 1.2).double().sum(), "ratio/max": known.max()}
+    return LossSums(loss=loss, metrics=metrics)
 
 
 def gradients(loss: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -62,6 +64,7 @@ def test_a_token_local_loss_is_that_of_the_log_probs_of_all_tokens(dtype: torch.
     torch.testing.assert_close(total, sums.loss)
     assert metrics.keys() == sums.metrics.keys() and metrics["clipped"] == sums.metrics["clipped"] > 0
     torch.testing.assert_close(metrics["entropy"], sums.metrics["entropy"])
+    assert metrics["ratio/max"] == sums.metrics["ratio/max"]
     # scaled, since what comes from above must reach gradients that were made before
     pairs = zip(*(gradients(3 * loss, hidden_TH, head_VH) for loss in (total, sums.loss)), strict=True)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]

@@ -113,6 +113,18 @@ async def test_rows_that_are_too_stale_are_refused_by_name(
         await engine.forward_backward(of_staleness(make_micro_batch(), 0, 0, staleness, 0), Objective())
 
 
+@pytest.mark.parametrize("old", ["current", "step_start"])
+async def test_under_a_correction_stale_rows_have_the_policy_before_the_update_as_their_proximal_policy(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, old: Any
+) -> None:
+    engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-2, old=old, is_corrected=True)
+    for _ in range(2):
+        batch = of_staleness(make_micro_batch(), 1, 0, 5, 2)
+        before = await log_probs(engine, batch)
+        seen = await step(engine, batch)
+        assert seen.old_logprobs_T.tolist() == before != seen.rollout_logprobs_T.tolist()
+
+
 def test_an_unknown_old_policy_is_refused(model_path: ModelPath) -> None:
     with pytest.raises(UserError, match=r"train\.old must be one of current, step_start, previous, rollout"):
         TorchEngine(model_path("qwen2-tiny"), old="older")  # type: ignore[arg-type]

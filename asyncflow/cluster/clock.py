@@ -1,7 +1,10 @@
-"""An event loop whose clock jumps to the next timer, and processes that it can stop, freeze and kill.
+"""Virtual time: an event loop whose clock jumps to the next timer, and processes that it can stop, freeze and kill.
 
 A process is a context variable: whatever runs in its context belongs to it. The callbacks of a process that is paused are kept
-until it goes on; those of one that was killed never run, so that not even its `finally` blocks do, as after `kill -9`.
+until it goes on; those of one that was killed never run, so that not even its `finally` blocks do, as after `kill -9`. What runs
+in no process is never stopped.
+
+There are no threads and no sockets here: nothing outside may wake the loop, so a loop with nothing to do has come to its end.
 """
 
 from __future__ import annotations
@@ -9,25 +12,28 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
-from asyncio import events
+import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+from asyncflow.types import RunError
 
 MAX_STEPS = 5_000  # of the loop, without a tick of the clock
 
 
-class Deadlock(AssertionError):
-    """Nothing will ever happen again, and the simulation has not ended."""
+class Deadlock(RunError):
+    """Nothing will ever happen again, and the simulation has not ended; or everything happens at one moment."""
 
 
 class Process:
     """What may be paused or killed as one. Restarted under the same name it is another process."""
 
-    def __init__(self, loop: SimLoop, name: str) -> None:
+    def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
         self.loop = loop
         self.is_alive, self.is_paused = True, False
-        self.backlog: list[events.Handle] = []
+        self.backlog: list[Any] = []  # asyncio's handles
         loop.processes.append(self)
         self.on_death: list[Callable[[], None]] = []
         self._context = contextvars.Context()
@@ -64,20 +70,30 @@ def current_process() -> Process:
     return process
 
 
-class SimLoop(asyncio.BaseEventLoop):
-    """Virtual seconds from 0. No threads: what is sent to an executor runs at once."""
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Virtual seconds from 0. What is sent to an executor runs at once. `errors`: what the loop was told that nobody took."""
+
+    _ready: deque[Any]  # asyncio's own: handles that are due, and a heap of those that have a time
+    _scheduled: list[Any]
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.errors: list[dict[str, Any]] = []
         self.processes: list[Process] = []
+        self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Process | None] = weakref.WeakKeyDictionary()
         self._steps = 0
         self.is_over = False  # everybody runs again, so that every task can end
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
     def time(self) -> float:
         return self.now
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        task = super().create_task(coro, **options)
+        context = options.get("context")
+        self._owners[task] = _process.get() if context is None else context.get(_process)
+        return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()
@@ -116,17 +132,22 @@ class SimLoop(asyncio.BaseEventLoop):
     def _write_to_self(self) -> None:
         """There is no other thread to be woken by."""
 
+    def living(self) -> list[asyncio.Task[Any]]:
+        """The tasks that are not done, by name, but for those of processes that were killed."""
+        tasks = (task for task in asyncio.all_tasks(self) if (owner := self._owners.get(task)) is None or owner.is_alive)
+        return sorted(tasks, key=lambda task: task.get_name())
+
     def waiting(self) -> str:
         """Who waits, and where."""
         lines = []
-        for task in sorted(asyncio.all_tasks(self), key=lambda task: task.get_name()):
+        for task in self.living():
             at = [f"{f.cr_frame.f_code.co_filename.rpartition('/')[2]}:{f.cr_frame.f_lineno}" for f in _awaited(task.get_coro())]
             lines.append(f"  {task.get_name()}: {' > '.join(at)}")
         return "\n".join(lines)
 
     def finish(self) -> None:
         """End every task, those of dead processes too."""
-        self.is_over = True
+        self.is_over, self._steps = True, 0
         for process in self.processes:
             self._ready.extend(process.backlog)
         for _ in range(20):

@@ -1,0 +1,358 @@
+"""Both engines without a model: they take the time that the work would take, on the event loop's clock.
+
+    Costs    seconds of each piece of work, and how long responses are      (guessed, or measured: a planner's to replace)
+    SleepingRolloutEngine     continuous batching: all active slots get a token at a time, as `costs.decode_step` says
+    SleepingTrainEngine       one call after another, as in a compute thread
+
+consumes: what the real engines consume, and weights without tensors
+waits for: the clock, and nothing else
+is unblocked by: its timers; a call, when the decode step under way has ended
+
+Under a virtual clock (`cluster/clock.py`) a run takes as long as its bookkeeping; under a real one these engines show what the
+loops themselves cost. A response's length and tokens are a function of its key alone, so a lost one is made again exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response, SampleKey, Sampling
+from asyncflow.types import Array, Objective, Ragged
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROUNDING = 1e-9  # of a decode step: a timer that rings at its end is not too early
+
+
+class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens of prompts, and of responses: lognormal, `sigma` being the standard deviation of the logarithm."""
+
+    prompt: int = 64
+    response_median: float = 128.0
+    response_sigma: float = 0.6
+
+    def draw(self, key: SampleKey, sample: int, most: int) -> tuple[int, int]:
+        """Of one response: its tokens, from 1 to `most`, and a number (31 bits) that tells it from others."""
+        rng = random.Random(f"{key.seed}/{key.prompt_index}/{sample}")
+        tokens = math.ceil(rng.lognormvariate(math.log(self.response_median), self.response_sigma))
+        return max(1, min(tokens, most)), rng.getrandbits(31)
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of each piece of work. The methods are what the engines ask: who has measured curves gives them as a subclass."""
+
+    decode_step_seconds: float = 0.010
+    """A token for every active slot: a base, and for each slot a share."""
+    decode_slot_seconds: float = 0.0001
+    prefill_token_seconds: float = 0.00005
+    forward_backward_seconds: float = 0.005
+    """A micro-batch: a base, and for each token of it a share."""
+    train_token_seconds: float = 0.00005
+    reference_token_seconds: float = 0.00002
+    optim_step_seconds: float = 0.050
+    publish_seconds: float = 0.050
+    fetch_seconds: float = 0.100
+    install_seconds: float = 0.020
+    reward_seconds: float = 0.010
+    """The mean; they are exponentially distributed."""
+    load_seconds: float = 1.0
+    """From a worker's start until it serves."""
+    weight_bytes: int = 1_000_000_000
+    lengths: Lengths = Lengths()
+
+    def decode_step(self, num_active: int) -> float:
+        """One token for each of the active slots."""
+        return self.decode_step_seconds + num_active * self.decode_slot_seconds
+
+    def prefill(self, num_tokens: int) -> float:
+        """The prompts that get slots at once."""
+        return num_tokens * self.prefill_token_seconds
+
+    def forward_backward(self, num_tokens: int) -> float:
+        """One micro-batch of so many packed tokens."""
+        return self.forward_backward_seconds + num_tokens * self.train_token_seconds
+
+    def log_probs(self, num_tokens: int) -> float:
+        """A forward pass of the reference over so many packed tokens."""
+        return num_tokens * self.reference_token_seconds
+
+    def slowed(self, factor: float) -> Costs:
+        """Those of a machine on which all computing takes `factor` times as long."""
+        computing = (name for name in self.__struct_fields__ if name.endswith("_seconds"))
+        return msgspec.structs.replace(self, **{name: getattr(self, name) * factor for name in computing})
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Samples of one prompt. `arrived` takes each response, or the error that ends the request."""
+
+    prompt_tokens: int
+    key: SampleKey
+    sampling: Sampling
+    pending: deque[int]  # samples that are not in a slot yet
+    arrived: asyncio.Queue[Response | Exception] = field(default_factory=asyncio.Queue)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A response under way: `count` of its `length` tokens are there."""
+
+    request: _Request
+    sample: int
+    length: int
+    number: int
+    spans: list[tuple[int, int]]
+    count: int = 0
+
+
+class SleepingRolloutEngine:
+    """`RolloutEngine` over `num_slots` slots. A response is its number, then zeros; its log-probs are -1."""
+
+    is_deterministic = True
+    why_not_deterministic = ""
+
+    def __init__(self, costs: Costs, *, num_slots: int, max_context: int, version: int = 0) -> None:
+        """Inside a running event loop. `max_context`: prompt and response tokens of one slot."""
+        self.num_slots, self.max_context = num_slots, max_context
+        self.installed_version = version
+        self._costs = costs
+        self._waiting: deque[_Request] = deque()
+        self._active: list[_Slot] = []
+        self._calls: deque[tuple[float, Callable[[], None], asyncio.Future[None]]] = deque()  # seconds, what is done, who waits
+        self._held = 0  # slots that responses hold or await
+        self._is_paused = self._is_closed = False
+        self._clock = asyncio.get_running_loop().time
+        self._woken = asyncio.Event()
+        self._running = asyncio.create_task(self._run(), name="sleeping rollout engine")
+
+    @property
+    def free_slots(self) -> int:
+        """See `RolloutEngine`."""
+        return max(0, self.num_slots - self._held)
+
+    def generate(
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
+    ) -> AsyncGenerator[Response, None]:
+        """See `RolloutEngine`."""
+        if len(prompt_ids) + sampling.max_new_tokens > self.max_context:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
+                f" the engine's context of {self.max_context}"
+            )
+        return self._generate(_Request(len(prompt_ids), key, sampling, deque(samples)))
+
+    async def _generate(self, request: _Request) -> AsyncGenerator[Response, None]:
+        self._check_open()
+        remaining = len(request.pending)
+        self._held += remaining
+        self._waiting.append(request)
+        if len(self._active) < self.num_slots:
+            self._woken.set()
+        try:
+            while remaining:
+                item = await request.arrived.get()
+                if isinstance(item, Exception):
+                    raise RuntimeError(f"generation ended: {item}") from item
+                remaining -= 1
+                self._held -= 1
+                yield item
+        finally:
+            self._held -= remaining
+            if remaining:
+                self._cancel(request)
+
+    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `RolloutEngine`: there is nothing to prepare."""
+
+    async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `RolloutEngine`. Happens between two decode steps."""
+        await self._hand_in(partial(self._install, version), self._costs.install_seconds)
+
+    async def pause(self) -> None:
+        """See `RolloutEngine`. The step under way is finished first."""
+        await self._hand_in(partial(self._set_paused, True))
+
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+        await self._hand_in(partial(self._set_paused, False))
+
+    async def close(self) -> None:
+        """See `RolloutEngine`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._running.cancel()
+        error = RuntimeError("the rollout engine is closed")
+        for request in dict.fromkeys([*(slot.request for slot in self._active), *self._waiting]):
+            request.arrived.put_nowait(error)
+        for _, _, done in self._calls:
+            if not done.done():
+                done.set_exception(error)
+        self._active.clear()
+        self._waiting.clear()
+
+    # -- between decode steps -----------------------------------------------------------------------------------------------
+
+    async def _hand_in(self, call: Callable[[], None], seconds: float = 0.0) -> None:
+        """Have `call` run, after so many seconds of its own, between two steps, even if nobody awaits that any more."""
+        self._check_open()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls.append((seconds, call, done))
+        self._woken.set()
+        await done
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+
+    def _install(self, version: int) -> None:
+        self.installed_version = version
+        for slot in self._active:
+            if slot.spans[-1][0] == slot.count:  # two installs without a token between them
+                slot.spans.pop()
+            slot.spans.append((slot.count, version))
+
+    def _set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+
+    def _cancel(self, request: _Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._active = [slot for slot in self._active if slot.request is not request]
+        self._woken.set()
+
+    # -- the decode steps ---------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            self._woken.clear()
+            if self._calls:
+                seconds, call, done = self._calls[0]
+                await asyncio.sleep(seconds)
+                self._calls.popleft()
+                call()
+                if not done.done():
+                    done.set_result(None)
+            elif self._is_paused or not (self._active or self._waiting):
+                await self._woken.wait()
+            elif self._waiting and len(self._active) < self.num_slots:
+                await self._admit()
+            else:
+                await self._decode()
+
+    async def _admit(self) -> None:
+        """Give the free slots to waiting samples: one prefill of their prompts, which ends with each one's first token."""
+        prompt_tokens, admitted = 0, []
+        while self._waiting and len(self._active) < self.num_slots:
+            request = self._waiting[0]
+            prompt_tokens += request.prompt_tokens
+            for _ in range(min(len(request.pending), self.num_slots - len(self._active))):
+                sample = request.pending.popleft()
+                drawn = self._costs.lengths.draw(request.key, sample, request.sampling.max_new_tokens)
+                admitted.append(_Slot(request, sample, *drawn, spans=[(0, self.installed_version)]))
+                self._active.append(admitted[-1])
+            if not request.pending:
+                self._waiting.popleft()
+        await asyncio.sleep(self._costs.prefill(prompt_tokens))
+        self._count(admitted, 1)
+
+    async def _decode(self) -> None:
+        """Tokens for all active slots, until a response ends or somebody calls; a step that has begun is finished."""
+        step, most = self._costs.decode_step(len(self._active)), min(slot.length - slot.count for slot in self._active)
+        began, decoding = self._clock(), self._active
+        bell = asyncio.get_running_loop().call_later(most * step, self._woken.set)
+        await self._woken.wait()
+        bell.cancel()
+        steps = min(most, math.ceil((self._clock() - began) / step - ROUNDING) if step else most)
+        await asyncio.sleep(max(0.0, began + steps * step - self._clock()))
+        self._count(decoding, steps)
+
+    def _count(self, slots: Sequence[_Slot], tokens: int) -> None:
+        """More tokens for those of the slots that have not been cancelled meanwhile; what is finished is handed over."""
+        there = set(self._active)
+        for slot in slots:
+            if slot in there:
+                slot.count += tokens
+                if slot.count == slot.length:
+                    slot.request.arrived.put_nowait(_response(slot))
+                    there.discard(slot)
+        self._active = [slot for slot in self._active if slot in there]
+
+
+def _response(slot: _Slot) -> Response:
+    token_ids = np.zeros(slot.length, np.int64)
+    token_ids[0] = slot.number
+    return Response(
+        sample=slot.sample,
+        token_ids=token_ids,
+        logprobs=np.full(slot.length, -1.0, np.float32),
+        version_spans=np.array([span for span in slot.spans if span[0] < slot.length], np.int64),
+        finish_reason="length" if slot.length == slot.request.sampling.max_new_tokens else "stop",
+    )
+
+
+class SleepingTrainEngine:
+    """`TrainEngine`, and so a `LogProbEngine`: its weights are the number of updates, its losses 0 and its log-probs -1."""
+
+    device = "cpu"
+
+    def __init__(self, costs: Costs, *, learning_rate: float = 0.0) -> None:
+        """`learning_rate` is what is reported; nothing is learnt."""
+        self.updates = 0
+        self._costs, self._learning_rate = costs, learning_rate
+        self._thread = asyncio.Lock()  # one call at a time, as a compute thread takes them
+
+    async def begin_step(self) -> None:
+        """See `TrainEngine`."""
+
+    async def forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
+        """See `TrainEngine`. The prompt is computed once."""
+        tokens = len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
+        await self._sleep(self._costs.forward_backward(tokens))
+        return MicroBatchResult(loss_sum=0.0, loss_tokens=int(micro_batch.loss_mask.values.sum()), physical_tokens=tokens)
+
+    async def optim_step(self, normaliser: int) -> OptimResult:
+        """See `TrainEngine`."""
+        await self._sleep(self._costs.optim_step_seconds)
+        self.updates += 1
+        return OptimResult(grad_norm=0.0, learning_rate=self._learning_rate)
+
+    async def discard(self) -> None:
+        """See `TrainEngine`."""
+
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine`."""
+        await self._sleep(self._costs.log_probs(len(prompt_ids) + len(response_ids.values)))
+        return Ragged(np.full(len(response_ids.values), -1.0, np.float32), response_ids.offsets)
+
+    async def export_weights(self) -> Mapping[str, Tensor]:
+        """No tensors: what travels is the time that it takes."""
+        return {}
+
+    async def fingerprint(self) -> Mapping[str, str]:
+        """See `TrainEngine`."""
+        return {"weights/updates": hashlib.sha256(str(self.updates).encode()).hexdigest()}
+
+    async def save(self, path: Path) -> None:
+        """A folder without a model: there is none."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    async def close(self) -> None:
+        """See `LogProbEngine`."""
+
+    async def _sleep(self, seconds: float) -> None:
+        async with self._thread:
+            await asyncio.sleep(seconds)

@@ -1,0 +1,13 @@
+"""The same run under a virtual clock, with engines that sleep: thousands of times faster, and the same each time.
+
+    Config, Costs, Faults --> SimulatedJob: the real Job, Driver, loops and queue --> metrics, spans, report
+                                  |  in the places of sockets, processes, models:  |
+                                  +-- Wire, SimulatedCluster, sleeping engines     +--> Audit: which laws were broken
+
+    run.py      one run, by a seed
+    audit.py    the laws, held against what crosses the wire
+    seeds.py    many runs, in several processes
+
+Nothing of the data or the model is read: prompts are as long as `Costs.lengths` says. Left out: a trainer that dies, which a run
+does not outlive, and messages that are lost, which are the transport's to survive.
+"""

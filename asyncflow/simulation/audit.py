@@ -1,0 +1,108 @@
+"""The laws of a run, held against every answer that its workers get: what is sent is what counts, whatever the books believe.
+
+Wire.on_reply --> Audit: leases handed out, responses stored, groups consumed, steps committed --> violations
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from asyncflow.transfer_queue.batches import WireBatch
+from asyncflow.transfer_queue.controller import Handed
+from asyncflow.transfer_queue.leases import Want
+from asyncflow.types import GroupMeta
+from asyncflow.workflows.ledger import Consumed, Update
+from asyncflow.workflows.samples import Shape
+from asyncflow.workflows.schedule import Schedule
+
+
+class Audit:
+    """One run's. `violations`, in words; `counts`, of what has happened."""
+
+    def __init__(self, schedule: Schedule, shape: Shape) -> None:
+        self.violations: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.committed = 0
+        self._schedule, self._shape = schedule, shape
+        self._metas: dict[int, GroupMeta] = {}
+        self._versions: dict[int, set[int]] = {}  # by row, of its stored response
+        self._step_of: dict[int, int] = {}  # by row, the step that it was trained in
+
+    def violated(self, what: str) -> None:
+        self.violations.append(what)
+
+    def reply(self, worker: str, service: str, method: str, arguments: tuple[Any, ...], result: Any) -> None:
+        """See `Wire`."""
+        match service, method:
+            case "controller/rollout", "lease" if result is not None:
+                self._leased(worker, arguments[0], result)
+            case _, "complete" if service.startswith("unit/") and arguments[0].task == "rollout":
+                self._stored(worker, arguments[1], result)
+            case "ledger", "consume":
+                self._consumed(*arguments)
+            case "ledger", "commit":
+                self._committed(*arguments)
+            case "board", "installed":
+                self.counts["installations"] += 1
+            case "board", "failed":
+                self.counts["failed fetches"] += 1
+
+    def _leased(self, worker: str, want: Want, handed: Handed) -> None:
+        for meta, attempts in zip(handed.lease.groups, handed.lease.attempts, strict=True):
+            self._metas[meta.group] = meta
+            self.counts["groups delivered again"] += max(attempts) > 0
+            if want.installed is None or want.installed not in meta.interval:
+                self.violated(f"{worker} serves version {want.installed} and was given group {meta.group} for {meta.interval}")
+
+    def _stored(self, worker: str, wire: WireBatch, stored: np.ndarray) -> None:
+        batch = wire.batch()
+        for row, spans, is_stored in zip(batch.indices.tolist(), batch.ragged("version_spans"), stored.tolist(), strict=True):
+            if not is_stored:
+                self.counts["responses that came second"] += 1
+                continue
+            meta = self._metas[row >> self._shape.group_bits]
+            if row in self._versions:
+                self.violated(f"row {row} was stored twice, the second time by {worker}")
+            self._versions[row] = set(spans[1::2].tolist())
+            self.counts["responses"] += 1
+            self.counts["responses of several versions"] += len(self._versions[row]) > 1
+            if not all(version in meta.interval for version in self._versions[row]):
+                self.violated(f"row {row}, of {meta.interval}, was made by versions {sorted(self._versions[row])}")
+
+    def _consumed(self, step: int, group: Consumed) -> None:
+        interval, oldest = self._schedule.interval(step), step - self._schedule.max_staleness
+        for row, staleness in zip(group.rows, group.staleness.tolist(), strict=True):
+            if row in self._step_of:
+                self.violated(f"row {row} was trained in step {self._step_of[row]}, and again in step {step}")
+            self._step_of[row] = step
+            versions = self._versions.get(row)
+            if versions is None:
+                self.violated(f"row {row} was trained in step {step}, and has no response")
+            elif not all(version in interval and oldest <= version <= step for version in versions):
+                self.violated(f"row {row} was trained in step {step}, which takes {interval}, and made by {sorted(versions)}")
+            elif staleness != step - min(versions):
+                self.violated(f"row {row} was trained in step {step} as {staleness} old, and made by {sorted(versions)}")
+            if (
+                self._schedule.membership == "strict"
+                and (at := (row >> self._shape.group_bits) // self._shape.prompts_per_step) != step
+            ):
+                self.violated(f"row {row} of step {at} was trained in step {step}")
+
+    def _committed(self, step: int, update: Update) -> None:
+        if step != self.committed:
+            self.violated(f"step {step} was committed after {self.committed} steps")
+        self.committed += 1
+
+    def finished(self, steps: int, dead: int) -> None:
+        """The run is over, after so many steps as it should have had, and with so many rows given up."""
+        if self.committed != steps:
+            self.violated(f"{self.committed} of {steps} steps were committed")
+            return
+        admitted = steps * self._shape.prompts_per_step * self._shape.group_size
+        if len(self._step_of) + dead != admitted:
+            self.violated(f"of {admitted} rows in {steps} steps {len(self._step_of)} were trained and {dead} given up")
+        self.counts["rows trained"] += len(self._step_of)
+        self.counts["rows given up"] += dead

@@ -1,0 +1,264 @@
+"""One simulated run.
+
+consumes: a configuration, what things cost, what goes wrong
+waits for: virtual time
+is unblocked by: the virtual loop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from asyncflow.build.driver import Driver
+from asyncflow.build.prepare import Prepared, check_choices, shape_of
+from asyncflow.build.workers import Connection, JobFile, add_log_probs, joined, roll_out, score_groups, train_steps
+from asyncflow.cluster.base import Cluster
+from asyncflow.cluster.clock import VirtualLoop
+from asyncflow.cluster.simulated import Faults, SimulatedCluster, SimulatedPeer, Wire
+from asyncflow.config import Config, parse
+from asyncflow.engines.sleeping import Costs, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.job import Job, Listener
+from asyncflow.registry import build
+from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.rewards.delays import delay_seconds
+from asyncflow.simulation.audit import Audit
+from asyncflow.telemetry.spans import Span
+from asyncflow.telemetry.trace import SPANS_FILE, read_spans
+from asyncflow.transport import Peer, Server
+from asyncflow.types import Array, RunError, UserError
+from asyncflow.weight_sync.base import Manifest
+from asyncflow.weight_sync.sleeping import SleepingWeightSync
+from asyncflow.workflows import SCHEDULES
+from asyncflow.workflows.evaluation import Row
+from asyncflow.workflows.samples import Prompt
+
+LATE_REWARD = 50.0
+"""How many times as long a late reward takes."""
+STOP_SECONDS = 60.0
+"""Who has not ended by then never will: virtual seconds cost nothing, so a slow worker may end what it is at."""
+NO_FAULTS = Faults()
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A simulated run. `seconds` are virtual, as all times in `rows` (metrics by step) and `spans`; `counts`: what has happened."""
+
+    seed: int
+    seconds: float
+    rows: Mapping[int, Mapping[str, float]]
+    evaluations: list[Row]
+    spans: list[Span]
+    counts: Counter[str]
+    violations: list[str]
+
+
+def simulate(
+    config: Config,
+    *,
+    costs: Costs | None = None,
+    faults: Faults = NO_FAULTS,
+    seed: int = 0,
+    run_dir: Path | None = None,
+    listener: Listener | None = None,
+) -> Simulated:
+    """Run a configuration to its end under a virtual clock.
+
+    `seed` is added to the run's and decides what is late. `run_dir`: where the run's files and its report are kept, over an earlier
+    run's; without it nothing is kept. Raises `UserError` for a configuration that no run could start with.
+    """
+    check_choices(config)
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+        variant = _variant(config, seed, run_dir or Path(scratch) / "run")
+        loop = VirtualLoop()
+        job = SimulatedJob(variant, costs or Costs(), faults, loop, listener, keeps_report=run_dir is not None)
+        try:
+            _run(loop, job)
+            spans = read_spans(variant.run_dir / SPANS_FILE)
+        finally:
+            loop.finish()
+    return Simulated(seed, loop.now, job.rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
+
+
+def _run(loop: VirtualLoop, job: SimulatedJob) -> None:
+    """To the end. Whatever ends a run before its time, other than a mistake of the user's, is a violation."""
+    try:
+        loop.run_until_complete(loop.create_task(job.run(), name="run"))
+    except UserError:
+        raise
+    except RunError as failure:
+        job.audit.violated(str(failure))
+    except Exception as failure:
+        error: BaseException = failure
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        job.audit.violated(f"the run ended with {type(error).__name__}: {error}")
+    else:
+        job.look_at_the_end()
+
+
+def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
+    """What goes wrong in a seed's run, from when the first worker serves until about the run's end without any fault."""
+    rollout = config.rollout
+    step = min(rollout.max_new_tokens, 3 * costs.lengths.response_median) * costs.decode_step(rollout.num_slots)
+    workers, begin = [f"rollout/{i}" for i in range(rollout.num_workers)], 2 * costs.load_seconds
+    return Faults.drawn(config.run.seed + seed, workers, begin, begin + config.run.steps * step)
+
+
+def _variant(config: Config, seed: int, run_dir: Path) -> Config:
+    """What is the simulation's to choose: where files go, and what would need a machine."""
+    tree = config.model_dump(mode="json")
+    tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
+    tree["run"]["stop_grace_seconds"] = STOP_SECONDS
+    tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
+    tree["queue"] |= {"storage": "memory", "listen": None}
+    return parse(tree | {"weight_sync": {}})
+
+
+class SimulatedJob(Job):
+    """A `Job` whose workers, wires and engines are simulated."""
+
+    def __init__(
+        self, config: Config, costs: Costs, faults: Faults, loop: VirtualLoop, listener: Listener | None, *, keeps_report: bool
+    ) -> None:
+        super().__init__(config, listener)
+        schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+        self.audit = Audit(schedule, shape_of(config))
+        self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
+        self._rng = random.Random(f"{config.run.seed}/wire")
+        self._sync = SleepingWeightSync(
+            keep=schedule.max_staleness + 1,
+            num_bytes=costs.weight_bytes,
+            publish_seconds=costs.publish_seconds,
+            fetch_seconds=costs.fetch_seconds,
+            fails=self._fetch_fails,
+        )
+
+    def look_at_the_end(self) -> None:
+        """After the run: what must be true now."""
+        audit, cluster = self.audit, self._simulated
+        audit.finished(self.config.run.steps, sum(int(row["rows/dead"]) for row in self.rows.values()))
+        for name in cluster.late:
+            audit.violated(f"worker {name} did not end within {self.config.run.stop_grace_seconds:g} s")
+        for failure in cluster.failures:
+            audit.violated(failure)
+        if self.certificate is not None:
+            for why in self.certificate.voided:
+                audit.violated(f"the certificate is void: {why}")
+        gc.collect()  # what nobody took is told when it is collected
+        for task in self._virtual.living():
+            audit.violated(f"a task is left: {task.get_name()}")
+        for error in self._virtual.errors:
+            audit.violated(f"{error.get('message')}: {error.get('exception')!r}")
+        audit.counts["deaths"] += cluster.num_deaths
+        audit.counts["stalls"] += cluster.num_stalls
+
+    # -- in the places of what a machine has --------------------------------------------------------------------------------
+
+    async def _prepare(self, scratch: Path) -> Prepared:
+        config, length = self.config, self._costs.lengths.prompt
+        prompts = [_prompt(number, length) for number in range(4 * config.train.prompts_per_step)]
+        held_out = [_prompt(number, length) for number in range(config.eval.num_prompts if config.eval.path else 0)]
+        return Prepared(Path(config.model.path), prompts, held_out, length + config.rollout.max_new_tokens)
+
+    def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
+        wire = Wire(self._virtual, driver.services(self), driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
+        mains = {
+            "asyncflow.build.workers:rollout_worker": self._rollout_worker,
+            "asyncflow.build.workers:reward_worker": self._reward_worker,
+            "asyncflow.build.workers:reference_worker": self._reference_worker,
+            "asyncflow.build.workers:train_worker": self._train_worker,
+        }
+        self._simulated = SimulatedCluster(wire, mains, self._faults)
+        return cast(Server, wire), self._simulated
+
+    def _rescue_model(self, published: Manifest | None) -> None:
+        """There is no model to be saved."""
+
+    def _write_report(self) -> None:
+        if self._keeps_report:
+            super()._write_report()
+
+    # -- workers ------------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _joined(self, name: str, peer: SimulatedPeer) -> AsyncIterator[Connection]:
+        job = JobFile(self.config.model.path, self._prepared.max_context, "")
+        async with joined(cast(Peer, peer), name, self.config, job, "simulated") as run:
+            run.reporter.recorder.enter("load")
+            await asyncio.sleep(self._costs_of(name).load_seconds)
+            yield run
+
+    async def _rollout_worker(self, name: str, peer: SimulatedPeer) -> None:
+        async with self._joined(name, peer) as run:
+            slots, context = self.config.rollout.num_slots, run.job.max_context
+            engine = SleepingRolloutEngine(self._costs_of(name), num_slots=slots, max_context=context)
+            await roll_out(run, engine, self._sync.receiver(name), dict, _Scorer(self, name).score, _decode)
+
+    async def _reward_worker(self, name: str, peer: SimulatedPeer) -> None:
+        async with self._joined(name, peer) as run:
+            await score_groups(run, _Scorer(self, name).score, _decode)
+
+    async def _reference_worker(self, name: str, peer: SimulatedPeer) -> None:
+        async with self._joined(name, peer) as run:
+            await add_log_probs(run, SleepingTrainEngine(self._costs_of(name)))
+
+    async def _train_worker(self, name: str, peer: SimulatedPeer) -> None:
+        async with self._joined(name, peer) as run:
+            engine = SleepingTrainEngine(self._costs_of(name), learning_rate=self.config.train.learning_rate)
+            sender = self._sync.sender(name)
+            await train_steps(run, engine, sender)
+            run.reporter.recorder.waiting("stop")
+            await sender.close()
+            await engine.close()
+
+    def _costs_of(self, name: str) -> Costs:
+        return self._costs.slowed(self._faults.slow.get(name, 1.0))
+
+    def _fetch_fails(self, name: str) -> bool:
+        return name in self._faults.broken_fetches and self._rng.random() < self._faults.broken_fetches[name]
+
+    def reward_seconds(self, name: str, sample: Sample) -> float:
+        """How long this worker takes to score a sample: a function of the sample, but for the worker's speed."""
+        mean = self._costs_of(name).reward_seconds + self.config.reward.delays.mean_seconds
+        seconds = delay_seconds(sample, mean, self.config.reward.delays.salt)
+        is_late = random.Random(f"{self.config.run.seed}/{sample.response}").random() < self._faults.late_rewards
+        return seconds * (LATE_REWARD if is_late else 1.0)
+
+
+class _Scorer:
+    """A worker's reward processes: `reward.num_workers` of them, with a deadline. The reward is a function of the response."""
+
+    def __init__(self, job: SimulatedJob, name: str) -> None:
+        self._job, self._name = job, name
+        self._deadline_seconds = job.config.reward.deadline_seconds
+        self._processes = asyncio.Semaphore(job.config.reward.num_workers)
+
+    async def score(self, sample: Sample) -> float:
+        seconds = self._job.reward_seconds(self._name, sample)
+        async with self._processes:
+            await asyncio.sleep(min(seconds, self._deadline_seconds))
+        if seconds > self._deadline_seconds:
+            raise RewardFailure("timeout", f"the scorer had not answered after {self._deadline_seconds:g} s")
+        return float(int(sample.response) % 2)
+
+
+def _prompt(number: int, length: int) -> Prompt:
+    ids = np.zeros(length, np.int64)
+    ids[0] = number
+    return Prompt(ids, {})
+
+
+def _decode(ids: Array) -> str:
+    """What tells a prompt or a response from others is its first token."""
+    return str(ids[0])

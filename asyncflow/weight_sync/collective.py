@@ -1,0 +1,332 @@
+"""Weights by a broadcast of torch.distributed: the synchronous mode of the paper (AF 4, 8a). The trainer is rank 0.
+
+    receivers --join(version)--> Broadcasts: gathers them --seat (epoch, rank)--> all form the group, if it is not the last one
+              <======================== chunks of the retained file ========================
+              --ended(has it?)-->  all have it: the group is kept; or not: the next one is another epoch's
+
+consumes: versions to publish; receivers that ask for one
+waits for: the receivers that have not got the version yet, for a moment; each chunk, until the deadline
+is unblocked by: their asking, their going
+
+Publishing waits for nobody. A receiver that is late is served by a broadcast of its own; one that dies, hangs or is restarted
+breaks the group: it is named in the log, the others raise `WeightSyncError` (as far as they miss bytes), ask again, and form the
+next group without it. The door is a unix socket in the sender's directory, or `options.listen` between machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from asyncflow.threads import ComputeThread
+from asyncflow.transport import ConnectionLost, Credentials, Peer, Server, client_key, client_name, proxy, remote
+from asyncflow.types import Array
+from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.group import Group, Store, reason
+from asyncflow.weight_sync.shared_memory import SharedMemorySender
+from asyncflow.weight_sync.staging import Arriving, Staging
+
+log = logging.getLogger(__name__)
+
+SOCKET_FILE = "sender.sock"
+GATHER_SECONDS = 5.0
+"""For so long those who have asked wait for those who have not."""
+
+
+class Collective:
+    """Both ends, see the module's head."""
+
+    def __init__(self, options: WeightSyncOptions) -> None:
+        self._options = options
+
+    def sender(self, incarnation: str) -> CollectiveSender:
+        """The trainer's end, rank 0."""
+        return CollectiveSender(self._options, incarnation)
+
+    def receiver(self, name: str) -> CollectiveReceiver:
+        """A rollout worker's end."""
+        return CollectiveReceiver(self._options, name)
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A member's place in the group of that epoch; rank 0 is the sender's."""
+
+    epoch: int
+    rank: int
+    size: int
+
+
+class CollectiveSender:
+    """Implements `WeightSender`: retains versions as the shared memory's sender does, and broadcasts those that are asked for."""
+
+    def __init__(self, options: WeightSyncOptions, incarnation: str) -> None:
+        self._kept = SharedMemorySender(options, incarnation)
+        self._broadcasts = Broadcasts(self._kept, options)
+        self._listen = options.listen or f"unix:{options.directory / SOCKET_FILE}"
+        credentials = None if options.key is None else Credentials.load(options.key)
+        self._server = Server({"weights": self._broadcasts}, self._broadcasts.gone, credentials=credentials)
+        self._served_at = ""
+
+    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+        """See `WeightSender.publish`."""
+        if not self._served_at:
+            self._served_at = await self._server.start(self._listen)
+        manifest = await self._kept.publish(version, tensors)
+        self._broadcasts.published(version)
+        return msgspec.structs.replace(manifest, served_at=self._served_at)
+
+    async def close(self) -> None:
+        """See `WeightSender.close`."""
+        await self._server.close()
+        self._broadcasts.close()
+        await self._kept.close()
+
+
+class Broadcasts:
+    """The sender's service. Client keys stand for the members: a receiver that has come back is another one."""
+
+    def __init__(self, kept: SharedMemorySender, options: WeightSyncOptions) -> None:
+        self._kept, self._options = kept, options
+        self._asked: dict[int, dict[str, asyncio.Future[Seat]]] = {}  # by version and client key
+        self._has: dict[int, set[str]] = {}  # by version: the names of those who have it
+        self._absent: set[str] = set()  # names of those who have gone and not come back
+        self._epoch = 0
+        self._members: tuple[str, ...] = ()  # client keys, from rank 1 on; none: the next group is a new one
+        self._missing: set[str] = set()  # members who have not said how the broadcast under way has ended
+        self._lost: set[str] = set()  # members of it who have gone
+        self._box: dict[str, asyncio.Future[bytes]] = {}  # of the epoch: what the members leave for one another
+        self._group: tuple[int, Group] | None = None
+        self._changed = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self._thread = ComputeThread("weight-broadcast")
+
+    def published(self, version: int) -> None:
+        """Nobody has this version yet."""
+        self._has[version] = set()
+        for old in [old for old in self._has if not self._kept.has(old)]:
+            del self._has[old]
+
+    def gone(self, key: str) -> None:
+        """A client has hung up."""
+        self._absent.add(_name(key))
+        for asked in self._asked.values():
+            asked.pop(key, None)
+        if key in self._members:
+            self._break(f"{_name(key)} has gone")
+        if key in self._missing:
+            self._missing.discard(key)
+            self._lost.add(key)
+        self._notify()
+
+    def close(self) -> None:
+        """Stop; a broadcast under way ends by itself."""
+        if self._running is not None:
+            self._running.cancel()
+        self._thread.close()
+
+    @remote
+    async def join(self, incarnation: str, version: int) -> Seat:
+        """Wait for a seat in the broadcast of a version. Raises `WeightSyncError` if it is no longer kept."""
+        self._kept.file(incarnation, version)
+        self._absent.discard(client_name.get())
+        seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
+        self._asked.setdefault(version, {})[client_key.get()] = seat
+        self._notify()
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._run())
+        try:
+            return await seat
+        finally:
+            if seat.cancelled():
+                self._asked.get(version, {}).pop(client_key.get(), None)
+
+    @remote
+    async def put(self, epoch: int, key: str, value: bytes) -> None:
+        """Leave something for the other members."""
+        slot = self._slot(epoch, key)
+        if not slot.done():
+            slot.set_result(value)
+
+    @remote
+    async def get(self, epoch: int, key: str) -> bytes:
+        """Wait for what another member leaves. Raises `WeightSyncError` when a member has gone."""
+        return await asyncio.shield(self._slot(epoch, key))
+
+    @remote
+    async def ended(self, version: int, has_it: bool) -> None:
+        """The caller's part in a broadcast is over."""
+        key = client_key.get()
+        if has_it and version in self._has:
+            self._has[version].add(client_name.get())
+        if not has_it and key in self._members:
+            self._break(f"{_name(key)} could not take it")
+        self._missing.discard(key)
+        self._notify()
+
+    async def _run(self) -> None:
+        """One broadcast after another while anybody asks."""
+        while self._asked:
+            version = next(iter(self._asked))
+            await self._until(partial(self._is_gathered, version), min(GATHER_SECONDS, self._options.deadline_seconds))
+            asked = {key: seat for key, seat in self._asked.pop(version).items() if not seat.cancelled()}
+            if asked:
+                await self._broadcast(version, asked)
+
+    def _is_gathered(self, version: int) -> bool:
+        asked = self._asked[version]
+        is_known = {_name(key) for key in asked} | self._has.get(version, set()) | self._absent
+        return not asked or len(is_known) >= self._options.num_receivers
+
+    async def _broadcast(self, version: int, asked: Mapping[str, asyncio.Future[Seat]]) -> None:
+        """To those who have asked. What goes wrong is told in the log, and by the receivers themselves."""
+        try:
+            file = self._kept.file(self._kept.incarnation, version)
+        except WeightSyncError as error:
+            for seat in asked.values():
+                seat.set_exception(error)
+            return
+        if set(asked) != set(self._members):
+            self._break("its members have changed")
+            self._epoch, self._members, self._box = self._epoch + 1, tuple(asked), {}
+        self._missing, self._lost = set(asked), set()
+        for rank, key in enumerate(self._members, 1):
+            asked[key].set_result(Seat(self._epoch, rank, len(asked) + 1))
+        why, patience_seconds = "no word of how it ended", self._options.deadline_seconds
+        try:
+            await self._thread.run(self._send, asyncio.get_running_loop(), self._epoch, len(asked) + 1, file)
+        except (RuntimeError, WeightSyncError, TimeoutError) as error:
+            why, patience_seconds = reason(error), 1.0  # the others find out as soon
+        await self._until(lambda: not self._missing, patience_seconds)
+        if unreached := self._missing | self._lost:
+            names = ", ".join(sorted(map(_name, unreached)))
+            log.warning("version %d did not reach %s (%s): the next broadcast is a new group's", version, names, why)
+            self._break(why)
+
+    def _send(self, loop: asyncio.AbstractEventLoop, epoch: int, size: int, file: Array) -> None:
+        """In the thread."""
+        group, self._group = self._group, None  # until it has held
+        if group is None or group[0] != epoch:
+            if group is not None:
+                group[1].close()
+            store = _store(self, epoch, loop, self._options.deadline_seconds)
+            group = epoch, _group(store, Seat(epoch, 0, size), self._options)
+        group[1].send(file)
+        self._group = group
+
+    def _break(self, why: str) -> None:
+        """The group is not to be used again; nobody waits for it any more."""
+        self._members = ()
+        for slot in self._box.values():
+            if not slot.done():
+                slot.set_exception(WeightSyncError(f"the group for the broadcast has broken: {why}"))
+                slot.exception()  # taken, if nobody waits
+
+    def _slot(self, epoch: int, key: str) -> asyncio.Future[bytes]:
+        if epoch != self._epoch or not self._members:
+            raise WeightSyncError(f"group {epoch} for the broadcast is broken")
+        return self._box.setdefault(key, asyncio.get_running_loop().create_future())
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until the condition holds, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class CollectiveReceiver:
+    """Implements `WeightReceiver`."""
+
+    def __init__(self, options: WeightSyncOptions, name: str) -> None:
+        self._options, self._name = options, name
+        self._credentials = None if options.key is None else Credentials.load(options.key)
+        self._staging = Staging()
+        self._peer: Peer | None = None
+        self._group: tuple[Peer, int, Group] | None = None  # the connection and the epoch that it belongs to
+        self._thread = ComputeThread("weight-receiver")
+
+    async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
+        """See `WeightReceiver.fetch`."""
+        arriving, deadline = self._staging.begin(manifest), self._options.deadline_seconds
+        trainer = f"the trainer's sender at {manifest.served_at}"
+        try:
+            peer = await self._dial(manifest.served_at)
+            sender = proxy(Broadcasts, peer, "weights")
+            async with asyncio.timeout(2 * deadline):  # one broadcast that breaks may be before this one
+                seat = await sender.join(manifest.incarnation, manifest.version)
+        except TimeoutError as error:
+            raise WeightSyncError(f"{trainer} did not begin with version {manifest.version} within {2 * deadline:g} s") from error
+        except ConnectionLost as error:
+            raise WeightSyncError(f"{trainer} has gone: {error}") from error
+        has_it = False
+        try:
+            tensors = await self._thread.run(self._receive, asyncio.get_running_loop(), peer, seat, arriving, manifest)
+            has_it = True
+        except (RuntimeError, TimeoutError, ConnectionLost) as error:
+            raise WeightSyncError(f"the broadcast of version {manifest.version} by {trainer} broke: {reason(error)}") from error
+        finally:
+            with contextlib.suppress(ConnectionLost, TimeoutError):
+                async with asyncio.timeout(deadline):
+                    await sender.ended(manifest.version, has_it)
+        return tensors
+
+    async def close(self) -> None:
+        """See `WeightReceiver.close`."""
+        if self._peer is not None:
+            await self._peer.close()
+        self._thread.close()
+
+    async def _dial(self, address: str) -> Peer:
+        if self._peer is None or self._peer.is_lost or self._peer.address != address:
+            if self._peer is not None:
+                await self._peer.close()
+            timeout = self._options.deadline_seconds
+            self._peer = await Peer.connect(address, self._name, credentials=self._credentials, timeout_seconds=timeout)
+        return self._peer
+
+    def _receive(
+        self, loop: asyncio.AbstractEventLoop, peer: Peer, seat: Seat, arriving: Arriving, manifest: Manifest
+    ) -> Mapping[str, Tensor]:
+        """In the thread."""
+        group, self._group = self._group, None  # until it has held
+        if group is None or group[:2] != (peer, seat.epoch):
+            if group is not None:
+                group[2].close()
+            store = _store(proxy(Broadcasts, peer, "weights"), seat.epoch, loop, self._options.deadline_seconds)
+            group = peer, seat.epoch, _group(store, seat, self._options)
+        group[2].receive(manifest.num_bytes, arriving.write)
+        self._group = group
+        return arriving.finish()
+
+
+def _group(store: Store, seat: Seat, options: WeightSyncOptions) -> Group:
+    timeout, is_local = options.deadline_seconds, options.listen is None
+    return Group(store, seat.rank, seat.size, device=options.device, timeout_seconds=timeout, is_local=is_local)
+
+
+def _store(sender: Broadcasts, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> Store:
+    """For a thread that forms a group while `loop` talks to the sender."""
+
+    def wait(call: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, loop).result(deadline_seconds)
+
+    return Store(
+        lambda key, value: wait(sender.put(epoch, key, value)),
+        lambda key: wait(sender.get(epoch, key)),
+    )
+
+
+def _name(key: str) -> str:
+    """The name of the client that has this key."""
+    return key.rpartition("@")[0]

@@ -1,0 +1,279 @@
+"""Weights over TCP, in the background: the asynchronous mode of the paper (AF 4, 8c). One receiver per machine serves its workers.
+
+    trainer's machine                    a machine with rollout workers
+    retained files <--read(from, to)---- NodeReceiver --> files of its own <--- SharedMemoryReceiver of every worker
+                   ------ chunks ------>     ^                                       |
+                                             +-------------- hold(manifest) ---------+
+
+consumes: versions to publish; manifests to fetch
+waits for: the next chunk; the machine's receiver
+is unblocked by: the sender's answers; after a loss, by connecting again
+
+The workers of a machine share a folder. Whoever of them locks the file there is its receiver; the kernel releases the lock when
+that process ends, and the next worker that asks takes over. The receiver pulls a version once: bytes that have been hashed are not
+asked for again when a connection is lost. A file gets its name when all bytes are there and their hash is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import os
+import shutil
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+from torch import Tensor
+
+from asyncflow.threads import ComputeThread
+from asyncflow.transport import ConnectionLost, Credentials, Peer, Server, proxy, remote
+from asyncflow.types import Array, UserError
+from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.files import VersionFiles, make_private
+from asyncflow.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from asyncflow.weight_sync.staging import copy_and_hash
+
+LISTEN = "tls:127.0.0.1:0"
+NODE_DIR, SOCKET_FILE, LOCK_FILE, FILES_PREFIX = "node", "receiver.sock", "receiver.lock", "files-"
+CHUNK_BYTES = 4 << 20
+_AHEAD = 3  # chunks asked for beside the one that is copied
+_RETRY_SECONDS = 0.05
+
+
+class Network:
+    """Both ends, see the module's head. Raises `UserError` without a key."""
+
+    def __init__(self, options: WeightSyncOptions) -> None:
+        if options.key is None:
+            raise UserError("weight_sync 'network' needs the run's key.")
+        self._options, self._credentials = options, Credentials.load(options.key)
+
+    def sender(self, incarnation: str) -> NetworkSender:
+        """The trainer's end."""
+        return NetworkSender(self._options, self._credentials, incarnation)
+
+    def receiver(self, name: str) -> NetworkReceiver:
+        """A rollout worker's end."""
+        return NetworkReceiver(self._options, self._credentials, name)
+
+
+class NetworkSender:
+    """Implements `WeightSender`: retains versions as the shared memory's sender does, and serves them."""
+
+    def __init__(self, options: WeightSyncOptions, credentials: Credentials, incarnation: str) -> None:
+        self._kept = SharedMemorySender(options, incarnation)
+        self._listen = options.listen or LISTEN
+        self._server = Server({"weights": Source(self._kept)}, credentials=credentials)
+        self._served_at = ""
+
+    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+        """See `WeightSender.publish`."""
+        if not self._served_at:
+            self._served_at = await self._server.start(self._listen)
+        manifest = await self._kept.publish(version, tensors)
+        return msgspec.structs.replace(manifest, served_at=self._served_at)
+
+    async def close(self) -> None:
+        """See `WeightSender.close`."""
+        await self._server.close()
+        await self._kept.close()
+
+
+class Source:
+    """The sender's service."""
+
+    def __init__(self, kept: SharedMemorySender) -> None:
+        self._kept = kept
+
+    @remote
+    async def read(self, incarnation: str, version: int, begin: int, end: int) -> Array:
+        """Bytes of a version's file: uint8 [end - begin]. Raises `WeightSyncError` if it is no longer kept."""
+        file = self._kept.file(incarnation, version)
+        if not 0 <= begin < end <= len(file):
+            raise ValueError(f"version {version} has no bytes {begin} to {end}")
+        return file[begin:end]
+
+
+class NodeReceiver:
+    """The service of a machine's receiver: pulls versions into files, which the workers of the machine read."""
+
+    def __init__(self, directory: Path, options: WeightSyncOptions, credentials: Credentials, name: str) -> None:
+        """`directory`: for the files, not there yet."""
+        self._files = VersionFiles(directory, options.keep)
+        self._deadline_seconds, self._credentials, self._name = options.deadline_seconds, credentials, name
+        self._pulls: dict[int, tuple[Manifest, asyncio.Task[Path]]] = {}  # by version, the last one asked for
+        self._one_by_one = asyncio.Lock()
+        self._peer: Peer | None = None
+        self._thread = ComputeThread("weight-node")
+
+    @remote
+    async def hold(self, manifest: Manifest) -> Manifest | None:
+        """The manifest of this machine's own file of a version. None: it is on its way, ask again.
+
+        Raises `WeightSyncError` when the sender does not answer, or no longer has it, or when the hash is not the manifest's.
+        """
+        known, pull = self._pulls.get(manifest.version, (None, None))
+        if pull is None or known != manifest or not self._is_good(manifest.version, pull):
+            pull = asyncio.create_task(self._pull(manifest))
+            self._pulls[manifest.version] = manifest, pull
+        await asyncio.wait([pull], timeout=self._deadline_seconds / 4)
+        is_over = pull.done() and not pull.cancelled()
+        return msgspec.structs.replace(manifest, address=str(pull.result())) if is_over else None
+
+    async def close(self) -> None:
+        """Stop pulling."""
+        for _, pull in self._pulls.values():
+            pull.cancel()
+        if self._peer is not None:
+            await self._peer.close()
+        self._thread.close()
+
+    def _is_good(self, version: int, pull: asyncio.Task[Path]) -> bool:
+        """Under way, or its file is still there."""
+        return not pull.done() or (not pull.cancelled() and pull.exception() is None and self._files.get(version) is not None)
+
+    async def _pull(self, manifest: Manifest) -> Path:
+        clock = asyncio.get_running_loop().time
+        async with self._one_by_one:
+            file = await self._thread.run(self._files.begin, manifest.version, manifest.num_bytes)
+            if len(file) != manifest.num_bytes:
+                raise WeightSyncError(f"version {manifest.version} has another size than those fetched before it")
+            digest, done = xxhash.xxh3_128(), 0
+            progress = clock()
+            while done < manifest.num_bytes:
+                try:
+                    async with contextlib.aclosing(self._chunks(manifest, done)) as chunks:
+                        async for chunk in chunks:
+                            await self._thread.run(copy_and_hash, file[done : done + len(chunk)], chunk, digest)
+                            done, progress = done + len(chunk), clock()
+                except (ConnectionLost, TimeoutError) as error:
+                    if clock() + _RETRY_SECONDS > progress + self._deadline_seconds:
+                        raise WeightSyncError(
+                            f"the trainer's sender at {manifest.served_at} sent {self._name} nothing of version {manifest.version} "
+                            f"for {self._deadline_seconds:g} s: {error or 'it does not answer'}"
+                        ) from error
+                    await asyncio.sleep(_RETRY_SECONDS)
+            if digest.hexdigest() != manifest.hash:
+                raise WeightSyncError(
+                    f"what {manifest.served_at} sent of version {manifest.version} does not have the hash of its manifest: it is "
+                    f"damaged, or no longer kept and written over"
+                )
+            return self._files.commit(manifest.version)
+
+    async def _chunks(self, manifest: Manifest, begin: int) -> AsyncGenerator[Array, None]:
+        """The bytes of a version from `begin` on, uint8 [n] each, a few asked for ahead."""
+        source, num_bytes = proxy(Source, await self._dial(manifest.served_at), "weights"), manifest.num_bytes
+        begins = iter(range(begin, num_bytes, CHUNK_BYTES))
+        asked: deque[asyncio.Task[Array]] = deque()
+
+        def ask(count: int) -> None:
+            for at in itertools.islice(begins, count):
+                end = min(at + CHUNK_BYTES, num_bytes)
+                asked.append(asyncio.create_task(source.read(manifest.incarnation, manifest.version, at, end)))
+
+        try:
+            ask(1 + _AHEAD)
+            while asked:
+                async with asyncio.timeout(self._deadline_seconds):
+                    chunk = await asked[0]
+                asked.popleft()
+                ask(1)
+                yield chunk
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _dial(self, address: str) -> Peer:
+        if self._peer is None or self._peer.is_lost or self._peer.address != address:
+            if self._peer is not None:
+                await self._peer.close()
+            timeout = min(5.0, self._deadline_seconds)
+            self._peer = await Peer.connect(address, self._name, credentials=self._credentials, timeout_seconds=timeout)
+        return self._peer
+
+
+class NetworkReceiver:
+    """Implements `WeightReceiver`; the one that finds none on its machine is the machine's `NodeReceiver`, too."""
+
+    def __init__(self, options: WeightSyncOptions, credentials: Credentials, name: str) -> None:
+        self._options, self._credentials, self._name = options, credentials, name
+        self._directory = options.directory / NODE_DIR
+        self._shared = SharedMemoryReceiver()
+        self._lock_fd = -1  # locked while `_node` is this machine's receiver
+        self._node: NodeReceiver | None = None
+        self._server: Server | None = None
+        self._peer: Peer | None = None
+
+    async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
+        """See `WeightReceiver.fetch`."""
+        return await self._shared.fetch(await self._held(manifest))
+
+    async def close(self) -> None:
+        """See `WeightReceiver.close`. Another worker of the machine becomes its receiver when it next asks."""
+        if self._peer is not None:
+            await self._peer.close()
+        if self._node is not None and self._server is not None:
+            await self._server.close()
+            await self._node.close()
+            os.close(self._lock_fd)
+        await self._shared.close()
+
+    async def _held(self, manifest: Manifest) -> Manifest:
+        """The manifest of this machine's own file."""
+        deadline = self._options.deadline_seconds
+        while True:
+            try:
+                async with asyncio.timeout(deadline):
+                    held = await self._ask(manifest)
+            except TimeoutError as error:
+                who = (self._directory / LOCK_FILE).read_text()
+                raise WeightSyncError(
+                    f"{who}, which receives weights for the workers of its machine, did not answer within {deadline:g} s"
+                ) from error
+            if held is not None:
+                return held
+
+    async def _ask(self, manifest: Manifest) -> Manifest | None:
+        while True:
+            try:
+                return await (await self._machines_receiver()).hold(manifest)
+            except ConnectionLost:  # it has ended: perhaps this worker is the next one
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _machines_receiver(self) -> NodeReceiver:
+        """This worker's own, or that of another one."""
+        if self._node is not None:
+            return self._node
+        if self._peer is None or self._peer.is_lost:
+            make_private(self._directory)
+            fd = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+            else:
+                return await self._become_receiver(fd)
+            self._peer = await Peer.connect(self._directory / SOCKET_FILE, self._name)
+        return proxy(NodeReceiver, self._peer, "node")
+
+    async def _become_receiver(self, lock_fd: int) -> NodeReceiver:
+        os.truncate(lock_fd, 0)
+        os.write(lock_fd, self._name.encode())
+        for left in self._directory.glob(f"{FILES_PREFIX}*"):  # by the one before; whoever still reads there has the files mapped
+            shutil.rmtree(left)
+        node = NodeReceiver(self._directory / f"{FILES_PREFIX}{uuid.uuid4().hex}", self._options, self._credentials, self._name)
+        server = Server({"node": node})
+        try:
+            await server.start(self._directory / SOCKET_FILE)
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        self._lock_fd, self._node, self._server = lock_fd, node, server
+        return node

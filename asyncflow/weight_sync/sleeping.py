@@ -1,0 +1,83 @@
+"""Weights that take their time and are not there: the weight sync of a simulated cluster.
+
+consumes: versions to publish; manifests to fetch
+waits for: the clock
+is unblocked by: its timers
+
+What can go wrong with real ones is kept: a version is there from its publishing until `keep` newer ones are, and fetching another
+one fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from asyncflow.weight_sync.base import Manifest, WeightSyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SleepingWeightSync:
+    """`WeightSync` of one process. `fails(worker)` is asked at every fetch."""
+
+    def __init__(
+        self,
+        *,
+        keep: int,
+        num_bytes: int,
+        publish_seconds: float,
+        fetch_seconds: float,
+        fails: Callable[[str], bool] = lambda worker: False,
+    ) -> None:
+        self.keep, self.num_bytes = keep, num_bytes
+        self.publish_seconds, self.fetch_seconds = publish_seconds, fetch_seconds
+        self.fails = fails
+        self.kept: list[tuple[str, int]] = []  # (incarnation, version), oldest first
+
+    def sender(self, incarnation: str) -> SleepingSender:
+        """See `WeightSync`."""
+        return SleepingSender(self, incarnation)
+
+    def receiver(self, name: str) -> SleepingReceiver:
+        """See `WeightSync`."""
+        return SleepingReceiver(self, name)
+
+
+class SleepingSender:
+    """`WeightSender`."""
+
+    def __init__(self, sync: SleepingWeightSync, incarnation: str) -> None:
+        self._sync, self._incarnation = sync, incarnation
+
+    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+        """See `WeightSender`."""
+        sync = self._sync
+        del sync.kept[: max(0, len(sync.kept) + 1 - max(sync.keep, 2))]  # the oldest one is written over
+        await asyncio.sleep(sync.publish_seconds)
+        sync.kept.append((self._incarnation, version))
+        return Manifest(self._incarnation, version, "", "", sync.num_bytes, {})
+
+    async def close(self) -> None:
+        """See `WeightSender`."""
+
+
+class SleepingReceiver:
+    """`WeightReceiver`."""
+
+    def __init__(self, sync: SleepingWeightSync, name: str) -> None:
+        self._sync, self._name = sync, name
+
+    async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
+        """See `WeightReceiver`."""
+        await asyncio.sleep(self._sync.fetch_seconds)
+        if (manifest.incarnation, manifest.version) not in self._sync.kept:
+            raise WeightSyncError(f"version {manifest.version} is no longer kept")
+        if self._sync.fails(self._name):
+            raise WeightSyncError(f"version {manifest.version} did not arrive whole")
+        return {}
+
+    async def close(self) -> None:
+        """See `WeightReceiver`."""

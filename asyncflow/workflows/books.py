@@ -1,0 +1,29 @@
+"""What schedules look at: the ledger, and the queue's own tables where these know it better. Implements `Progress`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asyncflow.transfer_queue.controller import Controller
+from asyncflow.workflows.ledger import Ledger
+
+
+class Books:
+    """The ledger's answers, and those of the controllers of the same process."""
+
+    def __init__(self, ledger: Ledger, controllers: Mapping[str, Controller]) -> None:
+        self._ledger, self._controllers = ledger, controllers
+        self.is_done, self.task_before, self.unfinished = ledger.is_done, ledger.task_before, ledger.unfinished
+
+    @property
+    def committed(self) -> int:
+        return self._ledger.committed
+
+    def unleased(self, version: int) -> int:
+        return self._controllers["rollout"].table.ready_for_none_after(version)
+
+    def oldest_unleased(self, at_least: int) -> int | None:
+        return self._controllers["rollout"].table.last_version_of_ready(at_least)
+
+    def ready(self, task: str) -> int:
+        return self._controllers[task].table.counts()["ready"]

@@ -1,0 +1,49 @@
+"""The embedded rollout engine with responses of lognormal length, and the random model that it runs.
+
+A random model does not know when to end, so the engine ends each response after a number of tokens that is drawn from the
+response's own noise key: whatever schedule, worker or attempt makes it, it is as long.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from asyncflow.data import arithmetic
+from asyncflow.engines.rollout.slots import Request, SlotEngine
+from asyncflow.engines.train.random_model import make_random_model
+from asyncflow.types import Array
+
+
+class LognormalSlots(SlotEngine):
+    """`SlotEngine`; `median` and `sigma` (of the logarithm) are those of the lengths, which `max_new_tokens` still bounds."""
+
+    def __init__(self, model_path: Path, *, median: float, sigma: float, **options: Any) -> None:
+        """See `SlotEngine`."""
+        super().__init__(model_path, stop_ids=(), **options)
+        slots, occupy = self._slots, self._slots._occupy
+
+        def occupy_for_a_while(request: Request, count: int) -> None:
+            taken = slice(slots._num_active, slots._num_active + count)
+            occupy(request, count)
+            slots._limits[taken] = np.minimum(slots._limits[taken], lengths(slots._keys[taken], median, sigma))
+
+        slots._occupy = occupy_for_a_while  # type: ignore[method-assign]
+
+
+def lengths(keys: Array, median: float, sigma: float) -> Array:
+    """Tokens (int64), by noise key (uint64)."""
+    normal = NormalDist(math.log(median), sigma)
+    return np.array([math.ceil(math.exp(normal.inv_cdf(((int(key) >> 12) + 0.5) / 2**52))) for key in keys], np.int64)
+
+
+def make_model(folder: Path) -> Path:
+    """A random `qwen2-tiny` for arithmetic problems."""
+    problems = arithmetic.problems(0, "train")
+    make_random_model("random:qwen2-tiny", folder, [next(problems).question for _ in range(2000)], seed=0)
+    return folder

@@ -1,0 +1,264 @@
+"""Ends of a weight sync that die, hang, come late or lose their connection: an error in time that names them, and then the bits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncflow.transport import Credentials
+from asyncflow.weight_sync import collective
+from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
+from asyncflow.weight_sync.group import Group
+from asyncflow.weight_sync.network import CHUNK_BYTES, NetworkReceiver
+from tests.contract.weight_processes import NUM_BYTES, digest, make, running, weights
+
+Options = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    """As JSON has them; the deadline is long, so that whoever waits for it is noticed."""
+    Credentials.create(tmp_path / "key.pem")
+    places = {"directory": str(tmp_path / "weights"), "key": str(tmp_path / "key.pem")}
+    return lambda **options: {**places, "deadline_seconds": 30.0, **options}
+
+
+def encoded(manifest: Manifest) -> str:
+    return msgspec.json.encode(manifest).decode()
+
+
+async def fetched(receiver: WeightReceiver, manifest: Manifest) -> str:
+    """The hash of what arrives, at the first or the second attempt."""
+    try:
+        return digest(await receiver.fetch(manifest))
+    except WeightSyncError:
+        return digest(await receiver.fetch(manifest))
+
+
+@pytest.mark.parametrize("kind", ["collective", "network", "shared_memory"])
+async def test_a_receiver_that_is_killed_keeps_nobody_waiting_and_comes_back(
+    options: Options, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 30)
+    given = options(num_receivers=2)
+    sync = make(kind, given)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest, start = await sender.publish(0, weights(0)), time.monotonic()
+    with running("receiver", kind, json.dumps(given), "rollout/1", str(signal.SIGKILL), str(NUM_BYTES // 3)) as dying:
+        dying.tell(encoded(manifest))
+        assert await fetched(receiver, manifest) == digest(weights(0))
+        assert await dying.answer() == ""  # it has ended
+    assert time.monotonic() - start < 25
+    if kind == "collective":
+        assert "version 0 did not reach rollout/1" in caplog.text and "rollout/0" not in caplog.text
+    manifest = await sender.publish(1, weights(1))
+    assert await fetched(receiver, manifest) == digest(weights(1))
+    with running("receiver", kind, json.dumps(given), "rollout/1", "0", "0") as returned:
+        assert await returned.ask(encoded(manifest)) == digest(weights(1))
+        manifest = await sender.publish(2, weights(2))
+        returned.tell(encoded(manifest))
+        assert await fetched(receiver, manifest) == digest(weights(2)) == await returned.answer()
+    await receiver.close()
+    await sender.close()
+
+
+async def test_a_member_that_hangs_holds_up_a_broadcast_until_the_deadline(
+    options: Options, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = options(num_receivers=2, deadline_seconds=2.0)
+    sync = make("collective", given)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest, start = await sender.publish(0, weights(0)), time.monotonic()
+    with running("receiver", "collective", json.dumps(given), "rollout/1", str(signal.SIGSTOP), str(NUM_BYTES // 3)) as hanging:
+        hanging.tell(encoded(manifest))
+        while not sender._broadcasts._asked and time.monotonic() < start + 20:  # its interpreter starts
+            await asyncio.sleep(0.02)
+        start = time.monotonic()
+        assert await fetched(receiver, manifest) == digest(weights(0))
+        manifest = await sender.publish(1, weights(1))
+        assert await fetched(receiver, manifest) == digest(weights(1))
+    assert time.monotonic() - start < 15
+    assert "version 0 did not reach rollout/1" in caplog.text and "rollout/0" not in caplog.text
+    await receiver.close()
+    await sender.close()
+
+
+@pytest.mark.parametrize("kind", ["collective", "network"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_sender_that_is_dead_or_hangs_is_named_in_time(options: Options, kind: str, number: int) -> None:
+    given = options(deadline_seconds=1.0)
+    receiver = make(kind, given).receiver("rollout/0")
+    with running("sender", kind, json.dumps(given)) as sender:
+        manifest = msgspec.json.decode(await sender.ask("0"), type=Manifest)
+        assert digest(await receiver.fetch(manifest)) == digest(weights(0))
+        manifest = msgspec.json.decode(await sender.ask("1"), type=Manifest)
+        sender.signal(number)
+        start = time.monotonic()
+        with pytest.raises(WeightSyncError, match=f"the trainer's sender at {manifest.served_at}"):
+            await receiver.fetch(manifest)
+        assert time.monotonic() - start < 6
+    await receiver.close()
+
+
+async def test_who_is_late_gets_a_broadcast_of_its_own(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 0.3)
+    sync = make("collective", options(num_receivers=2))
+    sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(2)]
+    manifest = await sender.publish(0, weights(0))
+    for receiver in receivers:
+        assert digest(await receiver.fetch(manifest)) == digest(weights(0))
+    start = time.monotonic()
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 30)
+    manifest = await sender.publish(1, weights(1))
+    assert [digest(tensors) for tensors in await asyncio.gather(*(r.fetch(manifest) for r in receivers))] == 2 * [
+        digest(weights(1))
+    ]
+    assert digest(await receivers[0].fetch(manifest)) == digest(weights(1))  # nobody who has it is waited for
+    assert time.monotonic() - start < 25
+
+
+async def test_a_group_is_kept_while_its_members_are_the_same(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    formed = []
+    original = Group.__init__
+    monkeypatch.setattr(Group, "__init__", lambda self, *args, **kwargs: formed.append(args[1]) or original(self, *args, **kwargs))
+    sync = make("collective", options(num_receivers=2))
+    sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(2)]
+    for version in range(4):
+        manifest = await sender.publish(version, weights(version))
+        await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers))
+    assert sorted(formed) == [0, 1, 2]
+    await receivers[1].close()
+    receivers[1] = sync.receiver("rollout/1")
+    for version in range(4, 8):  # it is not waited for before it has come back
+        num_formed = len(formed)
+        manifest = await sender.publish(version, weights(version))
+        await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers))
+    assert num_formed == len(formed) > 3
+
+
+async def test_the_workers_of_a_machine_pull_a_version_once(options: Options) -> None:
+    sync = make("network", options())
+    sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(3)]
+    manifest = await sender.publish(0, weights(0))
+    async with proxy(manifest.served_at) as wire:
+        manifest = msgspec.structs.replace(manifest, served_at=wire.address)
+        for tensors in await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers)):
+            assert digest(tensors) == digest(weights(0))
+    assert manifest.num_bytes < wire.passed < 1.01 * manifest.num_bytes
+
+
+async def test_a_lost_connection_costs_no_more_than_what_was_under_way(options: Options) -> None:
+    sync = make("network", options())
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest = await sender.publish(0, weights(0))
+    cuts = [6 * NUM_BYTES // 8, 7 * NUM_BYTES // 8]
+
+    async def cut() -> None:
+        if cuts and wire.passed > cuts[0]:
+            cuts.pop(0)
+            raise ConnectionError
+
+    async with proxy(manifest.served_at, cut) as wire:
+        tensors = await receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address))
+    assert digest(tensors) == digest(weights(0)) and not cuts
+    assert manifest.num_bytes < wire.passed < 1.01 * manifest.num_bytes + 2 * 4 * CHUNK_BYTES
+
+
+async def test_another_worker_receives_for_the_machine_when_its_receiver_is_killed(options: Options) -> None:
+    given = options()
+    sync = make("network", given)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest, is_half, may_go_on = await sender.publish(0, weights(0)), asyncio.Event(), asyncio.Event()
+
+    async def stop_half_way() -> None:
+        if wire.passed > NUM_BYTES // 2:
+            is_half.set()
+            await may_go_on.wait()
+
+    with running("receiver", "network", json.dumps(given), "rollout/1", "0", "0") as first:
+        assert await first.ask(encoded(manifest)) == digest(weights(0))
+        assert digest(await receiver.fetch(manifest)) == digest(weights(0))
+        assert isinstance(receiver, NetworkReceiver) and receiver._node is None  # the other one is the machine's
+        manifest = await sender.publish(1, weights(1))
+        async with proxy(manifest.served_at, stop_half_way) as wire:
+            fetching = asyncio.create_task(receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address)))
+            await asyncio.wait_for(is_half.wait(), 20)
+            first.signal(signal.SIGKILL)
+            may_go_on.set()
+            assert digest(await fetching) == digest(weights(1)) and receiver._node is not None
+    folders = [path for path in (Path(given["directory"]) / "node").iterdir() if path.is_dir()]
+    assert len(folders) == 1  # what the one before had is gone
+    await receiver.close()
+    await sender.close()
+
+
+async def test_a_machines_receiver_that_hangs_is_named_in_time(options: Options) -> None:
+    given = options(deadline_seconds=2.0)
+    sync = make("network", given)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest = await sender.publish(0, weights(0))
+    with running("receiver", "network", json.dumps(given), "rollout/1", "0", "0") as first:
+        assert await first.ask(encoded(manifest)) == digest(weights(0))
+        first.signal(signal.SIGSTOP)
+        with pytest.raises(WeightSyncError, match="rollout/1, which receives weights for the workers of its machine"):
+            await asyncio.wait_for(receiver.fetch(manifest), 10)
+        first.signal(signal.SIGCONT)
+        assert digest(await receiver.fetch(manifest)) == digest(weights(0))
+
+
+@dataclasses.dataclass
+class Wire:
+    """`passed`: bytes that the server has sent through."""
+
+    address: str = ""
+    passed: int = 0
+
+
+async def nothing() -> None:
+    pass
+
+
+@asynccontextmanager
+async def proxy(address: str, on_answer: Callable[[], Awaitable[None]] = nothing) -> AsyncIterator[Wire]:
+    """In front of a server; `on_answer` is awaited at each piece that it sends, and a `ConnectionError` hangs up."""
+    host, port = address.removeprefix("tls:").split(":")
+    wire = Wire()
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            wire.passed += len(data)
+            await on_answer()
+            writer.write(data)
+            await writer.drain()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server_reader, server_writer = await asyncio.open_connection(host, int(port))
+        ways = [asyncio.create_task(ask(reader, server_writer)), asyncio.create_task(answer(server_reader, writer))]
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+        for end in (writer, server_writer):
+            end.transport.abort()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    wire.address = f"tls:127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield wire
+    finally:
+        server.close()

@@ -1,0 +1,54 @@
+"""Configurations for simulated runs: of every mode, in all sizes, drawn by a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from asyncflow.config import Config, parse
+from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.workflows import SCHEDULES
+
+MODES: dict[str, dict[str, Any]] = {name: {"name": name} for name in SCHEDULES} | {
+    "bounded, first come": {"name": "bounded", "membership": "first_come"},
+}
+
+
+def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> tuple[Config, Costs]:
+    """A run of three steps with 1 to 64 workers, mostly few, and what everything costs in it."""
+    rng = random.Random(f"{mode}/{seed}")
+    workers = 64 if seed % 100 == 99 else rng.randint(7, 40) if seed % 10 == 9 else rng.randint(1, 6)
+    tree: dict[str, Any] = {
+        "run": {"name": "simulated", "steps": 3, "seed": seed, "stall_timeout_seconds": 300},
+        "model": {"path": "none"},
+        "data": {"path": "generated:arithmetic"},
+        "schedule": MODES[mode] | ({"max_staleness": rng.randint(1, 3)} if MODES[mode]["name"] == "bounded" else {}),
+        "algorithm": {"name": "grpo", "kl_coefficient": rng.choice((0.0, 0.1))},
+        "reward": {"place": rng.choice(("rollout", "task")), "deadline_seconds": 3.0, "num_workers": rng.randint(1, 4)},
+        "rollout": {
+            "num_workers": workers,
+            "num_slots": rng.choice((2, 4, 16)),
+            "group_size": rng.choice((2, 2, 4)) if workers < 7 else 2,
+            "max_new_tokens": 200,
+            "kv_on_install": rng.choice(("keep", "recompute")),
+            "max_restarts": 10,
+        },
+        "train": {"prompts_per_step": workers * max(1, round(rng.uniform(0.5, 1.5) * 4 / workers))},
+        "queue": {"lease_seconds": rng.choice((2.0, 120.0, 120.0)), "num_units": rng.choice((1, 1, 2))},
+        "telemetry": {"samples_per_step": 0},
+        "eval": {"path": rng.choice((None, "generated:arithmetic")), "num_prompts": 2, "every_steps": rng.choice((None, None, 1))},
+    }
+    if tree["algorithm"]["kl_coefficient"]:
+        tree["train"]["reference"] = rng.choice(("fused", "task"))
+    costs = Costs(
+        decode_step_seconds=rng.choice((0.0, 0.005, 0.01)),
+        forward_backward_seconds=rng.choice((0.0, 0.02, 0.2)),
+        publish_seconds=rng.choice((0.0, 0.05, 0.5)),
+        fetch_seconds=rng.choice((0.0, 0.1, 1.0)),
+        install_seconds=rng.choice((0.0, 0.02, 0.5)),
+        reward_seconds=rng.choice((0.0, 0.01, 0.2)),
+        load_seconds=rng.choice((0.0, 1.0)),
+        lengths=Lengths(prompt=16, response_median=rng.choice((20.0, 80.0)), response_sigma=rng.choice((0.3, 1.2))),
+    )
+    return parse({**tree, **(changes or {})}), costs

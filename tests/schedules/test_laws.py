@@ -1,0 +1,111 @@
+"""Every mode in simulated runs, 100 seeds each: slow, dying and stalled workers, late rewards, weights that do not arrive.
+
+No law is broken: the version interval of every row, each row trained once, all steps committed, no deadlock, a clean shutdown.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
+
+import pytest
+
+from asyncflow.simulation.seeds import Outcome, run_seed
+from asyncflow.types import Interval
+from asyncflow.workflows.board import Board
+from asyncflow.workflows.ledger import LedgerService
+from asyncflow.workflows.periodic import Periodic
+from asyncflow.workflows.rollout import Rollout
+from tests.schedules.configurations import MODES, drawn
+
+SEEDS, CHUNK, PROCESSES = 100, 10, 2
+COUNTED: dict[str, Counter[str]] = {}
+
+AT_LEAST = {
+    "deaths": 300,
+    "stalls": 200,
+    "failed fetches": 100,
+    "groups delivered again": 100,
+    "responses that came second": 10,
+    "responses of several versions": 200,
+    "rows given up": 20,
+    "rows trained": 20000,
+}
+"""How often, over all modes, what is to be tested has to happen."""
+
+
+def run_seeds(mode: str, first: int, *, has_faults: bool) -> list[Outcome]:
+    gc.freeze()  # a run looks for what nobody took, but not among what was imported
+    return [run_seed(*drawn(mode, seed), seed, has_faults=has_faults) for seed in range(first, first + CHUNK)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_law_is_broken(mode: str, pool: ProcessPoolExecutor) -> None:
+    chunks = [pool.submit(run_seeds, mode, first, has_faults=first > 0) for first in range(0, SEEDS, CHUNK)]
+    found = [outcome for chunk in chunks for outcome in chunk.result()]
+    assert {outcome.seed: outcome.violations for outcome in found if outcome.violations} == {}
+    COUNTED[mode] = sum((Counter(outcome.counts) for outcome in found), Counter())
+
+
+def test_what_is_to_be_tested_has_happened_often() -> None:
+    if len(COUNTED) < len(MODES):
+        pytest.skip("only some of the modes have run")
+    counts = sum(COUNTED.values(), Counter())
+    assert {what: counts[what] for what, least in AT_LEAST.items() if counts[what] < least} == {}
+    assert COUNTED["periodic"]["responses of several versions"] == COUNTED["delayed"]["responses of several versions"] == 0
+
+
+def test_a_seed_is_the_same_each_time_and_in_every_process(pool: ProcessPoolExecutor) -> None:
+    here = run_seeds("bounded", 20, has_faults=True)
+    assert here == pool.submit(run_seeds, "bounded", 20, has_faults=True).result()
+    assert len({outcome.seconds for outcome in here}) == CHUNK
+
+
+BUGS = {
+    "weights change while rows of the old ones are under way": (
+        "bounded",
+        mock.patch.object(Rollout, "_may_change_to", lambda self, version: True),
+        "was made by versions",
+    ),
+    "the books take rows that are too old": (
+        "periodic",
+        mock.patch.object(Periodic, "interval", lambda self, step: Interval(max(0, step - 1), step)),
+        "outside Interval",
+    ),
+    "nobody is let at the new weights": (
+        "periodic",
+        mock.patch.object(Periodic, "may_install", lambda self, version, progress, fleet: False),
+        "nothing has moved",
+    ),
+    "nobody goes back for rows that only old weights may make": (
+        "delayed",
+        mock.patch.object(Board, "_behind", lambda self: None),
+        "nothing has moved",
+    ),
+    "rows that are given up stay members of their step": (
+        "synchronous",
+        mock.patch.object(LedgerService, "give_up", lambda self, dead: None),
+        "nothing has moved",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    mode, planted, told = BUGS[bug]
+    with planted:
+        for seed in range(SEEDS):
+            violations = run_seed(*drawn(mode, seed), seed, has_faults=True).violations
+            if violations:
+                break
+    assert told in violations[0]

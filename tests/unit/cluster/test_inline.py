@@ -1,0 +1,50 @@
+"""Workers as coroutines of one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.inline import InlineCluster
+
+WORKERS = """
+import asyncio
+from asyncflow.transport import client_name
+
+async def well(name, run_dir):
+    (run_dir / name).write_text(client_name.get())
+
+async def broken(name, run_dir):
+    raise ValueError("the wheel came off")
+
+async def stays(name, run_dir):
+    await asyncio.sleep(60)
+"""
+
+
+def spec(tmp_path: Path, function: str, name: str) -> WorkerSpec:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    return WorkerSpec(name, f"{tmp_path / 'workers.py'}:{function}", max_restarts=3)
+
+
+def told(name: str, why: str) -> None:
+    raise AssertionError(f"{name}: {why}")
+
+
+async def test_workers_end_well_each_under_its_name(tmp_path: Path) -> None:
+    cluster = InlineCluster(tmp_path)
+    await cluster.start([spec(tmp_path, "well", "a"), spec(tmp_path, "well", "b")])
+    await asyncio.wait_for(cluster.wait(told), 5)
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["a", "b"]
+    assert await cluster.stop(1.0) == [] and cluster.pids() == {}
+
+
+async def test_a_fault_is_raised_as_it_is_and_not_tried_again(tmp_path: Path) -> None:
+    cluster = InlineCluster(tmp_path)
+    await cluster.start([spec(tmp_path, "broken", "a"), spec(tmp_path, "stays", "b")])
+    with pytest.raises(ValueError, match="the wheel came off"):
+        await asyncio.wait_for(cluster.wait(told), 5)
+    assert await cluster.stop(0.05) == ["b"]

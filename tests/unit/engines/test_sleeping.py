@@ -1,0 +1,212 @@
+"""The sleeping engines keep the contracts of the real ones, and take the time that they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.cluster.clock import VirtualLoop
+from asyncflow.engines.base import MicroBatch, Response, SampleKey, Sampling
+from asyncflow.engines.sleeping import Costs, Lengths, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.types import Ragged
+
+COSTS = Costs(
+    decode_step_seconds=0.01,
+    decode_slot_seconds=0.001,
+    prefill_token_seconds=0.0,
+    install_seconds=0.5,
+    forward_backward_seconds=0.1,
+    train_token_seconds=0.01,
+    optim_step_seconds=0.25,
+    reference_token_seconds=0.001,
+    lengths=Lengths(response_median=20.0, response_sigma=0.8),
+)
+KEY = SampleKey(seed=1, prompt_index=3)
+PROMPT = np.zeros(8, np.int64)
+
+
+def run(main: Coroutine[Any, Any, Any]) -> float:
+    """In virtual time, to the end of everything; how long it took, in virtual seconds."""
+    loop = VirtualLoop()
+    loop.run_until_complete(loop.create_task(main, name="test"))
+    assert not loop.errors
+    took = loop.now
+    loop.finish()
+    return took
+
+
+async def take(engine: SleepingRolloutEngine, samples: range, key: SampleKey = KEY, most: int = 1000) -> list[Response]:
+    found = engine.generate(PROMPT, samples=samples, sampling=Sampling(max_new_tokens=most), key=key)
+    return [response async for response in found]
+
+
+def lengths(samples: range, key: SampleKey = KEY, most: int = 1000) -> list[int]:
+    return [COSTS.lengths.draw(key, sample, most)[0] for sample in samples]
+
+
+def test_responses_are_a_function_of_key_and_sample_alone() -> None:
+    async def main(num_slots: int, others: int) -> dict[int, Response]:
+        engine = SleepingRolloutEngine(COSTS, num_slots=num_slots, max_context=2000)
+        beside = [take(engine, range(5), SampleKey(1, 100 + other)) for other in range(others)]
+        found, *_ = await asyncio.gather(take(engine, range(6)), *beside)
+        await engine.close()
+        return {response.sample: response for response in found}
+
+    loops = VirtualLoop(), VirtualLoop()
+    alone, crowded = (
+        loop.run_until_complete(main(slots, others)) for loop, slots, others in zip(loops, (8, 3), (0, 4), strict=True)
+    )
+    for loop in loops:
+        loop.finish()
+    assert [alone[sample].token_ids.tolist() for sample in range(6)] == [crowded[sample].token_ids.tolist() for sample in range(6)]
+    assert [len(alone[sample].token_ids) for sample in range(6)] == lengths(range(6))
+    assert len({alone[sample].token_ids[0] for sample in range(6)}) == 6
+
+
+def test_the_time_is_that_of_the_decode_steps() -> None:
+    async def main() -> None:
+        engine = SleepingRolloutEngine(COSTS, num_slots=4, max_context=2000)
+        await take(engine, range(3))
+        await engine.close()
+
+    ends = sorted(lengths(range(3)))  # the first token of each comes with the prefill, which costs nothing here
+    expected = (ends[0] - 1) * 0.013 + (ends[1] - ends[0]) * 0.012 + (ends[2] - ends[1]) * 0.011
+    assert run(main()) == pytest.approx(expected)
+
+
+def test_more_samples_than_slots_wait() -> None:
+    engines = []
+
+    async def main() -> None:
+        engine = SleepingRolloutEngine(COSTS, num_slots=2, max_context=2000)
+        engines.append(engine)
+        responses = engine.generate(PROMPT, samples=range(5), sampling=Sampling(max_new_tokens=9), key=KEY)
+        first = await anext(responses)
+        assert engine.free_slots == 0
+        rest = [response async for response in responses]
+        assert engine.free_slots == 2
+        assert sorted([first.sample, *(response.sample for response in rest)]) == list(range(5))
+        await engine.close()
+
+    run(main())
+
+
+def test_the_limit_ends_a_response() -> None:
+    async def main() -> None:
+        engine = SleepingRolloutEngine(COSTS, num_slots=64, max_context=2000)
+        found = await take(engine, range(64), most=20)
+        assert {(len(r.token_ids) == 20, r.finish_reason) for r in found} == {(True, "length"), (False, "stop")}
+        with pytest.raises(ValueError, match="exceed"):
+            engine.generate(PROMPT, samples=[0], sampling=Sampling(max_new_tokens=1993), key=KEY)
+        await engine.close()
+
+    run(main())
+
+
+def test_an_install_in_flight_begins_a_span_at_the_next_token() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engine = SleepingRolloutEngine(COSTS, num_slots=1, max_context=2000, version=4)
+        generating = asyncio.create_task(take(engine, range(1)))
+        await asyncio.sleep(0.0495)  # in the middle of the fifth decode step: token 6
+        await engine.install(5, {})
+        assert loop.time() == pytest.approx(5 * 0.011 + 0.5)
+        await engine.install(6, {})  # no token was made under 5
+        await engine.pause()
+        paused = loop.time()
+        await asyncio.sleep(100.0)
+        await engine.resume()
+        (response,) = await generating
+        assert response.version_spans.tolist() == [[0, 4], [6, 6]]
+        assert loop.time() - paused == pytest.approx(100.0 + (len(response.token_ids) - 6) * 0.011)
+        assert engine.installed_version == 6
+        await engine.close()
+
+    assert lengths(range(1))[0] > 8
+    run(main())
+
+
+def test_new_requests_wait_while_it_is_paused_and_nothing_is_lost() -> None:
+    async def main() -> None:
+        engine = SleepingRolloutEngine(COSTS, num_slots=4, max_context=2000)
+        await engine.pause()
+        await engine.pause()
+        generating = asyncio.create_task(take(engine, range(2)))
+        await asyncio.sleep(50.0)
+        assert not generating.done()
+        await engine.install(1, {})
+        await engine.resume()
+        assert {tuple(map(tuple, r.version_spans.tolist())) for r in await generating} == {((0, 1),)}
+        await engine.close()
+
+    run(main())
+
+
+def test_leaving_a_generator_frees_its_slots() -> None:
+    async def main() -> None:
+        engine = SleepingRolloutEngine(COSTS, num_slots=3, max_context=2000)
+        leaving = engine.generate(PROMPT, samples=range(3), sampling=Sampling(max_new_tokens=1000), key=KEY)
+        await anext(leaving)
+        waiting = asyncio.create_task(take(engine, range(2), SampleKey(1, 9)))
+        await leaving.aclose()
+        await asyncio.sleep(0)
+        assert engine.free_slots == 1
+        assert len(await waiting) == 2
+        assert engine.free_slots == 3
+        await engine.close()
+
+    run(main())
+
+
+def test_closing_ends_what_is_pending() -> None:
+    async def main() -> None:
+        engine = SleepingRolloutEngine(COSTS, num_slots=1, max_context=2000)
+        generating = asyncio.create_task(take(engine, range(3)))
+        await asyncio.sleep(0.001)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await generating
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.install(1, {})
+        await engine.close()
+
+    run(main())
+
+
+def test_the_train_engine_takes_one_call_at_a_time() -> None:
+    responses = Ragged.from_arrays([np.zeros(5, np.int64), np.zeros(7, np.int64)], "int64")
+    ones = Ragged(np.ones(12, np.uint8), responses.offsets)
+    logprobs = Ragged(np.full(12, -1.0, np.float32), responses.offsets)
+    micro = MicroBatch(np.arange(2), PROMPT, responses, ones, logprobs, np.zeros(2, np.float32), np.zeros(2, np.int64))
+
+    async def main() -> None:
+        engine = SleepingTrainEngine(COSTS, learning_rate=0.5)
+        before = await engine.fingerprint()
+        await engine.begin_step()
+        results = await asyncio.gather(*(engine.forward_backward(micro, None) for _ in range(3)))  # type: ignore[arg-type]
+        assert [(r.loss_tokens, r.physical_tokens, r.is_finite) for r in results] == [(12, 20, True)] * 3
+        assert asyncio.get_running_loop().time() == pytest.approx(3 * (0.1 + 20 * 0.01))
+        update = await engine.optim_step(36)
+        assert (update.learning_rate, update.skipped) == (0.5, False)
+        assert await engine.fingerprint() != before
+        found = await engine.log_probs(PROMPT, responses)
+        assert found.lengths.tolist() == [5, 7] and found.values.dtype == np.float32
+
+    assert run(main()) == pytest.approx(0.9 + 0.25 + 0.02)
+
+
+def test_slowed_costs_are_slower_in_everything_but_lengths() -> None:
+    slow = COSTS.slowed(3.0)
+    assert slow.decode_step(7) == pytest.approx(3 * COSTS.decode_step(7))
+    assert slow.forward_backward(100) == pytest.approx(3 * COSTS.forward_backward(100))
+    assert (slow.lengths, slow.weight_bytes) == (COSTS.lengths, COSTS.weight_bytes)
+
+
+def test_lengths_are_lognormal() -> None:
+    drawn = np.array([Lengths(response_median=100.0, response_sigma=0.5).draw(SampleKey(0, p), 0, 10**6)[0] for p in range(4000)])
+    assert np.median(drawn) == pytest.approx(100, rel=0.05)
+    assert np.log(drawn).std() == pytest.approx(0.5, rel=0.05)

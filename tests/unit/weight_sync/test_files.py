@@ -1,0 +1,77 @@
+"""The files that hold the retained versions: whose pages are used again, and what a reader may see meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncflow.weight_sync.base import Manifest, WeightSyncError
+from asyncflow.weight_sync.files import FileReader, VersionFiles
+
+NUM_BYTES = 4096
+
+
+def write(files: VersionFiles, version: int) -> Path:
+    files.begin(version, NUM_BYTES)[:] = version
+    return files.commit(version)
+
+
+def named(folder: Path) -> dict[str, int]:
+    """Inodes, by name."""
+    return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 5])
+def test_the_pages_of_the_oldest_version_are_written_over(tmp_path: Path, keep: int) -> None:
+    files, inodes = VersionFiles(tmp_path / "w", keep), set[int]()
+    for version in range(12):
+        path = write(files, version)
+        assert np.all(np.fromfile(path, np.uint8) == version)
+        inodes |= set(named(tmp_path / "w").values())
+        kept = {f"weights-{v}.safetensors" for v in range(max(0, version - keep + 1), version + 1)}
+        assert {name for name in named(tmp_path / "w") if not name.endswith(".tmp")} == kept
+    assert len(inodes) == max(keep, 2) == len(named(tmp_path / "w"))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_newest_version_is_whole_while_another_is_written(tmp_path: Path, keep: int) -> None:
+    files = VersionFiles(tmp_path / "w", keep)
+    for version in range(5):
+        path = write(files, version)
+        files.begin(version + 1, NUM_BYTES)[:] = 255
+        assert np.all(np.fromfile(path, np.uint8) == version) and files.get(version) is not None
+        assert not (tmp_path / "w" / f"weights-{version + 1}.safetensors").exists() and files.get(version + 1) is None
+
+
+def test_a_version_that_is_written_again_costs_no_other(tmp_path: Path) -> None:
+    files = VersionFiles(tmp_path / "w", 2)
+    write(files, 0), write(files, 1)
+    before = named(tmp_path / "w")
+    files.begin(1, NUM_BYTES)
+    assert files.get(0) is not None and files.get(1) is None  # it is over as soon as that begins
+    files.commit(1)
+    assert named(tmp_path / "w") == before
+
+
+def test_a_reader_maps_each_file_once_and_lets_go_of_another_writers(tmp_path: Path) -> None:
+    def mapped() -> set[str]:
+        return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line}
+
+    reader = FileReader()
+    for incarnation in ("first", "second"):
+        files = VersionFiles(tmp_path / incarnation, 2)
+        for version in range(6):
+            manifest = Manifest(incarnation, version, str(write(files, version)), "", NUM_BYTES, {})
+            assert np.all(reader.map(manifest) == version)
+        assert len(reader._mappings) == 2
+    assert len(mapped()) == 2  # `files` and the reader have the same two; those of the first are gone
+
+
+def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    files = VersionFiles(tmp_path / "w", 1)
+    manifest = Manifest("first", 0, str(write(files, 0)), "", NUM_BYTES, {})
+    write(files, 1)
+    with pytest.raises(WeightSyncError, match="version 0 is not at"):
+        FileReader().map(manifest)

@@ -1,0 +1,76 @@
+"""A broadcast between the threads of one process: the bits, and how a group ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from asyncflow.types import Array
+from asyncflow.weight_sync.group import CHUNK_BYTES, Group, Store, reason
+
+
+def members(size: int, timeout_seconds: float) -> list[Group]:
+    """A formed group."""
+    box, groups = dist.HashStore(), dict[int, Group]()
+
+    def form(rank: int) -> None:
+        store = Store(lambda key, value: box.set(key, value), lambda key: box.get(key))
+        groups[rank] = Group(store, rank, size, device="cpu", timeout_seconds=timeout_seconds, is_local=True)
+
+    threads = [threading.Thread(target=form, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [groups[rank] for rank in range(size)]
+
+
+def receive(group: Group, num_bytes: int, into: list[Array | RuntimeError]) -> threading.Thread:
+    def run() -> None:
+        pieces: list[Array] = []
+        try:
+            group.receive(num_bytes, lambda piece: pieces.append(piece.copy()))
+            into.append(np.concatenate(pieces))
+        except RuntimeError as error:
+            into.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("num_bytes", [1, CHUNK_BYTES, 3 * CHUNK_BYTES + 17])
+def test_everybody_receives_the_bytes_in_order_and_again(num_bytes: int) -> None:
+    group = members(3, 10)
+    for seed in range(3):
+        file = np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+        arrived: list[Array | RuntimeError] = []
+        threads = [receive(member, num_bytes, arrived) for member in group[1:]]
+        group[0].send(file)
+        for thread in threads:
+            thread.join(20)
+        assert len(arrived) == 2 and all(np.array_equal(one, file) for one in arrived)
+
+
+def test_closing_it_is_an_error_at_the_others_at_once() -> None:
+    sender, receiver = members(2, 30)
+    arrived: list[Array | RuntimeError] = []
+    thread = receive(receiver, 4 * CHUNK_BYTES, arrived)
+    time.sleep(0.1)
+    start = time.monotonic()
+    sender.close()
+    thread.join(20)
+    assert time.monotonic() - start < 10 and isinstance(arrived[0], RuntimeError)
+    assert reason(arrived[0]).startswith("Connection closed by peer") and "[/" not in reason(arrived[0])
+
+
+def test_a_silent_member_is_waited_for_until_the_deadline() -> None:
+    _, receiver = members(2, 1.0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="Timed out"):
+        receiver.receive(CHUNK_BYTES, lambda piece: None)
+    assert 0.9 < time.monotonic() - start < 10

@@ -1,0 +1,83 @@
+"""Casting and hashing on the way, and bytes that arrive in pieces of any size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from asyncflow.types import Array
+from asyncflow.weight_sync.base import Manifest, WeightSyncError
+from asyncflow.weight_sync.layout import Layout
+from asyncflow.weight_sync.staging import Staging, wire_specs, write_version
+
+TENSORS = {
+    "wide": torch.randn(700_001),  # casts in several chunks, the last one short
+    "double": torch.randn(33, 7, dtype=torch.float64).t(),
+    "half": torch.randn(5).half(),
+    "count": torch.arange(9),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(1.0e-40),  # denormal
+}
+
+
+def published(dtype: str | None) -> tuple[Array, Manifest]:
+    layout = Layout(wire_specs(TENSORS, dtype))
+    file = np.zeros(layout.num_bytes, np.uint8)
+    digest = write_version(file, layout, TENSORS)
+    assert digest == xxhash.xxh3_128(file.data).hexdigest()
+    return file, Manifest("first", 0, "file", digest, layout.num_bytes, layout.specs)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_only_wider_floats_are_cast_and_as_torch_does_it(dtype: str | None) -> None:
+    file, manifest = published(dtype)
+    arriving = Staging().begin(manifest)
+    arriving.write(file)
+    for name, tensor in arriving.finish().items():
+        original = TENSORS[name]
+        is_cast = dtype is not None and name in ("wide", "double", "empty", "scalar")
+        wanted = original.to(getattr(torch, dtype)) if is_cast and dtype else original
+        assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted)
+
+
+@pytest.mark.parametrize("sizes", [[1], [63, 64, 65], [4096], [1 << 22]])
+def test_pieces_of_any_size_make_the_same_tensors(sizes: list[int]) -> None:
+    file, manifest = published("bfloat16")
+    small = file[:60_000] if sizes == [1] else file
+    staging = Staging()
+    arriving, at, turn = staging.begin(manifest), 0, 0
+    while at < len(small):
+        arriving.write(file[at : at + sizes[turn % len(sizes)]])
+        at, turn = at + sizes[turn % len(sizes)], turn + 1
+    arriving.write(file[at:])
+    assert torch.equal(arriving.finish()["wide"], TENSORS["wide"].bfloat16())
+
+
+def test_bytes_that_are_missing_or_wrong_are_refused() -> None:
+    file, manifest = published(None)
+    short = Staging().begin(manifest)
+    short.write(file[:-1])
+    with pytest.raises(WeightSyncError, match="hash"):
+        short.finish()
+    other = file.copy()
+    other[12] ^= 1
+    with pytest.raises(WeightSyncError, match="names, shapes and dtypes"):
+        Staging().begin(manifest).write(other)
+
+
+def test_a_refused_version_leaves_the_staging_to_the_next() -> None:
+    file, manifest = published(None)
+    staging = Staging()
+    other = file.copy()
+    other[12] ^= 1
+    with pytest.raises(WeightSyncError):
+        staging.begin(manifest).write(other)
+    arriving = staging.begin(manifest)
+    arriving.write(file)
+    first = arriving.finish()
+    _, narrow = published("bfloat16")
+    with pytest.raises(WeightSyncError, match="other tensors"):
+        staging.begin(narrow)
+    assert torch.equal(first["wide"], TENSORS["wide"])

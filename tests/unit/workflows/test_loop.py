@@ -1,0 +1,197 @@
+"""Which groups the consumer is given, by a real queue and ledger: those of its step, or those that come first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncflow.engines.base import Response
+from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.queue import TransferQueue
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.types import GroupMeta
+from asyncflow.workflows.books import Books
+from asyncflow.workflows.bounded import NEVER, Bounded
+from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, Update
+from asyncflow.workflows.loop import members
+from asyncflow.workflows.samples import Prompt, admission, outputs, schema
+from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.signal import Signal
+
+BITS = 1
+
+
+class World:
+    """Steps of two groups of one row, begun by version 0; rollout is done by hand."""
+
+    def __init__(self, schedule: Schedule, lease_seconds: float) -> None:
+        self.schedule, self.ledger = schedule, Ledger(BITS, max_staleness=schedule.max_staleness)
+        callbacks = {"rollout": {"on_done": self._done}}
+        self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], callbacks=callbacks)
+        books = Books(self.ledger, self.queue.controllers)
+        self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
+        self.client = self.queue.client()
+        self.put_aside: dict[int, Leased] = {}
+
+    def _schema(self, lease_seconds: float) -> Schema:
+        """Only training's leases expire."""
+        declared = schema(BITS, 30.0, 2)
+        tasks = (msgspec.structs.replace(t, lease_seconds=lease_seconds if t.name == "train" else 30.0) for t in declared.tasks)
+        return Schema(declared.declared, tuple(tasks), BITS)
+
+    def _done(self, rows: list[int]) -> None:
+        self.service.done("rollout", rows)
+
+    def _end_step(self, purpose: str, step: int) -> None:
+        self.ending = asyncio.ensure_future(self.queue.client().end_step(purpose, step))
+
+    async def admit(self, num_steps: int, begun: Mapping[int, int] | None = None) -> None:
+        """`begun`: groups that an older version has begun, or none (NEVER)."""
+        metas = [GroupMeta(group, 1, group // 2, self.schedule.interval(group // 2)) for group in range(2 * num_steps)]
+        await self.service.open(metas)
+        await self.client.put(metas, admission(metas, [Prompt(np.arange(2), {})] * len(metas), [1.0] * len(metas)))
+        leased = await self.client.lease("rollout", groups=99)
+        assert leased is not None
+        self.rollout = leased.lease
+        for group in range(2 * num_steps):
+            if (version := (begun or {}).get(group, 0)) != NEVER:
+                self.ledger.begun([group], version)
+
+    async def complete(self, *groups: int) -> None:
+        for group in groups:
+            response = Response(0, np.arange(2), -np.ones(2, np.float32), np.array([(0, 0)], np.int64), "stop")
+            (is_stored,) = await self.client.complete(self.rollout, outputs(group << BITS, group, response, 0.0))
+            assert is_stored
+            await turns()
+
+    def training(self, step: int, order: list[int]) -> asyncio.Task[list[Leased]]:
+        """Consumes what it is given until the step is over, and notes it."""
+
+        async def run() -> list[Leased]:
+            held: list[Leased] = []
+            async for leased in members(self.client, self.service, self.schedule, step, self.put_aside):
+                group = leased.lease.groups[0].group
+                order.append(group)
+                held.append(leased)
+                if len(set(order)) == len(order):
+                    await self.service.consume(step, consumed(group << BITS))
+            await self.service.commit(step, Update(1.0, 1.0, 1, False))
+            await self.client.complete_marks([held[order.index(group)].lease for group in dict.fromkeys(order)])
+            return held
+
+        return asyncio.create_task(run())
+
+
+@contextlib.asynccontextmanager
+async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0) -> AsyncIterator[World]:
+    world = World(schedule, lease_seconds)
+    async with world.queue.running():
+        await turns()
+        yield world
+
+
+def consumed(row: int) -> Consumed:
+    ones = np.ones(1, np.int64)
+    return Consumed([row], [], 2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 4, 4, {}, True)
+
+
+async def turns() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+async def test_strictly_a_step_is_given_its_own_groups_as_they_come() -> None:
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(2)
+        order: list[int] = []
+        training = world.training(0, order)
+        await world.complete(3, 1)
+        assert order == [1]
+        await world.complete(0)
+        await asyncio.wait_for(training, 5)
+        assert order == [1, 0] and world.put_aside == {}
+        world.training(1, order)
+        await turns()
+        assert order == [1, 0, 3]
+
+
+async def test_where_the_first_may_come_first_a_later_group_takes_the_place_of_a_slow_one() -> None:
+    async with a_world(Bounded(max_staleness=2, membership="first_come")) as world:
+        await world.admit(3)
+        orders: list[list[int]] = [[], [], []]
+        training = world.training(0, orders[0])
+        await world.complete(0, 5)  # 5, of step 2, is due with 1 by then: neither may wait longer
+        assert orders[0] == [0, 5]
+        await asyncio.wait_for(training, 5)
+        training = world.training(1, orders[1])
+        await world.complete(4)
+        assert orders[1] == [4]
+        await world.complete(2)
+        await asyncio.wait_for(training, 5)
+        training = world.training(2, orders[2])
+        await world.complete(1, 3)
+        await asyncio.wait_for(training, 5)
+        assert orders[1:] == [[4, 2], [1, 3]] and world.ledger.missing() == [] and world.put_aside == {}
+
+
+async def test_one_that_comes_too_early_is_put_aside_and_is_first_in_its_own_step() -> None:
+    async with a_world(Bounded(max_staleness=1, membership="first_come")) as world:
+        await world.admit(2, begun={0: -1, 1: -1})  # step 1 would be too late for them
+        orders: list[list[int]] = [[], []]
+        training = world.training(0, orders[0])
+        await world.complete(2)
+        assert orders[0] == [] and [*world.put_aside] == [2]
+        await world.complete(0, 1)
+        await asyncio.wait_for(training, 5)
+        assert orders[0] == [0, 1] and [*world.put_aside] == [2]
+        training = world.training(1, orders[1])
+        await world.complete(3)
+        await asyncio.wait_for(training, 5)
+        assert orders[1] == [2, 3] and world.put_aside == {}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_one_that_was_put_aside_and_delivered_again_is_trained_once_under_its_last_lease(times: int) -> None:
+    """Nobody renews here, so that what was put aside expires."""
+    async with a_world(Bounded(max_staleness=1, membership="first_come"), lease_seconds=0.3) as world:
+        await world.admit(2, begun={0: -1, 1: -1})
+        orders: list[list[int]] = [[], []]
+        training = world.training(0, orders[0])
+        await world.complete(2)
+        leases = {world.put_aside[2].lease.token}
+        for _ in range(times):
+            await asyncio.sleep(0.35)
+            leases.add(world.put_aside[2].lease.token)
+        assert len(leases) == times + 1
+        await world.complete(0, 1)
+        await asyncio.wait_for(training, 5)
+        training = world.training(1, orders[1])
+        await turns()
+        assert orders[1] == [2]
+        await world.complete(3)
+        await asyncio.wait_for(training, 5)  # which acknowledges the leases: under an earlier one it could not
+        assert orders == [[0, 1], [2, 3]] and world.put_aside == {}
+
+
+async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_put_aside() -> None:
+    async with a_world(Bounded(max_staleness=1, membership="first_come"), lease_seconds=0.3) as world:
+        await world.admit(2, begun={0: NEVER, 1: -1})
+        orders: list[list[int]] = [[], []]
+        training = world.training(0, orders[0])
+        await world.complete(2)
+        assert orders[0] == [] and [*world.put_aside] == [2]
+        world.ledger.begun([0], 0)
+        await asyncio.sleep(0.35)
+        assert orders[0] == [2] and world.put_aside == {}
+        await world.complete(1)
+        await asyncio.wait_for(training, 5)
+        training = world.training(1, orders[1])
+        await world.complete(0, 3)
+        await asyncio.wait_for(training, 5)
+        assert orders == [[2, 1], [0, 3]]
