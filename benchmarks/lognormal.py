@@ -6,7 +6,6 @@ response's own noise key: whatever schedule, worker or attempt makes it, it is a
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from statistics import NormalDist

@@ -5,9 +5,9 @@
 All modes run the same seed and workload: 64 prompts x 8 responses a step, of lognormal length (median 20 tokens, sigma 0.6), made
 by a random model. The first two steps and the last two are left out (see whole_runs.py).
 
-periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from the start
-of generation, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as soon
-as it is there lasts
+periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from when
+generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
+soon as it is there lasts
 
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from asyncflow.config import parse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -32,7 +33,7 @@ class Display(Listener):
         )
         self._task = self._progress.add_task(name, total=steps, figures="starting")
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 

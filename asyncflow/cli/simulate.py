@@ -88,6 +88,8 @@ async def _run(config: Config, costs: Costs, seeds: range, has_faults: bool, pro
             found.append(each)
             num_failed = sum(bool(one.violations) for one in found)
             progress.update(bar, advance=1, description=f"runs, {num_failed} with violations")
+            if not console.is_terminal and len(found) % 100 == 0:  # a log shows no bar
+                print(f"{len(found)} of {len(seeds)} runs, {num_failed} with violations", flush=True)
     return found
 
 

@@ -54,20 +54,20 @@ def verify(
                 raise UserError(f"{override!r}: verify sets {key} itself{', by --steps' if key == 'run.steps' else ''}")
     given = load(config, overrides or [])
     undisturbed, disturbed = variants(given, steps)
-    first, second = Run(undisturbed), Run(disturbed, kill_in_step=max(1, steps // 2))
     try:
-        certificates = asyncio.run(first.run()), asyncio.run(second.run())
+        certificate, _ = asyncio.run(_run(undisturbed, None))
+        other, kill = asyncio.run(_run(disturbed, max(1, steps // 2)))
         result = compare(
-            (first.name, second.name),
+            (undisturbed.run.name, disturbed.run.name),
             hashlib.sha256(dump(given).encode()).hexdigest(),
-            (read_fingerprints(first.folder / FINGERPRINTS_FILE), read_fingerprints(second.folder / FINGERPRINTS_FILE)),
-            certificates,
-            read_spans(second.folder / SPANS_FILE),
-            second.kill,
+            (read_fingerprints(undisturbed.run_dir / FINGERPRINTS_FILE), read_fingerprints(disturbed.run_dir / FINGERPRINTS_FILE)),
+            (certificate, other),
+            read_spans(disturbed.run_dir / SPANS_FILE),
+            kill,
         )
     except* (RunError, OSError) as group:
         raise UserError(f"could not verify: {sentence(group)}") from group
-    path = second.folder.parent / CERTIFICATE_FILE
+    path = disturbed.run.dir / CERTIFICATE_FILE
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     print("\n".join([*result.lines, f"{'written to':<16} {path}"]))
     raise typer.Exit({"equal": 0, "differs": 1, "void": 2}[result.verdict])
@@ -98,32 +98,29 @@ def _variant(given: Config, name: str, steps: int, salt: int, schedule: str | di
     return parse({**tree, "schedule": schedule})
 
 
-class Run(Display):
-    """One of the two runs, drawn as it goes.
+async def _run(config: Config, kill_in_step: int | None) -> tuple[Certificate, Kill | None]:
+    """One of the two runs, to its end."""
+    with _Run(config, kill_in_step) as run:
+        run.says(f"{config.run.name}, in {config.run_dir}")
+        if not await run_with_signals(run.job, run.job.run()):
+            raise RunError(f"the {config.run.name} run was interrupted")
+    assert run.job.certificate is not None
+    return run.job.certificate, run.kill
 
-    With `kill_in_step` it loses the rollout worker that holds most: when a group of that step has been trained and others are made.
-    """
 
-    def __init__(self, config: Config, *, kill_in_step: int | None = None) -> None:
+class _Run(Display):
+    """Draws its run. As soon as a group of `kill_in_step` is trained while rows are made, the worker that holds most is killed."""
+
+    def __init__(self, config: Config, kill_in_step: int | None) -> None:
         super().__init__(config.run.name, config.run.steps)
-        self.name, self.folder = config.run.name, config.run_dir
+        self.job = Job(config, self)
         self.kill: Kill | None = None
         self._kill_in_step = kill_in_step
-        self._job = Job(config, self)
-
-    async def run(self) -> Certificate:
-        """To its end. Raises `UserError` and `RunError`."""
-        with self:
-            self.says(f"{self.name}, in {self.folder}")
-            if not await run_with_signals(self._job, self._job.run()):
-                raise RunError(f"the {self.name} run was interrupted")
-        assert self._job.certificate is not None
-        return self._job.certificate
 
     def group(self, step: int) -> None:
         if self._kill_in_step is None or self.kill is not None or step < self._kill_in_step:
             return
-        if held := self._job.held():
+        if held := self.job.held():
             worker = max(held, key=lambda name: held[name])
             self.kill = Kill(worker, step, held[worker], asyncio.get_running_loop().time())
-            self._job.kill(worker)
+            self.job.kill(worker)

@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -124,14 +124,25 @@ class SleepingRolloutEngine:
     is_deterministic = True
     why_not_deterministic = ""
 
-    def __init__(self, costs: Costs, *, num_slots: int, max_context: int, version: int = 0) -> None:
-        """Inside a running event loop. `max_context`: prompt and response tokens of one slot."""
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        num_slots: int,
+        max_context: int,
+        version: int = 0,
+        kv_on_install: Literal["keep", "recompute"] = "keep",
+    ) -> None:
+        """Inside a running event loop. `max_context`: prompt and response tokens of one slot.
+
+        `kv_on_install`: with `recompute` an install takes a prefill of all responses under way besides.
+        """
         self.num_slots, self.max_context = num_slots, max_context
         self.installed_version = version
-        self._costs = costs
+        self._costs, self._recomputes = costs, kv_on_install == "recompute"
         self._waiting: deque[_Request] = deque()
         self._active: list[_Slot] = []
-        self._calls: deque[tuple[float, Callable[[], None], asyncio.Future[None]]] = deque()  # seconds, what is done, who waits
+        self._calls: deque[tuple[Callable[[], float], asyncio.Future[None]]] = deque()  # returns seconds; who waits for it
         self._held = 0  # slots that responses hold or await
         self._is_paused = self._is_closed = False
         self._clock = asyncio.get_running_loop().time
@@ -179,7 +190,7 @@ class SleepingRolloutEngine:
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. Happens between two decode steps."""
-        await self._hand_in(partial(self._install, version), self._costs.install_seconds)
+        await self._hand_in(partial(self._install, version))
 
     async def pause(self) -> None:
         """See `RolloutEngine`. The step under way is finished first."""
@@ -198,7 +209,7 @@ class SleepingRolloutEngine:
         error = RuntimeError("the rollout engine is closed")
         for request in dict.fromkeys([*(slot.request for slot in self._active), *self._waiting]):
             request.arrived.put_nowait(error)
-        for _, _, done in self._calls:
+        for _, done in self._calls:
             if not done.done():
                 done.set_exception(error)
         self._active.clear()
@@ -206,11 +217,11 @@ class SleepingRolloutEngine:
 
     # -- between decode steps -----------------------------------------------------------------------------------------------
 
-    async def _hand_in(self, call: Callable[[], None], seconds: float = 0.0) -> None:
-        """Have `call` run, after so many seconds of its own, between two steps, even if nobody awaits that any more."""
+    async def _hand_in(self, call: Callable[[], float]) -> None:
+        """Have `call` run between two steps, and take the seconds that it returns, even if nobody awaits that any more."""
         self._check_open()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._calls.append((seconds, call, done))
+        self._calls.append((call, done))
         self._woken.set()
         await done
 
@@ -218,15 +229,18 @@ class SleepingRolloutEngine:
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
 
-    def _install(self, version: int) -> None:
+    def _install(self, version: int) -> float:
         self.installed_version = version
         for slot in self._active:
             if slot.spans[-1][0] == slot.count:  # two installs without a token between them
                 slot.spans.pop()
             slot.spans.append((slot.count, version))
+        tokens = sum(slot.request.prompt_tokens + slot.count for slot in self._active) if self._recomputes else 0
+        return self._costs.install_seconds + self._costs.prefill(tokens)
 
-    def _set_paused(self, is_paused: bool) -> None:
+    def _set_paused(self, is_paused: bool) -> float:
         self._is_paused = is_paused
+        return 0.0
 
     def _cancel(self, request: _Request) -> None:
         if request in self._waiting:
@@ -240,10 +254,9 @@ class SleepingRolloutEngine:
         while True:
             self._woken.clear()
             if self._calls:
-                seconds, call, done = self._calls[0]
-                await asyncio.sleep(seconds)
+                call, done = self._calls[0]
+                await asyncio.sleep(call())
                 self._calls.popleft()
-                call()
                 if not done.done():
                     done.set_result(None)
             elif self._is_paused or not (self._active or self._waiting):

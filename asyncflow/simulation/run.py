@@ -201,8 +201,13 @@ class SimulatedJob(Job):
 
     async def _rollout_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            slots, context = self.config.rollout.num_slots, run.job.max_context
-            engine = SleepingRolloutEngine(self._costs_of(name), num_slots=slots, max_context=context)
+            rollout = self.config.rollout
+            engine = SleepingRolloutEngine(
+                self._costs_of(name),
+                num_slots=rollout.num_slots,
+                max_context=run.job.max_context,
+                kv_on_install=rollout.kv_on_install,
+            )
             await roll_out(run, engine, self._sync.receiver(name), dict, _Scorer(self, name).score, _decode)
 
     async def _reward_worker(self, name: str, peer: SimulatedPeer) -> None:

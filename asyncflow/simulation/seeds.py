@@ -25,6 +25,8 @@ from asyncflow.telemetry.idle import idle_ratios
 from asyncflow.types import RunError
 
 MAX_LINE_BYTES = 1 << 24
+RUN_SECONDS = 1800.0
+"""Of real time, for one run in a process of its own."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -104,10 +106,12 @@ async def _carry_out(order: Order, lines: asyncio.Queue[bytes | None]) -> None:
     try:
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         process.stdin.close()
-        while line := await process.stdout.readline():
+        while line := await asyncio.wait_for(process.stdout.readline(), RUN_SECONDS):
             lines.put_nowait(line)
         if await process.wait():
             raise RunError(f"a simulating process ended with status {process.returncode}")
+    except TimeoutError as error:
+        raise RunError(f"a simulated run has not ended within {RUN_SECONDS:g} real seconds: take fewer steps or workers") from error
     finally:
         lines.put_nowait(None)
         if process.returncode is None:

@@ -95,8 +95,8 @@ class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
             "overlap": f"{second} trained and generated at once in {self.overlapped_steps} of {self.steps} steps, for "
             f"{self.overlap_seconds:.2f} s (median)",
             "killed": self._killed(),
-            "log-probs": f"train against rollout: {equal:,} of {tokens:,} bit-equal ({equal / max(1, tokens):.2%}), "
-            f"largest difference {largest:.2g}",
+            "log-probs": f"train against rollout{' by older weights' if staleness else ''}: {equal:,} of {tokens:,} bit-equal "
+            f"({equal / max(1, tokens):.2%}), largest difference {largest:.2g}",
         }
         lines = [f"{name:<16} {text}" for name, text in shown.items()]
         if self.difference is not None:
@@ -109,7 +109,8 @@ class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
             return "nobody"
         return (
             f"{self.kill.worker} in step {self.kill.step} of {self.names[1]}, holding {self.kill.rows} rows; "
-            f"{self.runs[1].rows_redelivered} were made again; started again, it made {self.groups_after_kill} groups"
+            f"{self.runs[1].rows_redelivered} were made again; "
+            + (f"started again, it made {self.groups_after_kill} groups" if self.groups_after_kill else "it was not back in time")
         )
 
     def _pair(self, hashes: tuple[str, str]) -> str:

@@ -14,6 +14,7 @@
     shared_memory.py    the workers of one machine read these files
     collective.py       a broadcast to all workers at once; group.py: who is in it, and how it finds together
     network.py          one receiver per machine pulls them over TCP, for all workers there
+    sleeping.py         for simulated runs: it takes its time, and carries nothing
 
 A manifest names, sizes and hashes what was published; a worker whose copy does not match it is stale and serves nothing.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Callable
@@ -12,9 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncflow.cli import app
+from asyncflow.cli.verify import variants
+from asyncflow.config import parse
+from asyncflow.job import Job, Listener
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.trace import read_spans
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
@@ -149,6 +153,43 @@ def test_a_wrong_value_is_one_sentence_and_nothing_is_started(
     assert isinstance(result.exception, UserError), (result.output, result.exception)
     assert not [word for word in words if word not in str(result.exception)] and "\n" not in str(result.exception)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_user_s_schedule_that_leaves_timing_no_choice_is_compared_with_itself(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "from asyncflow.types import Interval\n"
+        "from asyncflow.workflows.delayed import Delayed\n"
+        "class TwoLate(Delayed):\n"
+        "    def __init__(self, *, late=2):\n"
+        "        self.max_staleness = late\n"
+        "    def interval(self, step):\n"
+        "        return Interval(max(0, step - self.max_staleness), max(0, step - self.max_staleness))\n"
+    )
+    path = f"{tmp_path / 'late.py'}:TwoLate"
+    given = parse(small(schedule={"path": path, "late": 3}, rollout={"num_workers": 4}))
+    first, second = variants(given, 7)
+    assert (first.run.name, second.run.name) == ("TwoLate-1", "TwoLate-2")
+    assert first.schedule == second.schedule == given.schedule and first.reward.delays != second.reward.delays
+    assert first.run.steps == 7 and first.rollout.num_workers == 2 and first.run_dir == tmp_path / "runs/test-verify/TwoLate-1"
+    on_policy = parse(small(schedule={"path": path, "late": 0}))
+    assert [config.schedule.name for config in variants(on_policy, 7)] == ["synchronous", "periodic"]
+
+
+def test_a_worker_in_the_driver_s_own_process_cannot_be_killed(small: Small) -> None:
+    class Killer(Listener):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def group(self, step: int) -> None:
+            self.steps.append(step)
+            with pytest.raises(RunError, match="worker rollout/0 has no process of its own"):
+                job.kill("rollout/0")
+            assert set(job.held()) <= {"rollout/0"}
+
+    killer = Killer()
+    job = Job(parse({**small(), "cluster": "inline"}), killer)
+    assert asyncio.run(job.run())
+    assert killer.steps == [0] * 4 + [1] * 4
 
 
 def test_delays_hold_rewards_back(small: Small, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_choice_is_a_name_or_a_mapping_with_its_options(written: Any, chosen: 
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
-        ({"schedule": "periodik"}, "schedule 'periodik' is not known; choose one of periodic, synchronous, or give your own"),
+        ({"schedule": "periodik"}, "schedule 'periodik' is not known; choose one of .*periodic, sub_step, synchronous, or give"),
         ({"algorithm": {"name": "gpro"}}, "algorithm 'gpro' is not known; choose one of .*grpo"),
         ({"reward": {"scorer": "x"}}, "reward 'x' is not known; choose one of final_answer"),
         ({"queue": {"storage": "disk"}}, "queue storage 'disk' is not known; choose one of memory"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -130,6 +131,25 @@ def test_an_install_in_flight_begins_a_span_at_the_next_token() -> None:
     run(main())
 
 
+def test_recomputing_takes_a_prefill_of_what_is_under_way() -> None:
+    async def main(kv_on_install: Literal["keep", "recompute"], seconds: list[float]) -> None:
+        costs = msgspec.structs.replace(COSTS, prefill_token_seconds=0.001)
+        engine = SleepingRolloutEngine(costs, num_slots=2, max_context=2000, kv_on_install=kv_on_install)
+        generating = asyncio.create_task(take(engine, range(2)))
+        await asyncio.sleep(0.008 + 3.5 * 0.012)  # the prefill, then into the fourth decode step
+        await engine.install(1, {})
+        seconds.append(asyncio.get_running_loop().time())
+        await generating
+        await engine.close()
+
+    assert min(lengths(range(2))) > 5
+    seconds: list[float] = []
+    for kv_on_install in ("keep", "recompute"):
+        run(main(kv_on_install, seconds))  # type: ignore[arg-type]
+    assert seconds[0] == pytest.approx(0.008 + 4 * 0.012 + 0.5)
+    assert seconds[1] - seconds[0] == pytest.approx(2 * (8 + 5) * 0.001)
+
+
 def test_new_requests_wait_while_it_is_paused_and_nothing_is_lost() -> None:
     async def main() -> None:
         engine = SleepingRolloutEngine(COSTS, num_slots=4, max_context=2000)
@@ -166,10 +186,12 @@ def test_closing_ends_what_is_pending() -> None:
     async def main() -> None:
         engine = SleepingRolloutEngine(COSTS, num_slots=1, max_context=2000)
         generating = asyncio.create_task(take(engine, range(3)))
-        await asyncio.sleep(0.001)
+        installing = asyncio.create_task(engine.install(1, {}))
+        await asyncio.sleep(0.1)
         await engine.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            await generating
+        for pending in (generating, installing):
+            with pytest.raises(RuntimeError, match="closed"):
+                await pending
         with pytest.raises(RuntimeError, match="closed"):
             await engine.install(1, {})
         await engine.close()
