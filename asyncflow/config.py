@@ -149,7 +149,7 @@ class RolloutConfig(Section):
     min_healthy_workers: PositiveInt = 1
     """With fewer workers that live and have the weights that they are to have, the run stops."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """How often a worker that died is started again, after a pause that doubles each time."""
+    """How often a worker that died is started again, after a pause that doubles each time. 0: its death ends the run."""
     kv_on_install: Literal["keep", "recompute"] = "keep"
     """Whether keys and values of a response under way stay as they are when new weights are installed, or are computed again."""
 

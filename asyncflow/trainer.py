@@ -66,6 +66,15 @@ class Trainer:
         """
         self._call(self._push(rows))
 
+    def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
+        """Wait until every rollout worker serves the weights of the last committed step; returns their version (AF, section 5).
+
+        Workers get new weights by themselves, when the schedule lets them: this is for who drives a run from outside and has to
+        know. Under a schedule that is ahead with generating it may take until they have finished what they hold. Raises `RunError`
+        naming the workers that do not serve it in time.
+        """
+        return self._call(self._weights_arrived(timeout_seconds))
+
     def stop(self) -> None:
         """Stop the workers and write the model, the trace and the report. Nothing if the run is not running."""
         if self._job is not None:
@@ -102,6 +111,19 @@ class Trainer:
         job.driver.ledger.changed()
         if not await job.until(lambda: step in job.rows):
             raise RunError(f"the run was interrupted in step {step}")
+
+    async def _weights_arrived(self, timeout_seconds: float) -> int:
+        driver = self._started.driver
+        if driver is None:
+            raise RunError("this run has stopped")
+        version, board = driver.ledger.ledger.committed, driver.board
+        try:
+            await asyncio.wait_for(board.all_serve(version), timeout_seconds)
+        except TimeoutError as error:
+            behind = ", ".join(f"{name} serves {v}" for name, v in sorted(board.serving.items()) if v < version)
+            why = f"version {version} is not served by all within {timeout_seconds:g} s: {behind or 'it is not published yet'}"
+            raise RunError(why) from error
+        return version
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if not self._thread.is_alive():

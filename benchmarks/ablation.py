@@ -29,7 +29,7 @@ are lognormal and begin all at once, so that groups come late, as 2.01 demands.
 Real engines: a tiny random model, on as many cores as there are.
 
 Sharing (PA's Table 3 without its confound): {synchronous, periodic} x {8 responses share their prompt; each has its own}, with
-micro-batches of as many packed tokens: prompts are six times as long as responses, so that Lp + 8 Lr = 2 (Lp + Lr). PA compared with
+micro-batches of as many packed tokens: prompts are six times as long as responses, so Lp + 8 Lr = 2 (Lp + Lr). PA compared with
 micro-batches of one response, which are told, too.
 """
 
@@ -47,7 +47,6 @@ from figures import Figure, finish, parser
 from lognormal import make_model
 from whole_runs import Run, run_real, run_sleeping
 
-from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.sleeping import Costs, Lengths
 
 RUNGS = {"synchronous": "one task at a time", "periodic": "streaming through the queue", "delayed": "delayed update"}
@@ -67,7 +66,9 @@ COSTS = Costs(
 )
 HERE = Path(__file__).parent
 MEDIAN, SIGMA = 20, 0.6
-PROMPT_TOKENS = 144  # six times the mean length, exp(sigma^2 / 2) * median = 24
+EXAMPLES = 3 * "A box holds 12 pens. How many pens do 7 boxes hold? 84\n"
+"""With these, prompts have some 142 tokens: six times the mean response, exp(sigma^2 / 2) * median = 24."""
+SHARING_PROMPTS = 16
 
 
 def tree(schedule: str, steps: int, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def bounds(run: Run, cores: int | None = None) -> dict[str, float]:
 # -- what is printed --------------------------------------------------------------------------------------------------------------
 
 
-def told(what: str, runs: Mapping[str, Run], least: Mapping[str, Figure | str | None], cores: int | None = None) -> list[Figure]:
+def told(what: str, runs: Mapping[str, Run], least: Mapping[str, str], cores: int | None = None) -> list[Figure]:
     """A table of the three rungs, where their time went, and their figures."""
     one = runs["synchronous"]
     base, allowed, took = one.mean("perf/step_seconds"), bounds(one, cores), durations(one)
@@ -178,20 +179,19 @@ def where_it_went(runs: Mapping[str, Run]) -> None:
 def sharing(folder: Path, model: Path, steps: int) -> list[Figure]:
     """PA's Table 3, at equal packed tokens."""
     unshared = {"engine": {"path": f"{HERE / 'unshared.py'}:Unshared"}}
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "shared": {"responses_per_micro_batch": 8},
         "not shared": {"responses_per_micro_batch": 2, **unshared},
         "not shared, one response": {"responses_per_micro_batch": 1},
     }
-    encode, example = CheckpointTokenizer(model).encode, "A box holds 12 pens. How many pens do 7 boxes hold? 84\n"
-    own = 32  # of the question itself, about
-    data = {"prompt_template": example * round((PROMPT_TOKENS - own) / len(encode(example))) + "{question}\n"}
     tpspd: dict[tuple[str, str], float] = {}
     print(f"\n{'':12}  {'':25}  s a step   TPSPD  packed tokens a micro-batch")
     for mode in ("synchronous", "periodic"):
         for way, train in ways.items():
-            name = f"{mode}-{way.replace(' ', '-').replace(',', '')}"
-            run = run_real(tree(mode, steps, {**real(folder, name, model), "data": data, "train": train}))
+            sections = real(folder, f"{mode}-{way.replace(', ', '-').replace(' ', '-')}", model)
+            sections["data"] = {"prompt_template": EXAMPLES + "{question}\n"}
+            sections["train"] = {"prompts_per_step": SHARING_PROMPTS, **train}
+            run = run_real(tree(mode, steps, sections))
             tpspd[mode, way] = run.mean("perf/tpspd")
             print(
                 f"{mode:12}  {way:25}  {run.mean('perf/step_seconds'):8.3f}  {tpspd[mode, way]:6.0f}  "
@@ -205,7 +205,7 @@ def sharing(folder: Path, model: Path, steps: int) -> list[Figure]:
 def packed_tokens(run: Run, pieces: int) -> float:
     """Of a micro-batch; a group has so many."""
     spans = [span for span in run.spans if span.task == "forward_backward" and span.step in run.measured]
-    logical = sum(span.tokens for span in spans) / (len(run.measured) * 32 * pieces)
+    logical = sum(span.tokens for span in spans) / (len(run.measured) * SHARING_PROMPTS * pieces)
     return logical * run.mean("perf/physical_tokens_ratio")
 
 
@@ -213,7 +213,7 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=14)
     given = arguments.parse_args()
-    steps = given.steps
+    steps: int = given.steps
     asleep = separate({"model": {"path": "none"}, "rollout": {"num_workers": 4, "num_slots": 64, "max_new_tokens": 2048}})
     sleeping = {mode: run_sleeping(tree(mode, steps, asleep), COSTS) for mode in RUNGS}
     figures = told("sleeping engines", sleeping, {"periodic": ">= 0.85", "delayed": ">= 0.9"})

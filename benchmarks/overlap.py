@@ -120,10 +120,10 @@ def delayed_figures(runs: dict[tuple[str, int], Run], seconds: dict[tuple[str, i
         Figure(f"delayed, {chosen} slots: exposed weight time / step", exposed(done), "", "<= 0.01"),
         Figure(f"delayed, {chosen} slots: publishing / step, on the trainer", done.share("trainer", "publish"), ""),
     ]
-    for mode in {mode for mode, _ in runs} - {"delayed"}:
-        gain = min(seconds[mode, n] for n in slots) / best
-        figures.append(Figure(f"best {mode} step / best delayed step", gain, ""))
-    return figures
+    others = dict.fromkeys(mode for mode, _ in runs if mode != "delayed")
+    return figures + [
+        Figure(f"best {mode} step / best delayed step", min(seconds[mode, n] for n in slots) / best, "") for mode in others
+    ]
 
 
 if __name__ == "__main__":

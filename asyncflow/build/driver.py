@@ -235,9 +235,9 @@ class Driver:
         self._start(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 
-    def died(self, worker: str, why: str) -> None:
-        """A rollout worker's process has ended. `why` says also whether it is started again."""
-        self.board.died(worker)
+    def died(self, worker: str, why: str, is_given_up: bool) -> None:
+        """A rollout worker's process has ended, and is started again or given up."""
+        self.board.died(worker, is_given_up)
         self._unhealthy(worker, why)
 
     def _unhealthy(self, worker: str, why: str) -> None:

@@ -33,9 +33,9 @@ class Cluster(Protocol):
         """Start them all."""
         ...
 
-    async def wait(self, on_death: Callable[[str, str], None]) -> None:
-        """Return when every worker has ended well. `on_death(name, why)` is told of one that died and may be started again, or that
-        has been started often enough.
+    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
+        """Return when every worker has ended well. `on_death(name, why, is_given_up)` is told of one that died, and is started
+        again or has been often enough.
 
         Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of one
         that has found a mistake of the user's.

@@ -20,7 +20,7 @@ class InlineCluster:
         for spec in workers:
             self._tasks[spec.name] = asyncio.create_task(self._run(spec), name=spec.name)
 
-    async def wait(self, on_death: Callable[[str, str], None]) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
         """As the contract says; a worker that fails here is a fault to be looked at, and is not started again."""
         for task in asyncio.as_completed(self._tasks.values()):
             await task

@@ -60,25 +60,25 @@ class LocalCluster:
                 start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
             )
 
-    async def wait(self, on_death: Callable[[str, str], None]) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
         if not self._watching:  # they go on until the cluster is stopped, whether somebody waits or not
             self._watching = [asyncio.create_task(self._watch(child, on_death)) for child in self._children]
         ended, _ = await asyncio.wait(self._watching, return_when=asyncio.FIRST_EXCEPTION)
         for watch in ended:
             watch.result()
 
-    async def _watch(self, child: _Child, on_death: Callable[[str, str], None]) -> None:
+    async def _watch(self, child: _Child, on_death: Callable[[str, str, bool], None]) -> None:
         """Until the worker has ended well, or for the last time."""
         while await child.process.wait():
             why, limit = self._why(child), child.spec.max_restarts
             if not limit:
                 raise WorkerDied(f"worker {child.spec.name} {why}")
             if child.num_restarts == limit:
-                on_death(child.spec.name, f"{why}; it has been started again {limit} times, and is given up")
+                on_death(child.spec.name, f"{why}; it has been started again {limit} times, and is given up", True)
                 return
             first, most = RESTART_SECONDS
             pause = min(most, first * 2**child.num_restarts)
-            on_death(child.spec.name, f"{why}; it is started again in {pause:g} s")
+            on_death(child.spec.name, f"{why}; it is started again in {pause:g} s", False)
             await asyncio.sleep(pause)
             child.num_restarts += 1
             child.process = await self._spawn(child.spec, child.log)

@@ -238,7 +238,7 @@ class SimulatedCluster:
         self.num_deaths = self.num_stalls = 0
         self.late: list[str] = []
         self.failures: list[str] = []
-        self._on_death: Callable[[str, str], None] = lambda name, why: None
+        self._on_death: Callable[[str, str, bool], None] = lambda name, why, is_given_up: None
         self._wire, self._mains, self._faults, self._restart_seconds = wire, mains, faults, restart_seconds
         self._workers: dict[str, _Worker] = {}
         self._lives: dict[str, int] = {}
@@ -254,7 +254,7 @@ class SimulatedCluster:
         self._timers += [loop.call_at(when, self._kill, worker) for when, worker in self._faults.deaths]
         self._timers += [loop.call_at(when, self._pause, worker, seconds) for when, worker, seconds in self._faults.stalls]
 
-    async def wait(self, on_death: Callable[[str, str], None]) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
         """See `Cluster`."""
         self._on_death = on_death
         await asyncio.shield(self._over)
@@ -310,10 +310,10 @@ class SimulatedCluster:
         worker.process.kill()
         restarts = self._lives[name] - 1
         if restarts == worker.spec.max_restarts:
-            self._on_death(name, "was killed once too often, and is given up")
+            self._on_death(name, "was killed once too often, and is given up", True)
             return
         pause = self._restart_seconds * 2**restarts
-        self._on_death(name, f"was killed; it is started again in {pause:g} s")
+        self._on_death(name, f"was killed; it is started again in {pause:g} s", False)
         self._timers.append(self._wire.loop.call_later(pause, self._begin, worker.spec))
 
     def _pause(self, name: str, seconds: float) -> None:

@@ -56,7 +56,7 @@ class RolloutEngine(Protocol):
     """Generates responses by continuous batching over `num_slots` slots."""
 
     num_slots: int
-    is_deterministic: bool  # the tokens and log-probs of a sample depend, to the bit, on its prompt, key, sampling and weights alone
+    is_deterministic: bool  # a sample's tokens and log-probs depend, to the bit, on its prompt, key, sampling and weights alone
     why_not_deterministic: str  # one sentence, "" if it is
 
     @property

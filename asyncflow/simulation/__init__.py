@@ -1,4 +1,4 @@
-"""The same run under a virtual clock, with engines that sleep: thousands of times faster, and the same each time.
+"""The same run under a virtual clock, with engines that sleep: as fast as its bookkeeping, and the same each time.
 
     Config, Costs, Faults --> SimulatedJob: the real Job, Driver, loops and queue --> metrics, spans, report
                                   |  in the places of sockets, processes, models:  |

@@ -8,6 +8,7 @@ be made again when their worker has died: one of those that are past it is calle
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import msgspec
 
@@ -32,7 +33,7 @@ class Board:
         self.serving: dict[str, int] = {}
         self.installing: dict[str, int] = {}
         self.stale: dict[str, str] = {}  # workers whose weights could not be brought up to date, and why
-        self.dead: set[str] = set()  # workers that have died and do not serve again yet
+        self.given_up: set[str] = set()  # workers that have died for the last time
         self.step_seconds: float | None = None
         self.swap_seconds: float | None = None
         self.is_stopping = False
@@ -108,7 +109,6 @@ class Board:
         worker = client_name.get()
         self.serving[worker] = version
         self.stale.pop(worker, None)
-        self.dead.discard(worker)
         self.installing.pop(worker, None)
         self.swap_seconds = self._clock() - self._granted_at.pop(worker, self._clock())
         self.on_installed(version)
@@ -125,9 +125,10 @@ class Board:
 
     # -- the driver's -------------------------------------------------------------------------------------------------------
 
-    def died(self, worker: str) -> None:
-        """A worker has died, and serves nothing until it has been started again."""
-        self.dead.add(worker)
+    def died(self, worker: str, is_given_up: bool) -> None:
+        """A worker has died, and is started again or not."""
+        if is_given_up:
+            self.given_up.add(worker)
         self.forget(worker)
 
     def forget(self, worker: str) -> None:
@@ -136,14 +137,20 @@ class Board:
             book.pop(worker, None)
         self._signal.notify()
 
+    async def all_serve(self, version: int) -> None:
+        """Wait until every worker that is not stale serves this version, or a later one."""
+        await self._signal.until(
+            lambda: self.published >= version and all(v >= version for w, v in self.serving.items() if w not in self.stale)
+        )
+
     @property
     def newest(self) -> Manifest | None:
         """What was published last."""
         return self._kept.get(self.published)
 
     def num_unhealthy(self) -> int:
-        """Workers that serve nothing: dead ones, and those whose weights are not what they are to be."""
-        return len(self.dead | self.stale.keys())
+        """Workers that serve nothing, and may not soon: given up, or without the weights that they are to have."""
+        return len(self.given_up | self.stale.keys())
 
     def stop(self) -> None:
         """Nothing more is granted."""
@@ -166,6 +173,7 @@ class Board:
     def _behind(self) -> int | None:
         """The version that rows in nobody's hands need, if every worker is past it or takes nothing; else None."""
         needed = self._progress.oldest_unleased(0)
-        at = [*(version for worker, version in self.serving.items() if worker not in self.stale), *self.installing.values()]
-        is_past = needed is not None and needed < min(at, default=self.published) and (needed in self._kept or needed == 0)
-        return needed if is_past else None
+        if needed is None or needed >= self.published or (needed and needed not in self._kept):
+            return None
+        serving = (version for worker, version in self.serving.items() if worker not in self.stale)
+        return needed if all(version > needed for version in chain(serving, self.installing.values())) else None

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = (0.5, 30.0)
-"""After weights could not be fetched: at first, and at most."""
+RETRY_SECONDS = (0.5, 2.0)
+"""After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
 
 
 class Rollout:
@@ -106,9 +106,10 @@ class Rollout:
         return self._installed != version
 
     def _room(self) -> int:
-        """How many more groups may be taken."""
-        rows = min(self._share - self._generating, self._engine.free_slots)
-        return rows // self._shape.group_size if self._generating else max(1, rows // self._shape.group_size)
+        """How many more groups may be taken: enough for every slot that is free, and, but for a first one, within the share."""
+        size = self._shape.group_size
+        wanted = -(-(self._engine.num_slots - self._generating) // size)
+        return max(0 if self._generating else 1, min(wanted, (self._share - self._generating) // size))
 
     async def _produce(self, leased: Leased, request: Request) -> None:
         start, meta, version = self._spans.clock(), request.meta, self._installed

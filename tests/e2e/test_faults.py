@@ -181,11 +181,11 @@ def test_three_skipped_steps_in_a_row_end_the_run(small: Small, tmp_path: Path) 
         run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [*range(99)]}, run={"steps": 9}))
 
 
-def test_a_killed_worker_ends_the_run_with_its_name_and_leaves_no_process(
+def test_a_killed_worker_that_is_not_to_be_started_again_ends_the_run_with_its_name_and_leaves_no_process(
     small: Small, tmp_path: Path, background: Background
 ) -> None:
     run_dir = tmp_path / "runs" / "test"
-    command = background("train", write_config(tmp_path, small(run={"steps": 500})))
+    command = background("train", write_config(tmp_path, small(run={"steps": 500}, rollout={"max_restarts": 0})))
     wait_for(lambda: len(metrics(run_dir)) >= 1, command)
     victim = next(p for p in processes_of(run_dir) if "rollout/0" in p.cmdline())
     everyone = processes_of(run_dir)

@@ -131,10 +131,12 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
     small: Small, tmp_path: Path, background: Background
 ) -> None:
     run_dir = tmp_path / "runs" / "test"
-    command = background("train", config(small, tmp_path, "test", run={"steps": 500}, rollout={"min_healthy_workers": 2}))
+    command = background(
+        "train", config(small, tmp_path, "test", run={"steps": 500}, rollout={"min_healthy_workers": 2, "max_restarts": 1})
+    )
     wait_for(lambda: committed(run_dir) >= 1, command)
     everyone = processes_of(run_dir)
-    worker(run_dir, "rollout/1").kill()
+    kill_twice(run_dir, "rollout/1", command)
     _, errors = command.communicate(timeout=30)
     assert command.returncode == 1
     (line,) = errors.strip().splitlines()
@@ -145,19 +147,24 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
     assert (run_dir / "report.html").is_file()
 
 
+def kill_twice(run_dir: Path, name: str, command: subprocess.Popen[str]) -> None:
+    """A worker, and the one that is started in its place."""
+    first = worker(run_dir, name)
+    first.kill()
+    wait_for(lambda: any(name in p.cmdline() and p.pid != first.pid for p in processes_of(run_dir)), command)
+    worker(run_dir, name).kill()
+
+
 def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on_while_there_are_any(
     small: Small, tmp_path: Path, background: Background
 ) -> None:
     run_dir = tmp_path / "runs" / "test"
     command = background("train", config(small, tmp_path, "test", run={"steps": 500}, rollout={"max_restarts": 1}))
     wait_for(lambda: committed(run_dir) >= 1, command)
-    first = worker(run_dir, "rollout/1")
-    first.kill()
-    wait_for(lambda: any("rollout/1" in p.cmdline() and p.pid != first.pid for p in processes_of(run_dir)), command)
-    worker(run_dir, "rollout/1").kill()
+    kill_twice(run_dir, "rollout/1", command)
     before = committed(run_dir)
     wait_for(lambda: committed(run_dir) >= before + 3, command)
-    worker(run_dir, "rollout/0").kill()
+    kill_twice(run_dir, "rollout/0", command)
     output, errors = command.communicate(timeout=30)
     assert command.returncode == 1 and not processes_of(run_dir)
     assert "it has been started again 1 times, and is given up" in output

@@ -19,6 +19,9 @@ def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Pa
     with Trainer.from_config(tree) as trainer:
         first = trainer.step()
         assert first is not None and first["rows/trained"] == 16
+        assert trainer.weight_sync_notify() == 1
+        with pytest.raises(RunError, match=r"version 2 is not served by all within 0\.1 s: rollout/0 serves 1"):
+            trainer._call(_too_far(trainer))
         trainer.push_prompts([{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(4)])
         with pytest.raises(UserError, match="no column 'question'"):
             trainer.push_prompts([{"answer": "1"}])
@@ -29,6 +32,16 @@ def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Pa
     assert len(pushed) == 1 and pushed <= {1, 2}  # prompts enter up to one step ahead
     assert len(rows(tmp_path / "runs" / "test" / "metrics.jsonl")) == 4
     assert (tmp_path / "runs" / "test" / "model" / "config.json").is_file()
+
+
+async def _too_far(trainer: Trainer) -> None:
+    driver = trainer._started.driver
+    assert driver is not None
+    driver.ledger.ledger.committed += 1
+    try:
+        await trainer._weights_arrived(0.1)
+    finally:
+        driver.ledger.ledger.committed -= 1
 
 
 def test_mistakes(small: Callable[..., dict[str, Any]]) -> None:

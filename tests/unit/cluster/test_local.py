@@ -80,10 +80,12 @@ class Deaths:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
+        self.given_up: list[bool] = []
         self.first = asyncio.Event()
 
-    def __call__(self, name: str, why: str) -> None:
+    def __call__(self, name: str, why: str, is_given_up: bool) -> None:
         self.told.append((name, why))
+        self.given_up.append(is_given_up)
         self.first.set()
 
 
@@ -138,6 +140,7 @@ async def test_one_that_dies_too_often_is_given_up_and_the_others_go_on(cluster:
     await asyncio.sleep(0.3)  # longer than any pause
     assert len(deaths.told) == 3 and not waiting.done() and (tmp_path / "lives").read_text() == "III"
     assert deaths.told[2][1].endswith("it has been started again 2 times, and is given up")
+    assert deaths.given_up == [False, False, True]
     assert cluster.pids().keys() == {"other"}
     assert await cluster.stop(0.1) == ["other"]
     await asyncio.wait([waiting])

@@ -100,6 +100,13 @@ def test_a_wait_without_an_install_after_it_is_for_prompts_and_the_last_one_for_
     assert waits(spans, "rollout/0") == [(0, 1, "start"), (1, 2, "data"), (3, 5, "stop")]
 
 
+def test_a_part_of_a_lane_is_cut_where_it_begins_and_ends():
+    activity = busy_and_idle(attributed(periodic()), "trainer", 5.0, 12.5)
+    assert activity.wall == 7.5
+    assert activity.busy == {"forward_backward": 1, "optim_step": 1, "publish": 1}
+    assert activity.idle == {"slowest group": 1.5, "weights": 2, "data": 1}
+
+
 def test_no_second_is_lost_or_counted_twice():
     spans = synthetic_run.make_spans(10)
     shuffled = random.Random(0).sample(spans, len(spans))

@@ -105,6 +105,20 @@ def test_busy_and_idle_add_up_to_wall_within_a_hundredth(run_dir):
         assert f"{100 * activity.busy_seconds / activity.wall:.1f}% busy" in page.text
 
 
+def test_the_mean_step_of_every_worker_adds_up_to_the_step(run_dir):
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    step = float(re.search(r"A step of ([0-9.]+) s, mean over 9", text).group(1))
+    head = re.search(r"<tr><th>worker</th>(.*)</tr>", text).group(1)
+    columns = re.findall(r">([^<]+)</th>", head)
+    assert columns[0] == "busy" and {"data", "interval", "weights"} < set(columns)
+    for worker in ("rollout/0", "rollout/1", "trainer"):
+        cells = re.findall(r'number">([0-9.-]+)</td>', re.search(rf"<tr><td>{worker}</td>(.*)</tr>", text).group(1))
+        *parts, whole = map(float, cells)
+        assert len(cells) == len(columns)
+        assert whole == pytest.approx(step, abs=2e-3)
+        assert sum(parts) == pytest.approx(whole, abs=0.001 * len(parts))
+
+
 def test_a_run_interrupted_at_its_first_step_still_shows_its_lanes(tmp_path):
     spans = synthetic_run.make_spans(1)[:6]
     log = SpanLog(tmp_path / "spans.jsonl")

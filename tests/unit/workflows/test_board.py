@@ -371,18 +371,19 @@ async def test_a_worker_without_its_weights_is_stale_until_it_serves_again() -> 
     assert books.board.num_unhealthy() == 0 and books.board.stale == {}
 
 
-async def test_a_dead_worker_is_counted_until_it_serves_again_and_one_that_is_still_starting_is_not() -> None:
+async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_starting_does_not() -> None:
     books = Books()
     await books.serves(A, 0)
     await books.asks(A, books.board.failed("the hash is not the manifest's"))
     books.board.forget(A)  # its connection has gone, before or after its process
-    books.board.died(A)
+    books.board.died(A, is_given_up=False)
     books.board.forget(A)
-    assert books.board.num_unhealthy() == 1 and books.board.serving == books.board.stale == books.board.installing == {}
+    assert books.board.num_unhealthy() == 0 and books.board.serving == books.board.stale == books.board.installing == {}
     await books.asks(A, books.board.join())
-    assert books.board.num_unhealthy() == 1
     await books.serves(A, 0)
     assert books.board.num_unhealthy() == 0
+    books.board.died(A, is_given_up=True)
+    assert books.board.num_unhealthy() == 1 and books.board.serving == {}
 
 
 async def test_stopping_answers_everybody_who_waits() -> None:
