@@ -73,6 +73,10 @@ for _kind in (_Loader, _Dumper):
 Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
 
 
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:\d+)?$")]
+"""Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
+
+
 class RunConfig(Section):
     name: str = "run"
     """The run's folder below `dir`."""
@@ -143,7 +147,7 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 256
     dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "cpu"
+    device: Device = "cpu"
     num_threads: PositiveInt = 1
     """Computing threads of each worker (CPU)."""
     min_healthy_workers: PositiveInt = 1
@@ -183,10 +187,10 @@ class TrainConfig(Section):
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3
-    """So many updates in a row with a gradient that is not finite end the run."""
+    """So many updates in a row that cannot be made (a loss or the gradient is not finite, or no row is left) end the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward passes; weights, gradient sums and optimiser state are float32 or more."""
-    device: str = "cpu"
+    device: Device = "cpu"
     num_threads: PositiveInt = 1
 
 

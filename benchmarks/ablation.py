@@ -1,6 +1,6 @@
 """AF's Table 1: what streaming and what the delayed update gain over one task at a time, and how much of it there is to be gained.
 
-    python benchmarks/ablation.py [--steps 14] [--json FILE]
+    python benchmarks/ablation.py [--parts sleeping real sharing] [--steps 14] [--rounds 2] [--json FILE]
 
 Rollout, reward, reference and update are tasks of their own, on workers of their own:
 
@@ -26,7 +26,7 @@ Sleeping engines, in virtual time. AF tells its ratios, 1 : 2.01 : 2.74 (7B, 512
 below are such that the durations allow about these ratios: the longest task takes 0.38 of the sum, as 2.74 demands, and responses
 are lognormal and begin all at once, so that groups come late, as 2.01 demands.
 
-Real engines: a tiny random model, on as many cores as there are.
+Real engines: a tiny random model, on as many cores as there are; the best of some rounds of all three.
 
 Sharing (PA's Table 3 without its confound): {synchronous, periodic} x {8 responses share their prompt; each has its own}, with
 micro-batches of as many packed tokens: prompts are six times as long as responses, so Lp + 8 Lr = 2 (Lp + Lr). PA compared with
@@ -45,12 +45,13 @@ from typing import Any
 
 from figures import Figure, finish, parser
 from lognormal import make_model
-from whole_runs import Run, run_real, run_sleeping
+from whole_runs import Run, best_runs, run_real, run_sleeping
 
 from asyncflow.engines.sleeping import Costs, Lengths
 
 RUNGS = {"synchronous": "one task at a time", "periodic": "streaming through the queue", "delayed": "delayed update"}
 PAPER = {"synchronous": 1.0, "periodic": 2.01, "delayed": 2.74}
+PARTS = ("sleeping", "real", "sharing")
 TASKS = ("reward", "reference", "forward_backward")
 COSTS = Costs(
     decode_step_seconds=0.02,
@@ -92,7 +93,7 @@ def separate(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str
 def real(folder: Path, name: str, model: Path) -> dict[str, dict[str, Any]]:
     engine = {"path": f"{HERE / 'lognormal.py'}:LognormalSlots", "median": MEDIAN, "sigma": SIGMA}
     return {
-        "run": {"dir": str(folder), "name": name},
+        "run": {"dir": str(folder), "name": name, "overwrite": True},
         "model": {"path": str(model)},
         "rollout": {"engine": engine, "num_slots": 64, "max_new_tokens": 96},
     }
@@ -211,18 +212,24 @@ def packed_tokens(run: Run, pieces: int) -> float:
 
 def main() -> int:
     arguments = parser(__doc__)
+    arguments.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, metavar="NAME")
     arguments.add_argument("--steps", type=int, default=14)
+    arguments.add_argument("--rounds", type=int, default=2, help="of real engines, whose best is taken")
     given = arguments.parse_args()
     steps: int = given.steps
-    asleep = separate({"model": {"path": "none"}, "rollout": {"num_workers": 4, "num_slots": 64, "max_new_tokens": 2048}})
-    sleeping = {mode: run_sleeping(tree(mode, steps, asleep), COSTS) for mode in RUNGS}
-    figures = told("sleeping engines", sleeping, {"periodic": ">= 0.85", "delayed": ">= 0.9"})
+    figures: list[Figure] = []
+    if "sleeping" in given.parts:
+        asleep = separate({"model": {"path": "none"}, "rollout": {"num_workers": 4, "num_slots": 64, "max_new_tokens": 2048}})
+        sleeping = {mode: run_sleeping(tree(mode, steps, asleep), COSTS) for mode in RUNGS}
+        figures += told("sleeping engines", sleeping, {"periodic": ">= 0.85", "delayed": ">= 0.9"})
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = make_model(folder / "model")
-        awake = {mode: run_real(tree(mode, steps, separate(real(folder, mode, model)))) for mode in RUNGS}
-        figures += told("real tiny model", awake, {}, cores=os.cpu_count())
-        figures += sharing(folder, model, steps)
+        if "real" in given.parts:
+            awake = best_runs(RUNGS, given.rounds, lambda mode: run_real(tree(mode, steps, separate(real(folder, mode, model)))))
+            figures += told("real tiny model", awake, {}, cores=os.cpu_count())
+        if "sharing" in given.parts:
+            figures += sharing(folder, model, steps)
     return finish(figures, given.json)
 
 

@@ -179,7 +179,7 @@ class Driver:
             planned_steps=self.config.run.steps,
             rows_redelivered=self._rows_redelivered(),
             reward_failures=sum((Counter(worker.reward_failures) for worker in workers), Counter()),
-            is_deterministic=all(worker.is_deterministic for worker in workers),
+            why_not_deterministic=next((w.why_not_deterministic for w in workers if w.why_not_deterministic), ""),
         )
 
     async def close(self) -> None:
@@ -331,12 +331,11 @@ class Driver:
             why = "nothing was left to train on"
         self._says(f"step {totals.step} is skipped, the weights stay as they are: {why}")
         if self._skipped_in_a_row >= self.config.train.max_skipped_updates and not self.failure.done():
-            self.failure.set_exception(
-                RunError(
-                    f"{self._skipped_in_a_row} updates in a row were skipped, the last because {why}; lower train.learning_rate, "
-                    f"or look at these rows' rewards and log-probs"
-                )
-            )
+            way_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
+            if not update.normaliser:
+                way_out = "the messages above say why the rows were given up"
+            told = f"{self._skipped_in_a_row} updates in a row were skipped, the last because {why}; {way_out}"
+            self.failure.set_exception(RunError(told))
 
     async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
         """The step's row of metrics, once every worker has told what it did until the commit."""

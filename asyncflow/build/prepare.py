@@ -17,6 +17,7 @@ from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.config import Choice, Config
 from asyncflow.data.datasets import Row, check_columns, load_rows, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer, read_json
+from asyncflow.engines.families import check_family
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.registry import build, resolve
@@ -78,7 +79,9 @@ def check_choices(config: Config) -> None:
     ]
     for kind, choice, known in chosen:
         resolve(kind, choice.name, known)
-    algorithm = make_algorithm(config)
+    algorithm, train = make_algorithm(config), config.train
+    if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
+        raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
     if config.train.reference == "task" and not algorithm.needs_reference:
         raise UserError(
             "train.reference=task, but the algorithm has no KL term to a reference: set its coefficient, or leave it out"
@@ -185,6 +188,7 @@ async def model_folder(config: Config, rows: Sequence[Row], scratch: Path) -> Pa
     architectures = settings.get("architectures") or ["?"]
     if not any(str(name).endswith("ForCausalLM") for name in architectures):
         raise UserError(f"the model {path} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
+    check_family(settings)
     if not [*folder.glob("*.safetensors")]:
         raise UserError(f"the model {path} has no weights in safetensors format; write them with transformers' save_pretrained")
     return folder

@@ -30,7 +30,7 @@ from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Peer, proxy
-from asyncflow.types import Array
+from asyncflow.types import Array, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSync, WeightSyncOptions
 from asyncflow.workflows import SCHEDULES
@@ -115,7 +115,7 @@ async def roll_out(
     decode: Callable[[Array], str],
 ) -> None:
     """A rollout worker's work, with what was built for it, which is closed at the end."""
-    run.reporter.is_deterministic = engine.is_deterministic
+    run.reporter.why_not_deterministic = engine.why_not_deterministic
     loop = Rollout(
         run.queue,
         run.board,
@@ -249,7 +249,10 @@ def _rollout_engine(run: Connection) -> RolloutEngine:
         "num_threads": rollout.num_threads,
         "kv_on_install": rollout.kv_on_install,
     }
-    return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
+    try:
+        return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
+    except ValueError as error:  # a model that it does not compute: starting it again would not help
+        raise UserError(f"the rollout engine cannot generate with the model {run.job.model}: {error}") from error
 
 
 def _train_engine(run: Connection) -> TrainEngine:
@@ -287,6 +290,7 @@ def _reference_engine(run: Connection) -> LogProbEngine:
         "device": train.device,
         "log_prob_chunk_tokens": train.log_prob_chunk_tokens,
         "num_threads": train.num_threads,
+        "offload": train.offload,
     }
     return cast(LogProbEngine, build("reference engine", "torch", options, LOG_PROB_ENGINES))
 

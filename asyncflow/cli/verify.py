@@ -12,7 +12,7 @@ import typer
 
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence
-from asyncflow.config import Config, dump, load, parse
+from asyncflow.config import Config, apply_override, dump, load, parse
 from asyncflow.job import Job, run_with_signals
 from asyncflow.registry import build
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
@@ -49,8 +49,10 @@ def verify(
     Exit code 0: equal, 1: different, 2: could not run, or the runs are no proof.
     """
     for override in overrides or []:
+        tree: dict[str, Any] = {}
+        apply_override(tree, override)
         for key in GIVEN:
-            if f"{override.split('=')[0]}.".startswith(f"{key}."):
+            if _sets(tree, key.split(".")):
                 raise UserError(f"{override!r}: verify sets {key} itself{', by --steps' if key == 'run.steps' else ''}")
     given = load(config, overrides or [])
     undisturbed, disturbed = variants(given, steps)
@@ -124,3 +126,12 @@ class _Run(Display):
             worker = max(held, key=lambda name: held[name])
             self.kill = Kill(worker, step, held[worker], asyncio.get_running_loop().time())
             self.job.kill(worker)
+
+
+def _sets(tree: Any, key: list[str]) -> bool:
+    """Whether a key, or something below it, is among these nested mappings."""
+    for part in key:
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True

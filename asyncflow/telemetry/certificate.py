@@ -25,7 +25,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     `steps` of `planned_steps` are committed. `max_staleness` in versions and `max_spans` (policy versions that made one response)
     are the largest of all trained rows. `overlapped_steps`: steps of which a group was trained while responses of the step were
     still missing. `rows_redelivered`, `rows_dead` and `reward_failures` (by kind, timeouts among them) count over the whole run.
-    `is_deterministic`: every rollout engine makes a lost response again exactly.
+    `is_deterministic`: every rollout engine makes a lost response again exactly; if not, `why_not_deterministic` says why.
     """
 
     schedule: str
@@ -40,6 +40,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     reward_failures: dict[str, int]
     skipped_updates: int
     is_deterministic: bool
+    why_not_deterministic: str
     voided: list[str]
 
     @property
@@ -49,7 +50,8 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         return (
             f"on-policy certificate {verdict} ({self.schedule}, {self.steps} of {self.planned_steps} steps; staleness "
             f"{self.max_staleness}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows given up "
-            f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, updates skipped {self.skipped_updates})"
+            f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, updates skipped {self.skipped_updates}"
+            f"{'' if self.is_deterministic else f'; not deterministic: {self.why_not_deterministic}'})"
         )
 
     def write(self, run_dir: Path) -> None:
@@ -92,7 +94,7 @@ class Observed:
         planned_steps: int,
         rows_redelivered: int,
         reward_failures: Mapping[str, int],
-        is_deterministic: bool,
+        why_not_deterministic: str,
     ) -> Certificate:
         """The verdict. A response in mid-air goes through at most one installation for each version of promised staleness."""
         timeouts = reward_failures.get("timeout", 0)
@@ -103,8 +105,9 @@ class Observed:
             voided.append(
                 f"a response was made by {self.max_spans} versions, and {schedule} promises {promised_staleness + 1} at most"
             )
-        if rows_redelivered and not is_deterministic:
-            voided.append(f"{rows_redelivered} rows were delivered again to an engine that does not make them again exactly")
+        if rows_redelivered and why_not_deterministic:
+            again = f"{rows_redelivered} rows were delivered again to an engine that does not make them again exactly"
+            voided.append(f"{again} ({why_not_deterministic})")
         if self.rows_dead and timeouts:
             voided.append(f"{self.rows_dead} rows were given up with {timeouts} reward timeouts: the machine's speed decided which")
         return Certificate(
@@ -119,6 +122,7 @@ class Observed:
             reward_timeouts=timeouts,
             reward_failures=dict(reward_failures),
             skipped_updates=self.skipped_updates,
-            is_deterministic=is_deterministic,
+            is_deterministic=not why_not_deterministic,
+            why_not_deterministic=why_not_deterministic,
             voided=voided,
         )

@@ -3,8 +3,8 @@
     fingerprints, certificates of both, spans of the second --> compare --> Equivalence --> certificate.json, what `verify` prints
 
 A difference anywhere is a difference. Equal bits are a proof only where timing had its chance: the groups were taken in different
-orders, and the second run trained and generated at once, and made again what a killed worker took along. Otherwise the certificate
-is void.
+orders, and the second run trained while responses were made or scored, and made again what a killed worker took along. Otherwise
+the certificate is void.
 """
 
 from __future__ import annotations
@@ -92,13 +92,15 @@ class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
             "everything": f"{self._pair(self.everything_hash)} ({self.num_facts:,} hashes and numbers)",
             "versions": f"staleness {staleness}, spans per row {spans}",
             "order of groups": f"other in {self.reordered_steps} of {self.steps} steps, Kendall distance {self.order_distance:.3f}",
-            "overlap": f"{second} trained and generated at once in {self.overlapped_steps} of {self.steps} steps, for "
-            f"{self.overlap_seconds:.2f} s (median)",
+            "overlap": f"{second} trained while responses were made or scored in {self.overlapped_steps} of {self.steps} steps, "
+            f"for {self.overlap_seconds:.2f} s (median)",
             "killed": self._killed(),
             "log-probs": f"train against rollout{' by older weights' if staleness else ''}: {equal:,} of {tokens:,} bit-equal "
             f"({equal / max(1, tokens):.2%}), largest difference {largest:.2g}",
         }
         lines = [f"{name:<16} {text}" for name, text in shown.items()]
+        if self.difference is not None and self.reasons:
+            lines[1:1] = [f"{'no proof either':<16} {'; '.join(self.reasons)}"]
         if self.difference is not None:
             where = f"step {self.difference.step}, {self.difference.what} of {self.difference.where}"
             lines[1:1] = [f"{'difference':<16} {where}: {self.difference.values[0]} against {self.difference.values[1]}"]
@@ -141,7 +143,7 @@ def compare(
     if not reordered:
         reasons.append("the groups were taken in the same order in every step")
     if not overlapped:
-        reasons.append(f"{names[1]} never trained and generated at once")
+        reasons.append(f"{names[1]} never trained while responses were made or scored")
     if kill is None or not certificates[1].rows_redelivered:
         reasons.append(f"{names[1]} lost no row with a killed worker")
     if not any(float.fromhex(loss) for step in everything for group in step.groups for loss in group.losses):

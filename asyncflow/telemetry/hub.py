@@ -22,7 +22,8 @@ SETTLE_SECONDS = 1.0
 class WorkerState(msgspec.Struct, frozen=True):
     """What a worker's lane does at `time`; `cause` says what it waits for if `task` is `wait`. Times in seconds, monotonic.
 
-    `is_deterministic`: its engine makes a lost response again exactly. `reward_failures`: by kind, since the worker began.
+    `why_not_deterministic`: why its engine may not make a lost response again exactly; empty if it does. `reward_failures`: by
+    kind, since the worker began.
     """
 
     worker: str
@@ -32,7 +33,7 @@ class WorkerState(msgspec.Struct, frozen=True):
     since: float
     time: float
     rss_bytes: int
-    is_deterministic: bool
+    why_not_deterministic: str
     reward_failures: dict[str, int]
 
 
@@ -80,7 +81,7 @@ class Reporter:
 
     def __init__(self, hub: Hub, worker: str, clock: Callable[[], float], device: str, flush_seconds: float) -> None:
         self.recorder = Recorder(worker, clock, lambda span: self._spans.append(span), device)
-        self.is_deterministic = True
+        self.why_not_deterministic = ""
         self.reward_failures: Mapping[str, int] = {}
         self._hub, self._clock, self._flush_seconds = hub, clock, flush_seconds
         self._spans: list[Span] = []
@@ -103,6 +104,6 @@ class Reporter:
         (task, cause, since), spans, samples = self.recorder.state, self._spans, self._samples
         self._spans, self._samples = [], []
         rss = self._process.memory_info().rss
-        certified = self.is_deterministic, dict(self.reward_failures)
+        certified = self.why_not_deterministic, dict(self.reward_failures)
         state = WorkerState(self.recorder.worker, self._process.pid, task, cause, since, self._clock(), rss, *certified)
-        await self._hub.report(spans, samples, state)
+        await asyncio.shield(self._hub.report(spans, samples, state))  # who is cancelled here has taken the spans already

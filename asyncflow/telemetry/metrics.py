@@ -31,7 +31,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "reward/zero_std_groups": "Number of groups whose rewards are all equal: they have no advantage and teach nothing.",
     "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
     "response_length/clipped_ratio": "Share of those rows that were cut off at the largest length (0 to 1).",
-    "policy/kl": "Estimated KL divergence of the policy from the reference (k3), in nats, mean over loss tokens.",
+    "policy/kl": "Estimated KL divergence (k3), in nats, mean over loss tokens: of the policy from the reference, or, without one, "
+    "from the old policy (0 by construction while that is the policy itself).",
     "policy/rollout_kl": "Estimated KL divergence of the engine that sampled from the policy (k3), in nats, mean over loss tokens: "
     "what staleness and the difference of the two engines amount to.",
     "policy/entropy": "Entropy of the policy's token distribution, in nats, mean over loss tokens.",
@@ -39,7 +40,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "policy/grad_norm": "Norm of the gradient before clipping, mean over the step's updates, skipped ones left out.",
     "policy/loss": "Sum of the unnormalised losses / sum of the normalisers of the step's updates.",
     "policy/learning_rate": "Learning rate of the step's last update.",
-    "policy/skipped_updates": "Number of updates skipped because the gradient was not finite.",
+    "policy/skipped_updates": "Number of updates skipped: a loss or the gradient was not finite, or nothing was left to train on.",
     "policy/non_finite_micro_batches": "Number of micro-batches left out because the loss or a log-prob was not finite.",
     "importance_weight/mean": "Importance weight w (old policy / engine that sampled) after truncation or masking, mean over loss "
     "tokens. Logged, as the next three, where the algorithm corrects by such weights.",
@@ -194,11 +195,11 @@ class StepMetrics:
 
     def add_update(self, *, grad_norm: float, learning_rate: float, normaliser: float, is_skipped: bool = False) -> None:
         """One `optim_step`, with the number that its gradient sums were divided by."""
-        self._learning_rate = learning_rate
         self._normaliser += normaliser
         if is_skipped:
             self._skipped += 1
         else:
+            self._learning_rate = learning_rate
             self._grad_norms.append(grad_norm)
 
     def count_rows(self, *, dead: int = 0, filtered: int = 0, empty: int = 0, redelivered: int = 0) -> None:

@@ -45,7 +45,7 @@ class Consumed(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One optimiser step. `is_skipped`: the gradient was not finite, the weights are as before."""
+    """One optimiser step. `is_skipped`: it could not be made, the weights are as before."""
 
     grad_norm: float
     learning_rate: float

@@ -5,7 +5,8 @@
     train     consumes: complete groups    waits for: groups of its step         is unblocked by: producers, the end of the step
 
 One `produce` runs for every group that a rollout worker has taken (rollout.py says when it takes one). Line 20, moving the policy
-into the old policy, is nothing here: with staleness 0 and one update per step the old policy is the policy itself, detached.
+into the old policy, is the engine's, before its update; with staleness 0 and one update per step it is nothing, since the old
+policy is the policy itself, detached.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["algorithm=ppoo"], ["algorithm 'ppoo'", "grpo"]),
         (["algorithm={name: grpo, clip_hihg: 0.3}"], ["algorithm", "clip_hihg"]),
         (["train.reference=task"], ["train.reference=task", "no KL term"]),
+        (["train.offload=true"], ["train.offload", "this run has neither"]),
         (["reward.scorer=exact"], ["reward 'exact'", "final_answer"]),
         (["reward.scorer={path: 'missing.py:Score'}"], ["missing.py"]),
         (["rollout.group_size=6", "train.responses_per_micro_batch=4"], ["6 = 1 x 4 + 2", "1, 2, 3, 6"]),
@@ -79,6 +80,19 @@ def test_a_wrong_value(small: Small, tmp_path: Path, overrides: list[str], words
 def test_a_model_that_is_not_causal(small: Small, tmp_path: Path) -> None:
     model = model_with(tmp_path, architectures=["Qwen2ForSequenceClassification"])
     assert "Qwen2ForSequenceClassification" in refusal(write_config(tmp_path, small(model={"path": str(model)})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "gpt2"}, "a model of type 'gpt2'"),
+        ({"use_sliding_window": True, "sliding_window": 16}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+    ],
+)
+def test_a_model_that_cannot_be_packed(small: Small, tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    model = model_with(tmp_path, **fields)
+    assert words in refusal(write_config(tmp_path, small(model={"path": str(model)})))
 
 
 def test_a_tokenizer_without_an_end_token(small: Small, tmp_path: Path) -> None:

@@ -27,6 +27,14 @@ NAMES = [
 ]  # fmt: skip
 
 
+def test_that_prompts_are_too_short_to_share_is_said_once(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    tree = small(run={"steps": 2}, data={"prompt_template": "{answer}"}, rollout={"max_new_tokens": 64})
+    command = run_command("train", write_config(tmp_path, tree))
+    assert command.returncode == 0 and command.stdout.count("prompts are not shared where that saves less than a tenth") == 1
+    for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl"):
+        assert row["perf/physical_tokens_ratio"] == 1.0
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run of three steps with two rollout workers, evaluated before and after."""
@@ -66,7 +74,8 @@ def test_the_certificate_holds_and_is_shown(finished: tuple[Path, subprocess.Com
     overlapped = certificate.pop("overlapped_steps")
     assert certificate == {
         "schedule": "periodic", "steps": 3, "planned_steps": 3, "max_staleness": 0, "max_spans": 1, "rows_redelivered": 0,
-        "rows_dead": 0, "reward_timeouts": 0, "reward_failures": {}, "skipped_updates": 0, "is_deterministic": True, "voided": [],
+        "rows_dead": 0, "reward_timeouts": 0, "reward_failures": {}, "skipped_updates": 0, "is_deterministic": True,
+        "why_not_deterministic": "", "voided": [],
     }  # fmt: skip
     assert 0 <= overlapped <= 3
     line = "on-policy certificate holds (periodic, 3 of 3 steps; staleness 0, spans per row 1,"

@@ -29,10 +29,16 @@ class FrozenEngine:
         device: str = "cpu",
         log_prob_chunk_tokens: int = 1024,
         num_threads: int = 1,
+        offload: bool = False,
     ) -> None:
         """Load the model at `model_path` (Hugging Face format); see `TorchEngine` for the options. Raises `UserError`."""
         self._model = FrozenModel(
-            model_path, device=device, dtype=getattr(torch, dtype), temperature=temperature, chunk_tokens=log_prob_chunk_tokens
+            model_path,
+            device=device,
+            dtype=getattr(torch, dtype),
+            temperature=temperature,
+            chunk_tokens=log_prob_chunk_tokens,
+            offload=offload,
         )
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(num_threads))
 

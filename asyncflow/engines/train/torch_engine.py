@@ -17,6 +17,7 @@ Left out: several devices, gradient checkpointing.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -272,5 +273,10 @@ def _check_options(
         raise UserError(f"train.log_prob_chunk_tokens must be at least 1, but is {log_prob_chunk_tokens}.")
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"train.dtype must be float32 or bfloat16, but is {dtype!r}.")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda", "npu"):
+        raise UserError(f"train.device must be cpu, cuda or npu, perhaps with a number (cuda:1), but is {device!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"train.device is {device!r}, but PyTorch sees no GPU here: set it to cpu.")
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise UserError(f"train.device is {device!r}, and torch_npu, which drives NPUs, is not installed: set it to cpu.")

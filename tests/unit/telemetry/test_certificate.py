@@ -23,7 +23,7 @@ def observed(*, staleness: int = 0, num_spans: int = 1, rows_dead: int = 0) -> O
 def certificate(seen: Observed, **changes: Any) -> Certificate:
     facts = {
         "schedule": "periodic", "promised_staleness": 0, "steps": 5, "planned_steps": 9, "rows_redelivered": 0,
-        "reward_failures": {}, "is_deterministic": True,
+        "reward_failures": {}, "why_not_deterministic": "",
     }  # fmt: skip
     return seen.certificate(**(facts | changes))
 
@@ -45,7 +45,7 @@ def test_a_run_that_trained_nothing_has_one_too() -> None:
     [
         (observed(staleness=1), {}, "a row was 1 versions old, and periodic promises 0"),
         (observed(num_spans=2), {}, "a response was made by 2 versions, and periodic promises 1"),
-        (observed(), {"rows_redelivered": 3, "is_deterministic": False}, "3 rows were delivered again"),
+        (observed(), {"rows_redelivered": 3, "why_not_deterministic": "2 threads"}, "3 rows were delivered again"),
         (observed(rows_dead=2), {"reward_failures": {"timeout": 4}}, "2 rows were given up with 4 reward timeouts"),
     ],
 )
@@ -59,7 +59,7 @@ def test_what_voids_it_is_named(seen: Observed, changes: dict[str, Any], words: 
     [
         (observed(staleness=2, num_spans=3), {"promised_staleness": 2}),
         (observed(), {"rows_redelivered": 3}),
-        (observed(), {"is_deterministic": False}),
+        (observed(), {"why_not_deterministic": "2 threads"}),
         (observed(), {"reward_failures": {"timeout": 1}, "rows_redelivered": 1}),
         (observed(rows_dead=2), {"reward_failures": {"raised": 4}}),
     ],

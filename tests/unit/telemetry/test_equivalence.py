@@ -40,7 +40,7 @@ def span(task: str, number: int, start: float, end: float, worker: str = "w") ->
 def certificate(redelivered: int, **failures: Any) -> Certificate:
     return Observed(max_spans=1, rows_dead=len(failures)).certificate(
         schedule="delayed", promised_staleness=1, steps=2, planned_steps=2, rows_redelivered=redelivered,
-        reward_failures=failures, is_deterministic=True,
+        reward_failures=failures, why_not_deterministic="",
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_the_same_bits_in_another_order_are_equal() -> None:
         "EQUAL: one and other gave the same bits in 2 steps",
         "other in 1 of 2 steps",
         "22 of 48 bit-equal (45.83%)",
-        "other trained and generated at once in 1 of 2 steps, for 0.25 s (median)",
+        "other trained while responses were made or scored in 1 of 2 steps, for 0.25 s (median)",
         "rollout/1 in step 1 of other, holding 6 rows; 4 were made again; started again, it made 1 groups",
     ):
         assert words in shown
@@ -128,7 +128,7 @@ def test_of_several_differences_the_first_is_named_and_a_difference_is_no_matter
     ("orders", "changes", "words"),
     [
         (([0, 1, 2], [0, 1, 2]), {}, "the same order in every step"),
-        (([0, 2, 1], [0, 1, 2]), {"overlap": 0.0}, "other never trained and generated at once"),
+        (([0, 2, 1], [0, 1, 2]), {"overlap": 0.0}, "other never trained while responses were made or scored"),
         (([0, 2, 1], [0, 1, 2]), {"redelivered": 0}, "other lost no row with a killed worker"),
         (([0, 2, 1], [0, 1, 2]), {"kill": None}, "other lost no row with a killed worker"),
         (([0, 2, 1], [0, 1, 2]), {"timeout": 2}, "other: 1 rows were given up with 2 reward timeouts"),

@@ -23,13 +23,13 @@ async def test_spans_samples_and_state_arrive(tmp_path: Path) -> None:
     reporter.recorder.enter("generate", version=4)
     reporter.recorder.add(tokens=3)
     reporter.keep_sample({"step": 1})
-    reporter.is_deterministic, reporter.reward_failures = False, {"timeout": 2}
+    reporter.why_not_deterministic, reporter.reward_failures = "2 threads", {"timeout": 2}
     await asyncio.sleep(0.01)
     await reporter.flush()
     assert samples == [{"step": 1}] and progress == [True]
     state = hub.states["rollout/0"]
     assert (state.task, state.cause) == ("generate", "") and state.rss_bytes > 1e6
-    assert (state.is_deterministic, state.reward_failures) == (False, {"timeout": 2})
+    assert (state.why_not_deterministic, state.reward_failures) == ("2 threads", {"timeout": 2})
     hub.log.close()
     assert [(s.task, s.tokens) for s in read_spans(tmp_path / "spans.jsonl") if s.task == "generate"] == [("generate", 3)]
 

@@ -18,35 +18,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
 from asyncflow.engines.train.model.flex import flex_attend
 from asyncflow.engines.train.model.kernels import Kernel, Part, kernel_for
 from asyncflow.engines.train.model.packing import AttentionLayout
-from asyncflow.types import UserError
 
 # P packed tokens, of which S are the responses' behind a shared prompt; H query heads, K key and value heads, D elements per head.
 
 ATTENTION_NAME: Final = "asyncflow_packed"
-
-MODEL_TYPES: Final = ("qwen2", "qwen3", "llama")
-"""Architectures whose forward is known to hand extra arguments on to every attention call and to do nothing else across rows."""
-
-# These change the rotary frequencies with the longest position in the call: a row's log-probs would depend on its neighbours.
-_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
-
-
-def check_packable(config: PretrainedConfig) -> None:
-    """Raises `UserError` for a model that packed attention is not known to compute exactly."""
-    if config.model_type not in MODEL_TYPES:
-        raise UserError(
-            f"The trainer cannot train a model of type {config.model_type!r}: choose one of type {', '.join(MODEL_TYPES)}."
-        )
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"The trainer has no sliding-window attention, which this {config.model_type} asks for: choose another.")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise UserError(f"The trainer cannot pack rows under the rope type {rope_type!r} that this model asks for: choose another.")
 
 
 def packed_attention(

@@ -17,7 +17,8 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from asyncflow.engines.train.model.attention import ATTENTION_NAME, check_packable
+from asyncflow.engines.families import check_family
+from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.types import Array, Ragged, UserError
@@ -118,7 +119,7 @@ def load_module(path: Path | str, dtype: torch.dtype) -> Any:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
-    check_packable(config)
+    check_family(config.to_dict())
     disable_progress_bar()
     model, report = AutoModelForCausalLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True

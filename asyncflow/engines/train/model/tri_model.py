@@ -39,6 +39,8 @@ from asyncflow.engines.train.model.packing import Packed
 
 Old = Literal["current", "step_start", "previous", "rollout"]
 OLDS: tuple[Old, ...] = get_args(Old)
+SAMPLED_UP_TO: dict[Old, int] = {"current": 0, "step_start": 0, "previous": 1}
+"""Up to which staleness each of them is the policy that sampled; `rollout` always is."""
 OLD_MODELS: tuple[Old, ...] = ("step_start", "previous")
 """Those that take a second model."""
 
@@ -65,7 +67,8 @@ class TriModel:
             self.old_model.move_from(self.policy)
 
     def before_update(self) -> None:
-        """The policy is about to be updated (Algorithm 1, line 20). After update t, `previous` is theta_t to the bit."""
+        """The policy is about to be updated (Algorithm 1, line 20). After update t, `previous` is theta_t, to the
+        bit unless it is kept in a narrower dtype."""
         if self.old == "previous" and self.old_model is not None:
             self.old_model.move_from(self.policy)
 
@@ -74,7 +77,7 @@ class TriModel:
 
         Raises `ValueError` for rows that are too stale for it, unless the loss corrects for that.
         """
-        limit = None if self.is_corrected else {"current": 0, "step_start": 0, "previous": 1}.get(self.old)
+        limit = None if self.is_corrected else SAMPLED_UP_TO.get(self.old)
         if limit is not None and (stale := micro_batch.staleness > limit).any():
             row, staleness = int(micro_batch.indices[stale][0]), int(micro_batch.staleness[stale][0])
             why = f"row {row} has staleness {staleness}, and train.old={self.old} is right up to {limit} only"

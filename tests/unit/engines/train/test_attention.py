@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncflow.engines.train.model.attention import ATTENTION_NAME, check_packable, packed_attention
+from asyncflow.engines.families import check_family
+from asyncflow.engines.train.model.attention import ATTENTION_NAME, packed_attention
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import AttentionLayout, Packed, pack
 from asyncflow.types import Ragged, UserError
@@ -300,4 +301,4 @@ def test_keys_of_an_earlier_call_are_refused() -> None:
 )
 def test_a_model_that_packing_would_change_is_refused_by_name(model_type: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_packable(AutoConfig.for_model(model_type, **options))
+        check_family(AutoConfig.for_model(model_type, **options).to_dict())

@@ -324,6 +324,8 @@ async def test_a_model_that_cannot_be_trained_is_refused_in_one_sentence(model_p
         {"temperature": 0.0},
         {"log_prob_chunk_tokens": 0},
         {"dtype": "int8"},
+        {"device": "foo"},
+        {"device": "npu:0"},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )

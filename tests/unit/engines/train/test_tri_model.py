@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from asyncflow.algorithms import off_policy
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.frozen_engine import FrozenEngine
-from asyncflow.engines.train.model import check_sharing
+from asyncflow.engines.train.model import check_sharing, tri_model
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LossSums, RunError, TokenBatch, UserError
@@ -125,6 +126,10 @@ async def test_under_a_correction_stale_rows_have_the_policy_before_the_update_a
         assert seen.old_logprobs_T.tolist() == before != seen.rollout_logprobs_T.tolist()
 
 
+def test_engine_and_algorithms_agree_on_which_old_policy_is_the_one_that_sampled() -> None:
+    assert tri_model.SAMPLED_UP_TO == off_policy.SAMPLED_UP_TO
+
+
 def test_an_unknown_old_policy_is_refused(model_path: ModelPath) -> None:
     with pytest.raises(UserError, match=r"train\.old must be one of current, step_start, previous, rollout"):
         TorchEngine(model_path("qwen2-tiny"), old="older")  # type: ignore[arg-type]
@@ -153,7 +158,7 @@ async def test_the_reference_stays_as_it_was_fused_or_as_a_task(
 
 async def test_frozen_models_may_be_kept_in_bfloat16(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:
     batch = of_staleness(make_micro_batch(), 1, 1, 1, 1)
-    engine = TorchEngine(model_path("qwen2-tiny"), old="previous", has_reference=True, frozen_dtype="bfloat16", offload=True)
+    engine = TorchEngine(model_path("qwen2-tiny"), old="previous", has_reference=True, frozen_dtype="bfloat16")
     seen = await step(engine, batch)
     policy = seen.logprobs_T.detach()
     for model, log_probs_T in ((engine._models.old_model, seen.old_logprobs_T), (engine._models.reference, seen.ref_logprobs_T)):
@@ -181,3 +186,21 @@ async def test_a_shared_prompt_that_gives_other_numbers_stops_the_run(
         await engine.forward_backward(batch, Objective())
     unchecked = TorchEngine(model_path("qwen2-tiny"), check_shared_prompt=False)
     assert (await unchecked.forward_backward(batch, Objective())).is_finite
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_response_that_sees_another_one_is_noticed(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    batch = make_micro_batch(lengths=(15, 11, 19, 5), num_prompt_tokens=20)
+    await TorchEngine(model_path("qwen2-tiny"), dtype=dtype).forward_backward(batch, Objective())
+
+    def leaking(*arguments: Any, is_shared: bool) -> Packed:
+        """The second response's segment goes on into the third."""
+        packed = pack(*arguments, is_shared=is_shared)
+        merged = replace(packed.layout, segment_lengths=(20, 15, 30, 5)) if is_shared else packed.layout
+        return replace(packed, layout=merged)
+
+    monkeypatch.setattr(check_sharing, "pack", leaking)
+    with pytest.raises(RunError, match=r"a gradient .* away from that of the rows alone|the log-prob .* for a token of row 2"):
+        await TorchEngine(model_path("qwen2-tiny"), dtype=dtype).forward_backward(batch, Objective())
