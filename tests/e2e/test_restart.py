@@ -47,7 +47,7 @@ def config(small: Small, tmp_path: Path, name: str, **changes: Any) -> Path:
     return write_config(folder, small(**merged(sections, changes)))
 
 
-def wait_for(condition: Callable[[], bool], command: subprocess.Popen[str], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], command: subprocess.Popen[str], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert command.poll() is None, command.communicate()
@@ -137,7 +137,7 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
     wait_for(lambda: committed(run_dir) >= 1, command)
     everyone = processes_of(run_dir)
     kill_twice(run_dir, "rollout/1", command)
-    _, errors = command.communicate(timeout=30)
+    _, errors = command.communicate(timeout=90)
     assert command.returncode == 1
     (line,) = errors.strip().splitlines()
     for words in ("worker rollout/1", "SIGKILL", "1 of 2 rollout workers are left", "rollout.min_healthy_workers is 2"):
@@ -165,7 +165,7 @@ def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on_while_the
     before = committed(run_dir)
     wait_for(lambda: committed(run_dir) >= before + 3, command)
     kill_twice(run_dir, "rollout/0", command)
-    output, errors = command.communicate(timeout=30)
+    output, errors = command.communicate(timeout=90)
     assert command.returncode == 1 and not processes_of(run_dir)
     assert "it has been started again 1 times, and is given up" in output
     (line,) = errors.strip().splitlines()
