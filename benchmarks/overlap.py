@@ -1,8 +1,8 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
+    python benchmarks/overlap.py [--slots 16 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
 
-All modes run the same seed and workload: 64 prompts x 8 responses a step, of lognormal length (median 20 tokens, sigma 0.6), made
+All modes run the same seed and workload: 32 prompts x 8 responses a step, of lognormal length (median 40 tokens, sigma 0.6), made
 by a random model. The first two steps and the last two are left out (see whole_runs.py).
 
 periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from when
@@ -33,7 +33,7 @@ from whole_runs import Run, best_runs, run_real
 
 from asyncflow.workflows import SCHEDULES
 
-ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots", "median": 20, "sigma": 0.6}
+ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots", "median": 40, "sigma": 0.6}
 WORKER = "rollout/0"
 
 
@@ -44,8 +44,8 @@ def run(folder: Path, model: Path, schedule: str, slots: int, steps: int) -> Run
             "model": {"path": str(model)},
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
-            "rollout": {"engine": ENGINE, "num_slots": slots, "group_size": 8, "max_new_tokens": 96},
-            "train": {"prompts_per_step": 64, "learning_rate": 1e-6},
+            "rollout": {"engine": ENGINE, "num_slots": slots, "group_size": 8, "max_new_tokens": 160},
+            "train": {"prompts_per_step": 32, "learning_rate": 1e-6},
             "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.05},
         }
     )
@@ -63,7 +63,7 @@ def recurrence(synchronous: Run, step: int) -> float:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--slots", type=int, nargs="+", default=[32, 64, 128])
+    arguments.add_argument("--slots", type=int, nargs="+", default=[16, 32, 64, 128])
     arguments.add_argument("--steps", type=int, default=14)
     arguments.add_argument("--rounds", type=int, default=1, help="of all modes, whose best runs are taken: for a busy machine")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
