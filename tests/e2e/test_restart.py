@@ -60,7 +60,14 @@ def committed(run_dir: Path) -> int:
 
 
 def worker(run_dir: Path, name: str) -> psutil.Process:
-    return next(process for process in processes_of(run_dir) if name in process.cmdline())
+    return next(process for process in processes_of(run_dir) if is_named(process, name))
+
+
+def is_named(process: psutil.Process, name: str) -> bool:
+    try:
+        return name in process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def holds(run_dir: Path, name: str) -> bool:
@@ -115,7 +122,7 @@ def test_a_worker_that_was_started_again_serves(small: Small, tmp_path: Path, ba
     victim = worker(run_dir, "rollout/1")
     killed_at = time.monotonic()
     victim.kill()
-    wait_for(lambda: any("rollout/1" in p.cmdline() and p.pid != victim.pid for p in processes_of(run_dir)), command)
+    wait_for(lambda: any(p.pid != victim.pid and is_named(p, "rollout/1") for p in processes_of(run_dir)), command)
     assert 0.5 <= time.monotonic() - killed_at < 5.0
     wait_for(lambda: holds(run_dir, "rollout/1"), command)
     before = committed(run_dir)
@@ -151,7 +158,7 @@ def kill_twice(run_dir: Path, name: str, command: subprocess.Popen[str]) -> None
     """A worker, and the one that is started in its place."""
     first = worker(run_dir, name)
     first.kill()
-    wait_for(lambda: any(name in p.cmdline() and p.pid != first.pid for p in processes_of(run_dir)), command)
+    wait_for(lambda: any(p.pid != first.pid and is_named(p, name) for p in processes_of(run_dir)), command)
     worker(run_dir, name).kill()
 
 

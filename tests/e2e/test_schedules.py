@@ -130,7 +130,7 @@ def test_a_run_keeps_what_its_schedule_promises(small: Small, tmp_path: Path, na
     }
     assert any(installed.values())  # on a busy machine one may have come up too late for any
     for versions in installed.values():
-        assert versions == sorted(set(versions)), "nobody is called back in a run in which nobody dies"
+        assert versions == sorted(versions), "nobody is called back in a run in which nobody dies"  # a flush may cut a span in two
     if name == "delayed":  # the old weights go on generating while the update is made: that is what it is for
         assert {step - version for step, by_row in enumerate(made[1:], 1) for (version,) in by_row.values()} == {1}
 

@@ -79,12 +79,10 @@ Open = Callable[..., Awaitable[RewardPool]]
 
 
 def own_children() -> list[psutil.Process]:
-    """The processes below this one, but for the servers that other tests share."""
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "redis" not in child.name() and "mooncake" not in child.name()
-    ]
+    """The processes below this one, but for the servers that other tests share, and multiprocessing's own, which stays."""
+    shared = ("redis", "mooncake", "resource_tracker")
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if not any(name in " ".join([child.name(), *child.cmdline()]) for name in shared)]
 
 
 @pytest.fixture
