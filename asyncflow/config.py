@@ -17,7 +17,7 @@ import psutil
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from asyncflow.types import UserError
+from asyncflow.types import Layout, UserError
 
 
 class Section(BaseModel):
@@ -184,6 +184,8 @@ class TrainConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: PositiveFloat = 1.0
+    pipeline_micro_batches: PositiveInt = 4
+    """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, filled to one length."""
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3
@@ -263,8 +265,21 @@ class EvalConfig(Section):
     """Also one greedy response per prompt."""
 
 
+class LayoutConfig(Section):
+    """How training is cut over devices: dp x tp x pp of them."""
+
+    dp: PositiveInt = 1
+    """Data-parallel groups, each with its own prompts; parameters, gradients and optimiser state are cut over them (FSDP)."""
+    tp: PositiveInt = 1
+    """Devices that share every matrix (tensor parallel)."""
+    pp: PositiveInt = 1
+    """Stages of a pipeline, each with some of the layers."""
+
+
 class PlanConfig(Section):
-    """The allocation. Nothing to choose yet: the workers are `rollout.num_workers` and one trainer."""
+    """The allocation of devices."""
+
+    train: LayoutConfig = LayoutConfig()
 
 
 class Config(Section):
@@ -297,6 +312,11 @@ class Config(Section):
                 f"{group % pieces}; take one of {', '.join(str(d) for d in range(1, group + 1) if group % d == 0)}"
             )
         workers, prompts = self.rollout.num_workers, self.train.prompts_per_step
+        if prompts < self.plan.train.dp:
+            raise ValueError(
+                f"plan.train.dp={self.plan.train.dp} groups of devices have nothing to share in a step of {prompts} prompts: take "
+                f"as many prompts or more"
+            )
         if prompts % workers:
             fitting = sorted({prompts // workers * workers or workers, (prompts // workers + 1) * workers})
             raise ValueError(
@@ -304,6 +324,11 @@ class Config(Section):
                 f"{prompts % workers}, so no fair share exists; take {' or '.join(map(str, fitting))} prompts"
             )
         return self
+
+    @property
+    def layout(self) -> Layout:
+        """How training is cut over devices."""
+        return Layout(**self.plan.train.model_dump())
 
     @property
     def run_dir(self) -> Path:

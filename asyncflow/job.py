@@ -30,6 +30,7 @@ from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.config import Config, dump
 from asyncflow.data.datasets import check_columns, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.base import RANKS_STORE
 from asyncflow.registry import load
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
@@ -327,10 +328,18 @@ class Job:
             specs.append(WorkerSpec("reward", f"{mains}:reward_worker", _threads(1)))
         if not self._evaluate_only:
             environment = _threads(train.num_threads) | KEEP_FREED_MEMORY
-            specs.append(WorkerSpec("trainer", f"{mains}:train_worker", environment))
+            size = self.config.layout.size
+            specs += [
+                WorkerSpec(f"trainer/{rank}", f"{mains}:train_worker", environment | self._rank(rank, size)) for rank in range(size)
+            ]
             if "reference" in tasks:
                 specs.append(WorkerSpec("reference", f"{mains}:reference_worker", environment))
         return specs
+
+    def _rank(self, rank: int, size: int) -> dict[str, str]:
+        """What tells a trainer which part of the engine it is, and where it finds the others; torchrun's names."""
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        return {name: str(number) for name, number in numbers.items()} | {RANKS_STORE: f"file://{self._weights_dir}/ranks"}
 
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps

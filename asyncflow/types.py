@@ -165,6 +165,20 @@ class Batch:
         return values
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a train engine is cut over devices: `dp` data-parallel groups (FSDP) of `pp` pipeline stages of `tp` devices each."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Devices."""
+        return self.dp * self.tp * self.pp
+
+
 class Interval(msgspec.Struct, frozen=True, array_like=True):
     """The policy versions, both included, that may generate a group."""
 

@@ -118,11 +118,11 @@ def delayed_figures(runs: dict[tuple[str, int], Run], seconds: dict[tuple[str, i
     done = runs["delayed", chosen]
     figures = [
         Figure(
-            f"delayed, {chosen} slots: idle share of the busier side", min(done.idle(WORKER), done.idle("trainer")), "", "<= 0.05"
+            f"delayed, {chosen} slots: idle share of the busier side", min(done.idle(WORKER), done.idle("trainer/0")), "", "<= 0.05"
         ),
         Figure(f"delayed, {chosen} slots: mean slot occupancy", done.occupancy(WORKER, chosen), "", ">= 0.85"),
         Figure(f"delayed, {chosen} slots: exposed weight time / step", exposed(done), "", "<= 0.01"),
-        Figure(f"delayed, {chosen} slots: publishing / step, on the trainer", done.share("trainer", "publish"), ""),
+        Figure(f"delayed, {chosen} slots: publishing / step, on the trainer", done.share("trainer/0", "publish"), ""),
     ]
     others = dict.fromkeys(mode for mode, _ in runs if mode != "delayed")
     return figures + [

@@ -58,12 +58,12 @@ async def measure(model: Path, repeats: int) -> list[Figure]:
 
     async def together() -> float:
         start = time.process_time()
-        await three.forward_backward(stale, with_kl)
+        await three.forward_backward([stale], with_kl)
         return time.process_time() - start
 
     async def parts() -> float:
         start = time.process_time()
-        await policy.forward_backward(fresh, without)
+        await policy.forward_backward([fresh], without)
         for _ in range(2):
             await policy.log_probs(fresh.prompt_ids, fresh.response_ids)
         return time.process_time() - start

@@ -68,7 +68,13 @@ class Driver:
 
         signal = Signal()
         self._build_queue()
-        ledger = Ledger(self.shape.group_bits, tasks_before_training(config), self.schedule.max_staleness)
+        ledger = Ledger(
+            self.shape.group_bits,
+            tasks_before_training(config),
+            self.schedule.max_staleness,
+            num_ranks=config.layout.dp,
+            groups_per_turn=self.shape.groups_per_turn,
+        )
         books = Books(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
         self.board = Board(self.schedule, books, signal, self._clock)

@@ -63,8 +63,15 @@ def shape_of(config: Config) -> Shape:
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
+        groups_per_turn=_groups_per_turn(config),
         num_rollout_workers=config.rollout.num_workers,
     )
+
+
+def _groups_per_turn(config: Config) -> int:
+    """A group, or, in a pipeline, as many as make up the micro-batches that go through it together."""
+    pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
+    return -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
 
 
 def check_choices(config: Config) -> None:
@@ -110,7 +117,7 @@ def make_algorithm(config: Config) -> Algorithm:
 
 def num_devices(config: Config) -> int:
     """All of the run's devices: those that generate, those that train, and the reference's own."""
-    return config.rollout.num_workers + 1 + ("reference" in tasks_before_training(config))
+    return config.rollout.num_workers + config.layout.size + ("reference" in tasks_before_training(config))
 
 
 def tasks_before_training(config: Config) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.delays import delayed
-from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, FingerprintLog
+from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
 from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
@@ -154,20 +154,27 @@ async def train_worker(name: str, run_dir: Path) -> None:
         spans = run.reporter.recorder
         spans.enter("load")
         engine = await asyncio.to_thread(_train_engine, run)
-        sender = _weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex)
+        if (rank := engine.data_parallel_rank) is None:
+            spans.waiting("leader")
+            await engine.follow(make_algorithm(run.config), spans.busy)
+            return
+        sender = _weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex) if rank == 0 else None
         await train_steps(run, engine, sender)
         with spans.busy("save"):
             await engine.save(run_dir / "model.partial")
-            copy_tokenizer(Path(run.job.model), run_dir / "model.partial")
-            (run_dir / "model.partial").rename(run_dir / "model")  # whole or not at all
+            if rank == 0:
+                copy_tokenizer(Path(run.job.model), run_dir / "model.partial")
+                (run_dir / "model.partial").rename(run_dir / "model")  # whole or not at all
         spans.waiting("stop")
-        await sender.close()
+        if sender is not None:
+            await sender.close()
         await engine.close()
 
 
-async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender) -> None:
-    """A trainer's work, with what was built for it."""
-    fingerprints = FingerprintLog(run.config.run_dir / FINGERPRINTS_FILE if run.config.telemetry.fingerprints else None)
+async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender | None) -> None:
+    """A leading trainer's work, with what was built for it; the first one of them has a `sender`."""
+    rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
+    fingerprints = FingerprintLog(run.config.run_dir / fingerprints_file(rank) if has_log else None)
     await train(
         run.queue,
         run.ledger,

@@ -58,7 +58,12 @@ async def _dry_run(config: Config) -> None:
     print(f"each step  {config.train.prompts_per_step} prompts x {config.rollout.group_size} responses = {rows} rows")
     print(
         f"workers    {config.rollout.num_workers} rollout on {config.rollout.device} ({config.rollout.num_slots} slots, "
-        f"{config.rollout.num_threads} threads each), 1 trainer on {config.train.device} ({config.train.num_threads} threads), "
-        f"cluster {config.cluster}"
+        f"{config.rollout.num_threads} threads each), {_layout(config)} on {config.train.device} ({config.train.num_threads} "
+        f"threads each), cluster {config.cluster}"
     )
     print("nothing was started")
+
+
+def _layout(config: Config) -> str:
+    layout = config.layout
+    return "1 trainer" if layout.size == 1 else f"{layout.size} trainers (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})"

@@ -9,7 +9,8 @@ engine, which is also its lock. Cancelling a coroutine abandons the answer, not 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -59,15 +60,11 @@ class RolloutEngine(Protocol):
     is_deterministic: bool  # a sample's tokens and log-probs depend, to the bit, on its prompt, key, sampling and weights alone
     why_not_deterministic: str  # one sentence, "" if it is
 
-    @property
-    def free_slots(self) -> int:
-        """Slots that neither hold nor await a response (never negative)."""
-        ...
-
     def generate(self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey) -> AsyncIterator[Response]:
         """Responses of one prompt (int64 [Lp]), one for each number in `samples`, each yielded as soon as it ends.
 
-        More samples than free slots wait inside the engine. Raises `ValueError` when prompt and response exceed the context.
+        More samples than there are slots left wait inside the engine. Raises `ValueError` when prompt and response exceed the
+        context.
         """
         ...
 
@@ -161,17 +158,34 @@ class LogProbEngine(Protocol):
         ...
 
 
+RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
+"""The environment variable that says where a train engine's processes find each other: a URL that torch.distributed takes."""
+
+
 class TrainEngine(LogProbEngine, Protocol):
-    """Trains one model. The gradient of a step is a sum of `forward_backward` calls, divided once."""
+    """Trains one model. The gradient of a step is a sum of `forward_backward` calls, divided once.
+
+    An engine that is cut over several processes (`Layout`) is one object in each. In every data-parallel group one leads: it is
+    called by a loop, and all leaders are called alike, at the same time and in the same order. The others follow.
+    """
 
     device: str
+    data_parallel_rank: int | None  # of a leader, from 0; None of one that follows
+
+    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Do what the leader's calls ask for, until it closes. Every call is made within `busy(its name)`."""
+        ...
 
     async def begin_step(self) -> None:
         """The micro-batches that follow are of a new step: the weights are now those of its start."""
         ...
 
-    async def forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
-        """Add the micro-batch's unnormalised gradient to the step's sums."""
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        """Add the micro-batches' unnormalised gradients to the step's sums, and tell what came of each.
+
+        An engine of several data-parallel groups is called by all of them at the same time, each with its own micro-batches: as
+        many as it has, which may be none.
+        """
         ...
 
     async def optim_step(self, normaliser: int) -> OptimResult:
@@ -183,11 +197,17 @@ class TrainEngine(LogProbEngine, Protocol):
         ...
 
     async def export_weights(self) -> Mapping[str, Tensor]:
-        """The current weights by their Hugging Face names, on the CPU, not to be changed before the next `optim_step`."""
+        """The current weights by their Hugging Face names, on the CPU, not to be changed before the next `optim_step`.
+
+        Of data-parallel rank 0; the others take part, and return nothing.
+        """
         ...
 
     async def fingerprint(self) -> Mapping[str, str]:
-        """SHA-256 of the bytes of `weights/<name>` and of the optimiser's `optimizer/<name>/<state>`, in hexadecimal."""
+        """SHA-256 of the bytes of `weights/<name>` and of the optimiser's `optimizer/<name>/<state>`, in hexadecimal.
+
+        Of data-parallel rank 0; the others take part, and return nothing.
+        """
         ...
 
     async def save(self, path: Path) -> None:

@@ -20,6 +20,7 @@ import math
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -143,16 +144,10 @@ class SleepingRolloutEngine:
         self._waiting: deque[_Request] = deque()
         self._active: list[_Slot] = []
         self._calls: deque[tuple[Callable[[], float], asyncio.Future[None]]] = deque()  # returns seconds; who waits for it
-        self._held = 0  # slots that responses hold or await
         self._is_paused = self._is_closed = False
         self._clock = asyncio.get_running_loop().time
         self._woken = asyncio.Event()
         self._running = asyncio.create_task(self._run(), name="sleeping rollout engine")
-
-    @property
-    def free_slots(self) -> int:
-        """See `RolloutEngine`."""
-        return max(0, self.num_slots - self._held)
 
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
@@ -168,7 +163,6 @@ class SleepingRolloutEngine:
     async def _generate(self, request: _Request) -> AsyncGenerator[Response, None]:
         self._check_open()
         remaining = len(request.pending)
-        self._held += remaining
         self._waiting.append(request)
         if len(self._active) < self.num_slots:
             self._woken.set()
@@ -178,10 +172,8 @@ class SleepingRolloutEngine:
                 if isinstance(item, Exception):
                     raise RuntimeError(f"generation ended: {item}") from item
                 remaining -= 1
-                self._held -= 1
                 yield item
         finally:
-            self._held -= remaining
             if remaining:
                 self._cancel(request)
 
@@ -322,17 +314,24 @@ class SleepingTrainEngine:
 
     device = "cpu"
 
-    def __init__(self, costs: Costs, *, learning_rate: float = 0.0) -> None:
+    def __init__(self, costs: Costs, *, learning_rate: float = 0.0, data_parallel_rank: int | None = 0) -> None:
         """`learning_rate` is what is reported; nothing is learnt."""
         self.updates = 0
+        self.data_parallel_rank = data_parallel_rank
         self._costs, self._learning_rate = costs, learning_rate
         self._thread = asyncio.Lock()  # one call at a time, as a compute thread takes them
+
+    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
+        """See `TrainEngine`: what the leader takes is what all of them take."""
 
     async def begin_step(self) -> None:
         """See `TrainEngine`."""
 
-    async def forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine`. The prompt is computed once."""
+        return [await self._forward_backward(micro_batch) for micro_batch in micro_batches]
+
+    async def _forward_backward(self, micro_batch: MicroBatch) -> MicroBatchResult:
         tokens = len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
         await self._sleep(self._costs.forward_backward(tokens))
         return MicroBatchResult(loss_sum=0.0, loss_tokens=int(micro_batch.loss_mask.values.sum()), physical_tokens=tokens)

@@ -220,11 +220,18 @@ class SimulatedJob(Job):
 
     async def _train_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            engine = SleepingTrainEngine(self._costs_of(name), learning_rate=self.config.train.learning_rate)
-            sender = self._sync.sender(name)
+            layout = self.config.layout
+            rank, follows = divmod(int(name.rpartition("/")[2]), layout.tp * layout.pp)
+            if follows:  # what the leader takes is what all of them take
+                return
+            engine = SleepingTrainEngine(
+                self._costs_of(name), learning_rate=self.config.train.learning_rate, data_parallel_rank=rank
+            )
+            sender = self._sync.sender(name) if rank == 0 else None
             await train_steps(run, engine, sender)
             run.reporter.recorder.waiting("stop")
-            await sender.close()
+            if sender is not None:
+                await sender.close()
             await engine.close()
 
     def _costs_of(self, name: str) -> Costs:

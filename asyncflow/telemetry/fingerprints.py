@@ -20,6 +20,11 @@ from asyncflow.types import Array, Batch, RunError
 FINGERPRINTS_FILE: Final = "fingerprints.jsonl"
 
 
+def fingerprints_file(rank: int) -> str:
+    """Where the trainer of this data-parallel rank writes."""
+    return f"fingerprints-{rank}.jsonl" if rank else FINGERPRINTS_FILE
+
+
 class RowPrint(msgspec.Struct, frozen=True):
     """A trained row. `spans`: (first token, policy version) pairs, flat."""
 
@@ -104,11 +109,27 @@ class FingerprintLog:
 
 
 def read_fingerprints(path: Path) -> list[StepPrint]:
-    """The steps of a finished run, in their order. Raises `RunError` when the file is missing or damaged."""
+    """The steps of a finished run, in their order. Raises `RunError` when a file is missing or damaged.
+
+    `path` is the first data-parallel rank's file; those of the others, beside it, are joined to it.
+    """
+    files = [path, *sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))]
     try:
-        return [msgspec.json.decode(line, type=StepPrint) for line in path.read_bytes().splitlines()]
+        ranks = [[msgspec.json.decode(line, type=StepPrint) for line in file.read_bytes().splitlines()] for file in files]
     except (OSError, msgspec.DecodeError) as error:
         raise RunError(f"{path} holds no fingerprints: {error}") from error
+    return [_joined(of_step) for of_step in zip(*ranks, strict=False)]
+
+
+def _joined(ranks: Sequence[StepPrint]) -> StepPrint:
+    """One step of all ranks; weights and optimiser state are the first one's to tell."""
+    return msgspec.structs.replace(
+        ranks[0],
+        groups=[group for each in ranks for group in each.groups],
+        loss_tokens=sum(each.loss_tokens for each in ranks),
+        equal_tokens=sum(each.equal_tokens for each in ranks),
+        logprob_difference=max((each.logprob_difference for each in ranks), key=float.fromhex),
+    )
 
 
 def _digest(values: Array) -> str:

@@ -6,6 +6,9 @@ A step is opened with its groups, its rows are generated, perhaps scored and ref
 stay open, and it closes when every member has been consumed or given up. The normaliser is an integer over the members that
 trained. Then the optimiser steps, and the commit makes it final.
 
+Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
+train in it, or when nothing is left that they could wait for.
+
 Where membership is `first_come`, a complete group may take the place of an incomplete one in an earlier step (`claim`): the two
 change steps, so that each step keeps as many groups, and the other one only if it will not be too old by then.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -65,11 +69,16 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Book:
-    """One step, or one evaluation. `members`: rows not yet consumed or given up. `todo`: those that each task has yet to do."""
+    """One step, or one evaluation. `members`: rows not yet consumed or given up, by group. `todo`: those that each task has yet to
+    do. `offered`: the groups that each rank has ready to train; `asked`: how many turns it has asked for; `turns`: what all ranks
+    train at the same time, turn by turn."""
 
-    members: set[int] = field(default_factory=set)
+    members: dict[int, set[int]] = field(default_factory=dict)
     todo: dict[str, set[int]] = field(default_factory=dict)
     last_version: int = 0  # no later one may generate its rows
+    offered: list[list[int]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    turns: list[list[list[int]]] = field(default_factory=list)
     tokens: int = 0
     sequences: int = 0
     dead: int = 0
@@ -79,9 +88,18 @@ class _Book:
 class Ledger:
     """Pure: every method is a transition or a question."""
 
-    def __init__(self, group_bits: int, tasks: Sequence[str] = ("rollout",), max_staleness: int = 0) -> None:
-        """`tasks`: those that a row passes before training, in order; the first makes responses."""
+    def __init__(
+        self,
+        group_bits: int,
+        tasks: Sequence[str] = ("rollout",),
+        max_staleness: int = 0,
+        num_ranks: int = 1,
+        groups_per_turn: int = 1,
+    ) -> None:
+        """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
+        train, each of them up to `groups_per_turn` groups of rows in a turn."""
         self.tasks = tuple(tasks)
+        self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
         self._group_bits, self._max_staleness = group_bits, max_staleness
         self._books: dict[tuple[str, int], _Book] = {}
         self._book_of_group: dict[int, tuple[str, int]] = {}
@@ -94,13 +112,13 @@ class Ledger:
         for key in sorted({(m.purpose, m.step) for m in metas}):
             if key in self._books:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
-            self._books[key] = _Book()
+            self._books[key] = _Book(offered=[[] for _ in range(self._num_ranks)], asked=[0] * self._num_ranks)
         for meta in metas:
             key = (meta.purpose, meta.step)
             first = meta.group << self._group_bits
             self._book_of_group[meta.group] = key
             book = self._books[key]
-            book.members.update(range(first, first + meta.size))
+            book.members[meta.group] = set(range(first, first + meta.size))
             for task in self.tasks:
                 book.todo.setdefault(task, set()).update(range(first, first + meta.size))
             book.last_version = max(book.last_version, meta.interval.high)
@@ -136,28 +154,56 @@ class Ledger:
 
     def _move(self, group: int, of_step: int, to_step: int) -> None:
         source, target = self._books["train", of_step], self._books["train", to_step]
-        for rows, others in [(source.members, target.members), *((source.todo[t], target.todo[t]) for t in self.tasks)]:
-            moved = {row for row in rows if row >> self._group_bits == group}
-            rows -= moved
-            others |= moved
+        target.members[group] = rows = source.members.pop(group)
+        for task in self.tasks:
+            target.todo[task] |= source.todo[task] & rows
+            source.todo[task] -= rows
         self._book_of_group[group] = ("train", to_step)
 
     def give_up(self, dead: Iterable[DeadRow]) -> None:
         """These rows will never train: they leave their step, and are counted."""
         for letter in dead:
             book = self._book(letter.row)
-            if book is not None and letter.row in book.members:
-                book.members.discard(letter.row)
+            if book is not None and letter.row in book.members.get(letter.row >> self._group_bits, ()):
+                self._remove(book, [letter.row])
                 for rows in book.todo.values():
                     rows.discard(letter.row)
                 book.dead += 1
 
+    def offer(self, step: int, rank: int, group: int) -> None:
+        """This rank has a complete group of the step ready to train. One that was consumed or offered before is a `ValueError`."""
+        book = self._open_book("train", step)
+        if group not in book.members or group in chain(*book.offered, *chain(*book.turns)):
+            raise ValueError(f"group {group} cannot be offered for step {step}: it is no open member, or was offered before")
+        book.offered[rank].append(group)
+
+    def ask_turn(self, step: int, rank: int, number: int) -> None:
+        """This rank would take its part of the step's turn of this number. When all would, and it is full, it is given out."""
+        book = self._open_book("train", step)
+        book.asked[rank] = number + 1
+        if min(book.asked) == len(book.turns) + 1 and self._is_turn_full(book):
+            each = self._groups_per_turn
+            book.turns.append([groups[:each] for groups in book.offered])
+            book.offered = [groups[each:] for groups in book.offered]
+
+    def turn(self, step: int, rank: int, number: int) -> list[int] | None:
+        """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
+        turns = self._open_book("train", step).turns
+        return turns[number][rank] if number < len(turns) else None
+
+    def _is_turn_full(self, book: _Book) -> bool:
+        """Whether every rank has what it can train in a turn, or what they have is all that is left."""
+        if all(len(groups) >= self._groups_per_turn for groups in book.offered):
+            return True
+        offered = set(chain(*book.offered))
+        return bool(offered) and book.members.keys() - set(chain(*chain(*book.turns))) == offered
+
     def consume(self, step: int, group: Consumed) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
         book = self._open_book("train", step)
-        if foreign := set(group.rows) - book.members:
+        if foreign := set(group.rows).difference(*book.members.values()):
             raise ValueError(f"row {min(foreign)} is not an open member of step {step}")
-        book.members.difference_update(group.rows)
+        self._remove(book, group.rows)
         book.sequences += len(group.rows) - len(group.empty_rows)
         book.tokens += group.loss_tokens
         if not group.is_finite:
@@ -165,13 +211,14 @@ class Ledger:
 
     def consume_evaluation(self, version: int, rows: Iterable[int]) -> None:
         """An evaluation has read these rows; with the last of them nothing of it is kept."""
-        self._open_book("eval", version).members.difference_update(rows)
+        self._remove(self._open_book("eval", version), rows)
 
     def totals(self, step: int) -> StepTotals:
         """The figures of a closed step; a `ValueError` while members are missing."""
         book = self._open_book("train", step)
         if book.members:
-            raise ValueError(f"step {step} still waits for {len(book.members)} rows, the first of them {min(book.members)}")
+            rows = sorted(chain(*book.members.values()))
+            raise ValueError(f"step {step} still waits for {len(rows)} rows, the first of them {rows[0]}")
         return StepTotals(step, book.tokens, book.sequences, book.dead, book.non_finite_rows)
 
     def commit(self, step: int) -> StepTotals:
@@ -205,11 +252,20 @@ class Ledger:
     def missing(self) -> list[str]:
         """What every open step and evaluation waits for, in words."""
         return [
-            f"{purpose} step {step}: {len(book.todo[self.tasks[0]])} rows without a response, {len(book.members)} not consumed"
-            f" (first: {min(book.members)})"
+            f"{purpose} step {step}: {len(book.todo[self.tasks[0]])} rows without a response, {len(rows)} not consumed"
+            f" (first: {min(rows)})"
             for (purpose, step), book in self._books.items()
-            if book.members
+            if (rows := list(chain(*book.members.values())))
         ]
+
+    def _remove(self, book: _Book, rows: Iterable[int]) -> None:
+        """These rows are members no longer, nor is a group without any."""
+        for row in rows:
+            group = row >> self._group_bits
+            if group in book.members:
+                book.members[group].discard(row)
+                if not book.members[group]:
+                    del book.members[group]
 
     def _book(self, row: int) -> _Book | None:
         key = self._book_of_group.get(row >> self._group_bits)
@@ -243,6 +299,7 @@ class LedgerService:
         self.on_committed: Callable[[StepTotals, Update], None] = lambda totals, update: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
+        self._totals: dict[int, StepTotals | None] = {}  # what one rank was told, all are
 
     @remote
     async def open(self, metas: list[GroupMeta]) -> None:
@@ -274,6 +331,30 @@ class LedgerService:
         return is_granted
 
     @remote
+    async def offer(self, step: int, rank: int, group: int) -> None:
+        """A rank has a complete group of the step ready to train."""
+        self.ledger.offer(step, rank, group)
+        self.changed()
+
+    @remote
+    async def turn(self, step: int, rank: int, number: int) -> list[int] | None:
+        """Wait until a rank's groups of the step's turn of this number are known. None: the step has no more turns.
+
+        Ranks step together: a turn that one of them was given is given to all, also when the run is stopping.
+        """
+
+        def is_known() -> bool:
+            if not self.ledger.is_open(step) or self.ledger.turn(step, rank, number) is not None:
+                return True
+            if not self.is_stopping:
+                self.ledger.ask_turn(step, rank, number)
+            return self.is_stopping or ("train", step) in self._ended or self.ledger.turn(step, rank, number) is not None
+
+        await self._signal.until(is_known)
+        self._signal.notify()  # the others, whose turn it is, too
+        return self.ledger.turn(step, rank, number) if self.ledger.is_open(step) else None
+
+    @remote
     async def consume(self, step: int, group: Consumed) -> None:
         """Training has added a group's gradient."""
         self.ledger.consume(step, group)
@@ -288,8 +369,15 @@ class LedgerService:
 
     @remote
     async def totals(self, step: int) -> StepTotals | None:
-        """The figures of a closed step. None: the run is stopping, the step will never close."""
-        return None if self.is_stopping else self.ledger.totals(step)
+        """The figures of a closed step, once no evaluation is left that needs weights which the next ones displace.
+
+        None: the run is stopping. Ranks step together, so what one of them was told all of them are.
+        """
+        displaced = step - self._schedule.max_staleness
+        may_go_on = await self._until(lambda: step in self._totals or not self._progress.unfinished(displaced))
+        if step not in self._totals:
+            self._totals = {step: self.ledger.totals(step) if may_go_on else None}
+        return self._totals[step]
 
     @remote
     async def commit(self, step: int, update: Update) -> None:

@@ -4,16 +4,16 @@
     produce   consumes: an admitted group  waits for: slots, rewards             is unblocked by: the engine, the reward processes
     train     consumes: complete groups    waits for: groups of its step         is unblocked by: producers, the end of the step
 
-One `produce` runs for every group that a rollout worker has taken (rollout.py says when it takes one). Line 20, moving the policy
-into the old policy, is the engine's, before its update; with staleness 0 and one update per step it is nothing, since the old
-policy is the policy itself, detached.
+One `produce` runs for every group that a rollout worker has taken (rollout.py says when it takes one); what `train` takes is
+made ready in turns.py. Line 20, moving the policy into the old policy, is the engine's, before its update; with staleness 0 and one
+update per step it is nothing, since the old policy is the policy itself, detached.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,14 +33,12 @@ from asyncflow.workflows.samples import (
     Shape,
     UnusableResponse,
     admission,
-    check_interval,
     check_response,
-    consumed,
     kept_sample,
-    micro_batches,
     outputs,
 )
 from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.turns import Turns
 
 
 class PromptSource(Protocol):
@@ -134,63 +132,41 @@ async def train(
     schedule: Schedule,
     engine: TrainEngine,
     algorithm: Algorithm,
-    sender: WeightSender,
+    sender: WeightSender | None,
     shape: Shape,
     spans: Recorder,
     fingerprints: FingerprintLog,
 ) -> None:
-    """The consumer: gradients add up group by group, in the order in which groups complete; one update per step."""
+    """The consumer: gradients add up group by group, in the order in which groups complete; one update per step.
+
+    Each data-parallel group runs this loop. All call their engines alike; the first one, which has the `sender`, commits.
+    """
+    rank = engine.data_parallel_rank or 0
     put_aside: dict[int, Leased] = {}
     for step in itertools.count():
         spans.waiting("batch")
         if not await ledger.may_start("train", step):
             return
         await engine.begin_step()
-        held: dict[int, Leased] = {}
         spans.waiting("rows")
-        async for leased in members(queue, ledger, schedule, step, put_aside):  # 11-12: dequeue
-            check_interval(leased, step, schedule.max_staleness)
-            meta, batch = leased.lease.groups[0], leased.batch
-            is_known, held[meta.group] = meta.group in held, leased
-            if is_known:  # its lease had expired: it was delivered again, and its gradient is in the sum already
-                continue
-            advantages = algorithm.advantages(batch.dense("reward"))
-            micros = list(micro_batches(step, batch, advantages, shape.rows_per_micro_batch))
-            work = {"group": meta.group, "rows": len(batch), "tokens": sum(piece.logical_tokens for piece in micros)}
-            with spans.busy("forward_backward", step=step, version=step, **work):
-                results = [await engine.forward_backward(piece, algorithm) for piece in micros]  # 13-18: O += gradient
-            fingerprints.group(batch, results)
-            await ledger.consume(step, consumed(step, batch, micros, results))
+        async with Turns(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as turns:
+            async for turn in turns:  # 11-12: dequeue
+                with spans.busy("forward_backward", step=step, version=step, **turn.figures):
+                    results = await engine.forward_backward(turn.micro_batches, algorithm)  # 13-18: O += gradient
+                turns.trained(turn, results, fingerprints)
         totals = await ledger.totals(step)
         if totals is None:
             return
         with spans.busy("optim_step", step=step, version=step):
             update = await apply(engine, algorithm, totals)  # 21
         await fingerprints.step(step, engine)
-        await ledger.commit(step, update)
+        if sender is not None:
+            await ledger.commit(step, update)
         with spans.busy("publish", step=step, version=step + 1):
-            manifest = await sender.publish(step + 1, await engine.export_weights())  # 3: the weights of the next step
-            await board.publish(manifest)
-        await queue.complete_marks([leased.lease for leased in held.values()])
-        await queue.drop([row for leased in held.values() for row in leased.lease.indices])
-
-
-async def members(
-    queue: TransferQueueClient, ledger: LedgerService, schedule: Schedule, step: int, put_aside: dict[int, Leased]
-) -> AsyncIterator[Leased]:
-    """The complete groups of a step, as they come; where those of later steps may come first, it is the ledger that says which."""
-    if schedule.membership == "strict":
-        async for leased in queue.stream("train", step):
-            yield leased
-        return
-    for group in [*put_aside]:
-        if await ledger.claim(step, group):
-            yield put_aside.pop(group)
-    async for leased in queue.stream("train", until=step):
-        group = leased.lease.groups[0].group
-        put_aside[group] = leased  # in the place of an expired lease, if it was delivered again
-        if await ledger.claim(step, group):
-            yield put_aside.pop(group)
+            weights = await engine.export_weights()  # 3: the weights of the next step
+            if sender is not None:
+                await board.publish(await sender.publish(step + 1, weights))
+        await turns.commit()
 
 
 async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -> Update:

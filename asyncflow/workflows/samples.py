@@ -73,7 +73,7 @@ def schema(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker may hold at once."""
+    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once."""
 
     prompts_per_step: int
     group_size: int
@@ -82,6 +82,7 @@ class Shape:
     temperature: float
     max_new_tokens: int
     rows_per_micro_batch: int
+    groups_per_turn: int
     num_rollout_workers: int
 
     @property

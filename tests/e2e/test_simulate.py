@@ -38,7 +38,7 @@ def test_it_keeps_a_report_of_the_first_seed_and_says_what_was_seen(small: Small
         assert (run_dir / name).stat().st_size > 100, name
     assert [row["step"] for row in rows(run_dir / "metrics.jsonl")] == list(range(5))
     spans = read_spans(run_dir / "spans.jsonl")
-    for worker in ("rollout/0", "trainer"):
+    for worker in ("rollout/0", "trainer/0"):
         activity = busy_and_idle(spans, worker)
         assert activity.wall > 0 and activity.unrecorded_seconds < 1e-6 * activity.wall
 

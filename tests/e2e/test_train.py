@@ -23,7 +23,7 @@ NAMES = [
     "reward/mean", "reward/std", "reward/zero_std_groups", "response_length/mean", "response_length/clipped_ratio", "policy/kl",
     "policy/entropy", "policy/clip_ratio", "policy/grad_norm", "staleness/mean", "staleness/max", "perf/tpspd", "perf/step_seconds",
     "perf/train_startup_seconds", "perf/rollout_tokens_per_second", "perf/train_tokens_per_second", "perf/physical_tokens_ratio",
-    "perf/idle_ratio/rollout/0", "perf/idle_ratio/rollout/1", "perf/idle_ratio/trainer",
+    "perf/idle_ratio/rollout/0", "perf/idle_ratio/rollout/1", "perf/idle_ratio/trainer/0",
 ]  # fmt: skip
 
 
@@ -98,11 +98,18 @@ def test_metrics_have_one_row_per_step_and_every_name(finished: tuple[Path, subp
 
 def test_busy_and_idle_add_up_to_wall_time(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     spans = read_spans(finished[0] / "spans.jsonl")
-    for worker in ("rollout/0", "rollout/1", "trainer"):
+    for worker in ("rollout/0", "rollout/1", "trainer/0"):
         activity = busy_and_idle(spans, worker)
         assert activity.busy_seconds + activity.idle_seconds == pytest.approx(activity.wall, rel=0.01)
         assert activity.busy_seconds > 0 and activity.idle_seconds > 0
-    assert {s.task for s in spans if s.worker == "trainer"} >= {"load", "forward_backward", "optim_step", "publish", "save", "wait"}
+    assert {s.task for s in spans if s.worker == "trainer/0"} >= {
+        "load",
+        "forward_backward",
+        "optim_step",
+        "publish",
+        "save",
+        "wait",
+    }
     assert {s.task for s in spans if s.worker == "rollout/0"} >= {"load", "generate", "install", "wait", "fetch", "generate_group"}
     assert sum(s.rows for s in spans if s.task == "forward_backward") == 3 * 32
 

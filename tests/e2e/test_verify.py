@@ -94,7 +94,7 @@ def equal_runs(folder: Path, names: tuple[str, str]) -> list[dict[str, Any]]:
     models = [(run / "model" / "model.safetensors").read_bytes() for run in runs]
     assert models[0] == models[1]
     for run in runs:
-        assert {span.worker for span in read_spans(run / "spans.jsonl")} == {"rollout/0", "rollout/1", "trainer"}
+        assert {span.worker for span in read_spans(run / "spans.jsonl")} == {"rollout/0", "rollout/1", "trainer/0"}
         assert not processes_of(run) and not rows(run / "eval.jsonl")
     return [json.loads((run / "certificate.json").read_text()) for run in runs]
 

@@ -277,7 +277,6 @@ class SlotEngine:
             version=version,
             recomputes=kv_on_install == "recompute",
         )
-        self._held = 0  # slots that responses hold or await; touched by the event loop alone
         self._is_closed = False
         self._prepared: tuple[int | None, list[Tensor | None] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
@@ -296,11 +295,6 @@ class SlotEngine:
     @property
     def installed_version(self) -> int:
         return self._slots.version
-
-    @property
-    def free_slots(self) -> int:
-        """See `RolloutEngine`."""
-        return max(0, self.num_slots - self._held)
 
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
@@ -332,7 +326,6 @@ class SlotEngine:
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
         remaining = len(samples)
-        self._held += remaining
         self._inbox.put(partial(self._slots.submit, request))
         try:
             while remaining:
@@ -340,10 +333,8 @@ class SlotEngine:
                 if isinstance(item, Exception):
                     raise RuntimeError(f"generation ended: {item}") from item
                 remaining -= 1
-                self._held -= 1
                 yield item
         finally:
-            self._held -= remaining
             if remaining:
                 self._inbox.put(partial(self._slots.cancel, request))
 

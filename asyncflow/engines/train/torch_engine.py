@@ -19,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -83,7 +84,7 @@ class TorchEngine:
         _check_options(learning_rate, warmup_steps, weight_decay, max_grad_norm, temperature, log_prob_chunk_tokens, dtype, device)
         if old not in OLDS:
             raise UserError(f"train.old must be one of {', '.join(OLDS)}, but is {old!r}.")
-        self.device = device
+        self.device, self.data_parallel_rank = device, 0
         self._learning_rate = learning_rate
         self._warmup_steps = warmup_steps
         self._max_grad_norm = max_grad_norm
@@ -111,13 +112,16 @@ class TorchEngine:
         # The count holds for GEMMs only when it is set inside the thread that calls them.
         self._thread = ComputeThread("train-engine", setup=lambda: torch.set_num_threads(num_threads))
 
+    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
+        """See `TrainEngine.follow`: an engine on one device has no followers."""
+
     async def begin_step(self) -> None:
         """See `TrainEngine.begin_step`."""
         await self._thread.run(self._models.begin_step)
 
-    async def forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt gives other numbers than not sharing it."""
-        return await self._thread.run(self._forward_backward, micro_batch, objective)
+        return [await self._thread.run(self._forward_backward, micro_batch, objective) for micro_batch in micro_batches]
 
     async def optim_step(self, normaliser: int) -> OptimResult:
         """See `TrainEngine.optim_step`. Also skipped when nothing was accumulated. Raises `ValueError` if `normaliser` < 1."""

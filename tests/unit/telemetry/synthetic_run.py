@@ -33,17 +33,17 @@ def make_spans(num_steps: int, groups: int = 8, seed: int = 0) -> list[Span]:
     """Spans of the whole run in the order in which they ended."""
     draw = random.Random(seed)
     spans: list[Span] = []
-    clocks = {name: Clock() for name in ("rollout/0", "rollout/1", "trainer", "driver")}
+    clocks = {name: Clock() for name in ("rollout/0", "rollout/1", "trainer/0", "driver")}
     lanes = {name: Recorder(name, clock, spans.append, device="cpu") for name, clock in clocks.items()}
 
     def advance(worker: str, to: float) -> None:
         clocks[worker].now = max(clocks[worker].now, to)
 
-    for worker in ("rollout/0", "rollout/1", "trainer"):
+    for worker in ("rollout/0", "rollout/1", "trainer/0"):
         advance(worker, 100.5 + 0.1 * draw.random())
         with lanes[worker].busy("load"):
             advance(worker, 102 + draw.random())
-        lanes[worker].waiting("prompts" if worker != "trainer" else "rows")
+        lanes[worker].waiting("prompts" if worker != "trainer/0" else "rows")
     start = 103.2
     for step in range(num_steps):
         done: list[float] = []
@@ -58,18 +58,18 @@ def make_spans(num_steps: int, groups: int = 8, seed: int = 0) -> list[Span]:
                 lanes[worker].add(rows=4 * groups // 2, tokens=4 * groups // 2 * 40)
                 lanes[worker].beside("generate_group", began, step=step, version=step, rows=4)
             lanes[worker].waiting("weights")
-        trainer = lanes["trainer"]
+        trainer = lanes["trainer/0"]
         while done:
             # As with a real clock, a moment passes between two micro-batches.
-            advance("trainer", max(heapq.heappop(done), clocks["trainer"].now + 2e-5))
+            advance("trainer/0", max(heapq.heappop(done), clocks["trainer/0"].now + 2e-5))
             with trainer.busy("forward_backward", step=step, version=step):
                 trainer.add(rows=4, tokens=240)
-                advance("trainer", clocks["trainer"].now + 0.12 + 0.08 * draw.random())
+                advance("trainer/0", clocks["trainer/0"].now + 0.12 + 0.08 * draw.random())
         with trainer.busy("optim_step", step=step, version=step + 1):
-            advance("trainer", clocks["trainer"].now + 0.15)
+            advance("trainer/0", clocks["trainer/0"].now + 0.15)
         with trainer.busy("publish", version=step + 1):
-            advance("trainer", clocks["trainer"].now + 0.1)
-        start = clocks["trainer"].now
+            advance("trainer/0", clocks["trainer/0"].now + 0.1)
+        start = clocks["trainer/0"].now
         for worker in ("rollout/0", "rollout/1"):
             advance(worker, start + 0.05)
             lanes[worker].beside("fetch", start - 0.1, version=step + 1)
@@ -130,7 +130,7 @@ def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int
         begun = min(span.start for span in spans if span.task == "forward_backward" and span.step == step)
         times = StepTimes(started=started, committed=committed, could_generate=started, train_began=begun)
         row = metrics.row(times, 3, log.window(started, committed))
-        row |= {f"memory/rss_bytes/{worker}": 5e8 + 1e7 * step * draw.random() for worker in ("rollout/0", "trainer")}
+        row |= {f"memory/rss_bytes/{worker}": 5e8 + 1e7 * step * draw.random() for worker in ("rollout/0", "trainer/0")}
         for tracker in trackers:
             tracker.log(step, row)
         started = committed

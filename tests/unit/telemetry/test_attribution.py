@@ -53,7 +53,7 @@ def periodic() -> list[Span]:
     return [
         *lane("rollout/0", (2, "generate", {}), (10, "wait: weights", {}), (11, "install", {"version": 1}), (13, "generate", {})),
         *lane("rollout/1", (6, "generate", {}), (10, "wait: weights", {}), (11, "install", {"version": 1}), (12, "generate", {})),
-        *lane("trainer", (2, "wait: rows", {}), *trained, *update, *again, (16, "optim_step", {"step": 1})),
+        *lane("trainer/0", (2, "wait: rows", {}), *trained, *update, *again, (16, "optim_step", {"step": 1})),
         *[
             group("rollout/0", 0, 2, 0),
             group("rollout/1", 0, 6, 1),
@@ -67,7 +67,7 @@ def test_a_periodic_step_second_by_second():
     spans = periodic()
     assert waits(spans, "rollout/0") == [(2, 6, "slowest group"), (6, 8, "interval"), (8, 10, "weights")]
     assert waits(spans, "rollout/1") == [(6, 8, "interval"), (8, 10, "weights")]
-    assert waits(spans, "trainer") == [
+    assert waits(spans, "trainer/0") == [
         (0, 2, "data"),
         (3, 6, "slowest group"),
         (9, 11, "weights"),  # on their way to the workers
@@ -79,17 +79,17 @@ def test_a_periodic_step_second_by_second():
 def test_the_whole_batch_is_waited_for_because_the_schedule_says_so():
     spans = [
         *lane("rollout/0", (9, "generate", {})),
-        *lane("trainer", (9, "wait: batch", {}), *((10 + g, "forward_backward", {"step": 0, "group": g}) for g in range(3))),
+        *lane("trainer/0", (9, "wait: batch", {}), *((10 + g, "forward_backward", {"step": 0, "group": g}) for g in range(3))),
         *(group("rollout/0", 0, end, number) for number, end in enumerate((2, 5, 9))),
     ]
-    assert waits(spans, "trainer") == [(0, 2, "data"), (2, 5, "interval"), (5, 9, "slowest group")]
+    assert waits(spans, "trainer/0") == [(0, 2, "data"), (2, 5, "interval"), (5, 9, "slowest group")]
 
 
 def test_a_worker_that_is_ahead_waits_for_the_update_and_not_for_groups_of_others():
     """Delayed: its share of step 1 is done, while step 0, whose groups are all there, is trained until 5."""
     spans = [
         *lane("rollout/0", (3, "generate", {}), (6, "wait: weights", {}), (7, "install", {"version": 1}), (9, "generate", {})),
-        *lane("trainer", (1, "wait: rows", {}), (4, "forward_backward", {"step": 0, "group": 0}), (5, "optim_step", {"step": 0})),
+        *lane("trainer/0", (1, "wait: rows", {}), (4, "forward_backward", {"step": 0, "group": 0}), (5, "optim_step", {"step": 0})),
         *[group("rollout/0", 0, 1, 0), group("rollout/0", 1, 3, 1)],
     ]
     assert waits(spans, "rollout/0") == [(3, 5, "interval"), (5, 6, "weights")]
@@ -101,7 +101,7 @@ def test_a_wait_without_an_install_after_it_is_for_prompts_and_the_last_one_for_
 
 
 def test_a_part_of_a_lane_is_cut_where_it_begins_and_ends():
-    activity = busy_and_idle(attributed(periodic()), "trainer", 5.0, 12.5)
+    activity = busy_and_idle(attributed(periodic()), "trainer/0", 5.0, 12.5)
     assert activity.wall == 7.5
     assert activity.busy == {"forward_backward": 1, "optim_step": 1, "publish": 1}
     assert activity.idle == {"slowest group": 1.5, "weights": 2, "data": 1}
@@ -111,7 +111,7 @@ def test_no_second_is_lost_or_counted_twice():
     spans = synthetic_run.make_spans(10)
     shuffled = random.Random(0).sample(spans, len(spans))
     cut = attributed(shuffled)
-    for worker in ("rollout/0", "rollout/1", "trainer"):
+    for worker in ("rollout/0", "rollout/1", "trainer/0"):
         before, after = busy_and_idle(spans, worker), busy_and_idle(cut, worker)
         assert after.busy == pytest.approx(before.busy)
         assert after.idle_seconds == pytest.approx(before.idle_seconds)
@@ -138,7 +138,7 @@ def test_busy_time_and_idle_time_by_reason_are_the_step_in_every_mode(mode):
     ends = [end for _, end in step_ends(spans, 0.0)]
     seen = set()
     for start, end in pairwise(ends[:-1]):
-        for worker in ("rollout/0", "rollout/1", "reward", "reference", "trainer"):
+        for worker in ("rollout/0", "rollout/1", "reward", "reference", "trainer/0"):
             activity = busy_and_idle(spans, worker, start, end)
             seen |= set(activity.idle)
             assert set(activity.idle) <= {"data", "slowest group", "interval", "weights"}

@@ -75,7 +75,7 @@ def test_first_view_is_three_steps_in_the_middle():
 
 def test_a_step_ends_with_its_last_update():
     ends = [(0, 1.0), (0, 2.0), (1, 4.0)]
-    spans = [Span(worker="trainer", task="optim_step", start=e - 0.5, end=e, step=s) for s, e in ends]
+    spans = [Span(worker="trainer/0", task="optim_step", start=e - 0.5, end=e, step=s) for s, e in ends]
     assert step_ends(spans, 0.5) == [[0, 1.5], [1, 3.5]]
 
 

@@ -17,10 +17,10 @@ SPANS = [
     lane("rollout/0", "wait", 6, 10, "weights"),
     lane("rollout/1", "generate", 2, 8, tokens=300),
     lane("rollout/1", "wait", 8, 10, "prompts"),
-    lane("trainer", "wait", 0, 4, "rows"),
-    lane("trainer", "forward_backward", 4, 7),
-    lane("trainer", "optim_step", 7, 8),
-    lane("trainer", "wait", 8, 14, "rows"),
+    lane("trainer/0", "wait", 0, 4, "rows"),
+    lane("trainer/0", "forward_backward", 4, 7),
+    lane("trainer/0", "optim_step", 7, 8),
+    lane("trainer/0", "wait", 8, 14, "rows"),
     lane("rollout/0", "fetch", 1, 9, is_lane=False, tokens=99),
 ]
 
@@ -75,7 +75,7 @@ def test_a_hand_worked_step():
         "perf/physical_tokens_ratio": 115 / 130,
         "perf/idle_ratio/rollout/0": 0.4,
         "perf/idle_ratio/rollout/1": 0.25,
-        "perf/idle_ratio/trainer": 0.6,
+        "perf/idle_ratio/trainer/0": 0.6,
         "rows/trained": 4,
         "rows/dead": 1,
         "rows/filtered": 6,
@@ -157,9 +157,9 @@ def test_every_metric_is_defined():
 
 
 def test_idle_ratios_clip_to_the_interval_and_divide_by_what_is_recorded():
-    assert idle_ratios(SPANS, 5, 9) == {"rollout/0": 0.75, "rollout/1": 0.25, "trainer": 0.25}
+    assert idle_ratios(SPANS, 5, 9) == {"rollout/0": 0.75, "rollout/1": 0.25, "trainer/0": 0.25}
     # The rollout workers' later states have not arrived: 9 to 10 is all that is known of them.
-    assert idle_ratios(SPANS, 9, 20) == {"rollout/0": 1.0, "rollout/1": 1.0, "trainer": 1.0}
+    assert idle_ratios(SPANS, 9, 20) == {"rollout/0": 1.0, "rollout/1": 1.0, "trainer/0": 1.0}
     assert idle_ratios(SPANS, 50, 60) == {}
 
 
@@ -173,7 +173,7 @@ def test_active_seconds_is_a_union_and_tokens_are_shared_out_by_time():
 def test_busy_plus_idle_is_wall_through_the_recorder():
     now = [0.0]
     spans: list[Span] = []
-    recorder = Recorder("trainer", lambda: now[0], spans.append)
+    recorder = Recorder("trainer/0", lambda: now[0], spans.append)
     durations = np.random.default_rng(0).uniform(0.001, 0.2, 400).tolist()
     for i, seconds in enumerate(durations):
         if i % 3:
@@ -184,7 +184,7 @@ def test_busy_plus_idle_is_wall_through_the_recorder():
             now[0] += seconds
         recorder.beside("fetch", now[0] - 0.5)
     recorder.flush()
-    activity = busy_and_idle(spans, "trainer")
+    activity = busy_and_idle(spans, "trainer/0")
     assert activity.wall == pytest.approx(sum(durations))
     assert activity.busy_seconds + activity.idle_seconds == pytest.approx(activity.wall, rel=0.01)
     assert set(activity.busy) == {"forward_backward", "optim_step"}
@@ -196,4 +196,4 @@ def test_time_between_two_lives_of_a_worker_is_neither_busy_nor_idle():
     spans = [lane("rollout/0", "generate", 0, 4), lane("rollout/0", "wait", 6, 10, "prompts")]
     activity = busy_and_idle(spans, "rollout/0")
     assert (activity.wall, activity.busy_seconds, activity.idle_seconds, activity.unrecorded_seconds) == (10, 4, 4, 2)
-    assert busy_and_idle(spans, "trainer").wall == 0
+    assert busy_and_idle(spans, "trainer/0").wall == 0

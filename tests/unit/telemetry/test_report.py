@@ -66,7 +66,7 @@ def test_the_page_shows_the_run_and_needs_nothing_else(run_dir):
     reward = chart["charts"][0]["traces"]
     assert [len(trace["x"]) for trace in reward] == [10, 10, 10]
     assert len(chart["gantt"]["steps"]) == 10
-    assert chart["gantt"]["lanes"] == ["rollout/0", "rollout/1", "trainer", "driver"]
+    assert chart["gantt"]["lanes"] == ["rollout/0", "rollout/1", "trainer/0", "driver"]
 
 
 def test_model_output_cannot_become_markup(run_dir):
@@ -99,7 +99,7 @@ def test_hostile_names_cannot_leave_the_data_element(tmp_path):
 def test_busy_and_idle_add_up_to_wall_within_a_hundredth(run_dir):
     spans = synthetic_run.make_spans(10)
     page = Page(write_report(run_dir))
-    for worker in ("rollout/0", "rollout/1", "trainer"):
+    for worker in ("rollout/0", "rollout/1", "trainer/0"):
         activity = busy_and_idle(spans, worker)
         assert activity.busy_seconds + activity.idle_seconds == pytest.approx(activity.wall, rel=0.01)
         assert f"{100 * activity.busy_seconds / activity.wall:.1f}% busy" in page.text
@@ -111,7 +111,7 @@ def test_the_mean_step_of_every_worker_adds_up_to_the_step(run_dir):
     head = re.search(r"<tr><th>worker</th>(.*)</tr>", text).group(1)
     columns = re.findall(r">([^<]+)</th>", head)
     assert columns[0] == "busy" and {"data", "interval", "weights"} < set(columns)
-    for worker in ("rollout/0", "rollout/1", "trainer"):
+    for worker in ("rollout/0", "rollout/1", "trainer/0"):
         cells = re.findall(r'number">([0-9.-]+)</td>', re.search(rf"<tr><td>{worker}</td>(.*)</tr>", text).group(1))
         *parts, whole = map(float, cells)
         assert len(cells) == len(columns)

@@ -14,7 +14,7 @@ class Clock:
 
 def recorder() -> tuple[Recorder, Clock, list[Span]]:
     clock, spans = Clock(), list[Span]()
-    return Recorder("trainer", clock, spans.append, "cpu"), clock, spans
+    return Recorder("trainer/0", clock, spans.append, "cpu"), clock, spans
 
 
 def test_states_follow_one_another_without_gap_or_overlap() -> None:
@@ -67,5 +67,5 @@ def test_work_beside_the_lane_leaves_it_alone() -> None:
     lane, clock, spans = recorder()
     clock.now = 2.0
     lane.beside("fetch", 1.0, version=3, bytes=10)
-    assert spans == [Span(worker="trainer", task="fetch", start=1.0, end=2.0, is_lane=False, version=3, bytes=10, device="cpu")]
+    assert spans == [Span(worker="trainer/0", task="fetch", start=1.0, end=2.0, is_lane=False, version=3, bytes=10, device="cpu")]
     assert lane.state == ("wait", "start", 0.0)

@@ -12,7 +12,7 @@ SPANS = [
     Span(worker="rollout/0", task="generate", start=11.0, end=13.5, step=2, version=1, rows=4, tokens=90),
     Span(worker="rollout/0", task="generate_group", start=11.0, end=13.0, is_lane=False, step=2, rows=4),
     Span(worker="rollout/0", task="generate_group", start=12.0, end=13.5, is_lane=False, step=2, rows=4),
-    Span(worker="trainer", task="forward_backward", start=13.0, end=14.25, step=2),
+    Span(worker="trainer/0", task="forward_backward", start=13.0, end=14.25, step=2),
 ]
 
 
@@ -36,7 +36,7 @@ def test_spans_survive_the_file_and_a_half_written_last_line(tmp_path):
 
 
 def test_a_line_that_is_no_span_is_named(tmp_path):
-    (tmp_path / "spans.jsonl").write_text('{"worker": "trainer"}\n{"worker": "trainer"}\n')
+    (tmp_path / "spans.jsonl").write_text('{"worker": "trainer/0"}\n{"worker": "trainer/0"}\n')
     with pytest.raises(UserError, match="line 1 is not a span"):
         read_spans(tmp_path / "spans.jsonl")
 
@@ -82,7 +82,7 @@ def test_the_trace_is_a_valid_chrome_trace(tmp_path):
     counts = [(event["ts"], event["args"]["groups"]) for event in events if event["ph"] == "C"]
     assert counts == [(1e6, 1), (2e6, 2), (3e6, 1), (3.5e6, 0)]
     threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert threads == {"rollout/0 lane", "trainer lane"}
+    assert threads == {"rollout/0 lane", "trainer/0 lane"}
     pids = {event["pid"] for event in events if event["ph"] == "X"}
     assert len(pids) == 2
 

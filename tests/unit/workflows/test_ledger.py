@@ -353,9 +353,9 @@ def test_first_come_lets_others_pass_a_slow_group() -> None:
 class Service:
     """A ledger service, and what it told."""
 
-    def __init__(self, schedule: Any = None) -> None:
+    def __init__(self, schedule: Any = None, **ranks: int) -> None:
         self.told: list[Any] = []
-        self.ledger = Ledger(BITS)
+        self.ledger = Ledger(BITS, **ranks)
         books = Books(self.ledger, {})
         self.service = LedgerService(
             self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
@@ -374,6 +374,7 @@ async def settled(task: asyncio.Task[Any]) -> bool:
 async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
     books = Service()
     await books.service.open([meta(0), meta(9, purpose="eval")])
+    books.service.done("rollout", [0, 1, 36, 37])
     await books.service.consume(0, consumed(0, 1))
     books.service.changed()
     assert await books.service.totals(0) == StepTotals(0, 5, 2, 0, [])
@@ -387,6 +388,91 @@ async def test_a_step_of_which_nothing_is_left_ends_too() -> None:
     books.service.give_up(dead(0, 1))
     assert books.told == [("opened", 0), ("end", "train", 0)]
     assert await books.service.totals(0) == StepTotals(0, 0, 0, 2, [])
+
+
+async def test_a_step_waits_for_evaluations_whose_weights_its_own_would_displace() -> None:
+    books = Service()
+    await books.service.open([meta(0), meta(9, purpose="eval")])
+    books.service.done("rollout", [0, 1, 36])
+    await books.service.consume(0, consumed(0, 1))
+    waiting = asyncio.create_task(books.service.totals(0))
+    assert not await settled(waiting)
+    books.service.done("rollout", [37])
+    assert await waiting == StepTotals(0, 5, 2, 0, [])
+
+
+async def test_turns_are_given_out_when_every_rank_has_a_group_or_nothing_is_left_to_wait_for() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(group) for group in range(3)])
+    first = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
+    await books.service.offer(0, 0, 0)
+    await books.service.offer(0, 0, 1)
+    assert not await settled(first[0]) and not await settled(first[1])
+    await books.service.offer(0, 1, 2)
+    assert [await turn for turn in first] == [[0], [2]]
+    second = asyncio.create_task(books.service.turn(0, 0, 1))
+    assert not await settled(second)  # group 1 is all that is left, but rank 1 is not there yet
+    assert await asyncio.wait_for(books.service.turn(0, 1, 1), 1) == []
+    assert await second == [1]
+    third = [asyncio.create_task(books.service.turn(0, rank, 2)) for rank in range(2)]
+    for group in range(3):
+        assert not await settled(third[0])
+        await books.service.consume(0, consumed(group << BITS, (group << BITS) + 1))
+    assert [await asyncio.wait_for(turn, 1) for turn in third] == [None, None]
+
+
+async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0), meta(1)])
+    turns = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
+    await books.service.offer(0, 1, 0)
+    assert not await settled(turns[0])
+    books.service.give_up(dead(4, 5))
+    assert [await asyncio.wait_for(turn, 1) for turn in turns] == [[], [0]]
+
+
+async def test_a_pipeline_takes_several_groups_at_a_time() -> None:
+    books = Service(groups_per_turn=2)
+    await books.service.open([meta(group) for group in range(3)])
+    turn = asyncio.create_task(books.service.turn(0, 0, 0))
+    await books.service.offer(0, 0, 1)
+    assert not await settled(turn)
+    await books.service.offer(0, 0, 2)
+    assert await turn == [1, 2]
+    await books.service.offer(0, 0, 0)
+    assert await books.service.turn(0, 0, 1) == [0]
+
+
+async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0)])
+    await books.service.offer(0, 0, 0)
+    first = asyncio.create_task(books.service.turn(0, 0, 0))
+    assert not await settled(first)
+    assert await books.service.turn(0, 1, 0) == []
+    books.service.stop()
+    assert await first == [0]
+    assert await books.service.turn(0, 0, 1) is None
+    books.service.done("rollout", [0, 1])
+    await books.service.consume(0, consumed(0, 1))
+    assert await books.service.totals(0) is None and await books.service.totals(0) is None
+
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0)])
+    books.service.done("rollout", [0, 1])
+    await books.service.consume(0, consumed(0, 1))
+    told = await books.service.totals(0)
+    books.service.stop()
+    assert told is not None and await books.service.totals(0) == told
+
+
+async def test_a_group_is_offered_once() -> None:
+    books = Service()
+    await books.service.open([meta(0)])
+    await books.service.offer(0, 0, 0)
+    for group in (0, 7):
+        with pytest.raises(ValueError, match=f"group {group}"):
+            await books.service.offer(0, 0, group)
 
 
 async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:

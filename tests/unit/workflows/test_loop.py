@@ -19,10 +19,10 @@ from asyncflow.types import GroupMeta
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.bounded import NEVER, Bounded
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, Update
-from asyncflow.workflows.loop import members
 from asyncflow.workflows.samples import Prompt, admission, outputs, schema
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.turns import members
 
 BITS = 1
 

@@ -43,10 +43,6 @@ class Engine:
         self.under_way: dict[tuple[int, int], list[int]] = {}  # by group and sample, the versions so far
         self.ended: dict[tuple[int, int], asyncio.Event] = {}
 
-    @property
-    def free_slots(self) -> int:
-        return self.num_slots - len(self.under_way)
-
     async def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
     ) -> AsyncIterator[Response]:
@@ -111,7 +107,7 @@ class World:
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards
-        self.shape = Shape(2, 2, BITS, 0, 1.0, 8, 2, 1)
+        self.shape = Shape(2, 2, BITS, 0, 1.0, 8, 2, 1, 1)
         recorder = Recorder(WORKER, lambda: 0.0, self.spans.append)
         self.loop = Rollout(
             self.client, self.board, self.schedule, self.engine, self.receiver, lambda: {"of": 0}, self._score,

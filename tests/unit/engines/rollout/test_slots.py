@@ -163,12 +163,9 @@ async def test_more_samples_than_slots(saved: tuple[PreTrainedModel, Path]) -> N
     stops = range(0, 64, 9)  # unequal lengths: the slots are filled again one by one
     async with opened(path, 3, stops) as few, opened(path, 16, stops) as many:
         prefills = count_calls(few._slots._decoder, "prefill")
-        assert few.free_slots == 3
         task = asyncio.create_task(responses(few, range(16)))
         await asyncio.sleep(0)
-        assert few.free_slots == 0
         made, expected = await task, await responses(many, range(16))
-        assert few.free_slots == 3
     assert len({len(response.token_ids) for response in made.values()}) > 3
     assert all(np.array_equal(made[sample].token_ids, expected[sample].token_ids) for sample in range(16))
     assert len(prefills) < 8  # a sample that finds another of its prompt takes over the prompt's keys
@@ -272,7 +269,6 @@ async def test_installs_and_cancellations_work_while_paused(saved: tuple[PreTrai
         abandoned.cancel()
         assert engine.installed_version == 7 and not task.done()
         await asyncio.sleep(0)
-        assert engine.free_slots == 5
         await engine.resume()
         made = (await task)[0]
         async with held_in_step(unpaused, 20, responses(unpaused, [0], 200)) as task:
@@ -335,15 +331,12 @@ async def test_leaving_early_frees_the_slots(saved: tuple[PreTrainedModel, Path]
         expected = await responses(engine, range(3))
         task = asyncio.create_task(responses(engine, range(50), 200))
         await asyncio.sleep(0.02)
-        assert engine.free_slots == 0
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert engine.free_slots == 4
         stream = engine.generate(PROMPT, samples=range(40), sampling=Sampling(max_new_tokens=200), key=KEY)
         async with contextlib.aclosing(stream):
             await anext(stream)
-        assert engine.free_slots == 4
         made = await asyncio.wait_for(responses(engine, range(3)), 5)
         assert engine._slots._num_active == 0 and not engine._slots.is_busy  # nothing runs on in the thread
     assert all(np.array_equal(made[sample].token_ids, expected[sample].token_ids) for sample in range(3))
@@ -363,7 +356,6 @@ async def test_impossible_requests_are_refused(saved: tuple[PreTrainedModel, Pat
     async with opened(saved[1]) as engine:
         with pytest.raises(ValueError, match=r"context|prompt|sampling"):
             engine.generate(prompt, samples=[0], sampling=sampling, key=KEY)
-        assert engine.free_slots == 6
 
 
 async def test_a_full_context_is_allowed(saved: tuple[PreTrainedModel, Path]) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LossSums, TokenBatch, UserError
+from tests.unit.engines.train.training import train_on
 
 ModelPath = Callable[[str], Path]
 MakeMicroBatch = Callable[..., MicroBatch]
@@ -84,7 +85,7 @@ async def test_two_steps_are_those_of_plain_training(model_path: ModelPath, make
     results = []
     for batches, normaliser in zip(steps, [25, 16], strict=True):
         for batch in batches:
-            assert (await engine.forward_backward(batch, Sum(policy_gradient))).is_finite
+            assert (await train_on(engine, batch, Sum(policy_gradient))).is_finite
         results.append(await engine.optim_step(normaliser))
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-4)
     assert clip > 1 or min(norms) > clip
@@ -107,7 +108,7 @@ async def test_the_gradient_does_not_depend_on_the_split_into_micro_batches(
     norms, losses = [], []
     for batches in ([whole], parts):
         engine = TorchEngine(model_path("qwen2-tiny"))
-        losses.append(sum([(await engine.forward_backward(batch, Sum(policy_gradient))).loss_sum for batch in batches]))
+        losses.append(sum([(await train_on(engine, batch, Sum(policy_gradient))).loss_sum for batch in batches]))
         norms.append((await engine.optim_step(7)).grad_norm)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
@@ -140,7 +141,7 @@ async def test_a_loss_sees_the_micro_batch_and_the_policy_itself_as_old(
     for column in (micro_batch.prompt_ids, micro_batch.response_ids.values, micro_batch.loss_mask.values, micro_batch.advantages):
         column.flags.writeable = False  # as they come out of a received frame
     engine = TorchEngine(model_path("qwen2-tiny"))
-    result = await engine.forward_backward(micro_batch, Sum(loss, is_token_local))
+    result = await train_on(engine, micro_batch, Sum(loss, is_token_local))
     (batch,) = seen
     assert batch.row_T.tolist() == [0] * 5 + [1] + [2] * 3 and batch.row_tokens_R.tolist() == [
         m.sum() for m in micro_batch.loss_mask
@@ -180,16 +181,14 @@ async def test_what_is_not_finite_is_not_accumulated(model_path: ModelPath, make
     norms = []
     for has_bad in (False, True):
         engine = TorchEngine(model_path("qwen2-tiny"))
-        await engine.forward_backward(make_micro_batch(0), Sum(policy_gradient))
+        await train_on(engine, make_micro_batch(0), Sum(policy_gradient))
         if has_bad and what == "loss":
-            assert not (await engine.forward_backward(make_micro_batch(1), Sum(infinite_loss))).is_finite
+            assert not (await train_on(engine, make_micro_batch(1), Sum(infinite_loss))).is_finite
         if has_bad and what == "log-prob":
             weight = (await engine.export_weights())["model.norm.weight"]
             kept = weight.clone()
             weight[0] = math.inf
-            result = await engine.forward_backward(
-                make_micro_batch(1), Sum(lambda b: LossSums(loss=0 * b.logprobs_T.sum(), metrics={}))
-            )
+            result = await train_on(engine, make_micro_batch(1), Sum(lambda b: LossSums(loss=0 * b.logprobs_T.sum(), metrics={})))
             assert not result.is_finite
             weight.copy_(kept)
         norms.append((await engine.optim_step(10)).grad_norm)
@@ -205,10 +204,10 @@ async def test_a_gradient_that_is_not_finite_is_skipped(model_path: ModelPath, m
         engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-3, warmup_steps=3)
         before = await copied_weights(engine)
         if has_bad:
-            assert (await engine.forward_backward(make_micro_batch(1), Sum(infinite_gradient))).is_finite
+            assert (await train_on(engine, make_micro_batch(1), Sum(infinite_gradient))).is_finite
             assert (await engine.optim_step(10)).skipped
             assert_same(await engine.export_weights(), before)
-        await engine.forward_backward(make_micro_batch(0), Sum(policy_gradient))
+        await train_on(engine, make_micro_batch(0), Sum(policy_gradient))
         results.append((await engine.optim_step(10), await copied_weights(engine)))
     assert results[0][0] == results[1][0] and not results[0][0].skipped
     assert_same(results[0][1], results[1][1])
@@ -229,7 +228,7 @@ async def test_weight_decay_spares_biases_and_norms(model_path: ModelPath, make_
 
     engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-2, weight_decay=0.5)
     before = await copied_weights(engine)
-    await engine.forward_backward(make_micro_batch(), Sum(no_gradient))
+    await train_on(engine, make_micro_batch(), Sum(no_gradient))
     await engine.optim_step(1)
     for name, tensor in (await engine.export_weights()).items():
         torch.testing.assert_close(tensor, before[name] * (1 - 1e-2 * 0.5 if tensor.ndim > 1 else 1), msg=name)
@@ -242,7 +241,7 @@ async def test_training_makes_a_rewarded_response_likelier(model_path: ModelPath
     batch.advantages[:] = [1, -1]
     before = await engine.log_probs(batch.prompt_ids, batch.response_ids)
     for _ in range(5):
-        await engine.forward_backward(batch, Sum(policy_gradient))
+        await train_on(engine, batch, Sum(policy_gradient))
         await engine.optim_step(12)
     after = await engine.log_probs(batch.prompt_ids, batch.response_ids)
     assert after[0].mean() > before[0].mean() + 0.5 and after[1].mean() < before[1].mean()
@@ -252,7 +251,7 @@ async def test_bfloat16_products_keep_float32_weights(model_path: ModelPath, mak
     norms, log_probs = [], []
     for dtype in ("float32", "bfloat16"):
         engine = TorchEngine(model_path("qwen2-tiny"), dtype=dtype)  # type: ignore[arg-type]
-        assert (await engine.forward_backward(make_micro_batch(), Sum(policy_gradient))).is_finite
+        assert (await train_on(engine, make_micro_batch(), Sum(policy_gradient))).is_finite
         batch = make_micro_batch()
         log_probs.append((await engine.log_probs(batch.prompt_ids, batch.response_ids)).values)
         norms.append((await engine.optim_step(20)).grad_norm)
@@ -267,7 +266,7 @@ async def test_exported_names_are_those_of_the_file_and_save_gives_the_same_mode
     model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path, family: str
 ) -> None:
     engine = TorchEngine(model_path(family), learning_rate=1e-2)
-    await engine.forward_backward(make_micro_batch(), Sum(policy_gradient))
+    await train_on(engine, make_micro_batch(), Sum(policy_gradient))
     await engine.optim_step(5)
     await engine.save(tmp_path / "saved")
     weights = await engine.export_weights()
@@ -342,8 +341,8 @@ async def test_an_error_in_a_loss_reaches_the_caller_and_the_engine_lives_on(
 
     engine = TorchEngine(model_path("qwen2-tiny"))
     with pytest.raises(UserError, match="no reference"):
-        await engine.forward_backward(make_micro_batch(), Sum(broken))
-    assert (await engine.forward_backward(make_micro_batch(), Sum(policy_gradient))).is_finite
+        await train_on(engine, make_micro_batch(), Sum(broken))
+    assert (await train_on(engine, make_micro_batch(), Sum(policy_gradient))).is_finite
     await engine.close()
 
 
@@ -353,7 +352,7 @@ async def test_the_numbers_do_not_depend_on_whether_a_loss_is_given_pieces(
     results = []
     for is_token_local in (True, False):
         engine = TorchEngine(model_path("qwen2-tiny"), log_prob_chunk_tokens=7)
-        result = await engine.forward_backward(make_micro_batch(), Sum(policy_gradient, is_token_local))
+        result = await train_on(engine, make_micro_batch(), Sum(policy_gradient, is_token_local))
         results.append((result.loss_sum, result.metrics["policy/entropy"], (await engine.optim_step(10)).grad_norm))
     assert results[0] == pytest.approx(results[1], rel=1e-5)
 
@@ -367,7 +366,7 @@ async def test_exact_sums_do_not_depend_on_the_order_of_micro_batches(
         engine = TorchEngine(model_path("qwen2-tiny"), learning_rate=1e-3, accumulate=accumulate)
         for _ in range(2):
             for seed in seeds:
-                await engine.forward_backward(make_micro_batch(seed), Sum(policy_gradient))
+                await train_on(engine, make_micro_batch(seed), Sum(policy_gradient))
             await engine.optim_step(60)
         fingerprints.append(await engine.fingerprint())
     names = [name for name in fingerprints[0] if name.startswith("weights/")]
@@ -383,5 +382,5 @@ async def test_the_log_probs_that_equal_the_rollout_engines_are_counted(
     own.values[4] += 0.25
     batch.loss_mask.values[:] = 1
     batch.loss_mask.values[7] = 0
-    result = await engine.forward_backward(replace(batch, rollout_logprobs=own), Sum(policy_gradient))
+    result = await train_on(engine, replace(batch, rollout_logprobs=own), Sum(policy_gradient))
     assert result.logprob_differences == (len(own.values) - 2, 0.25)

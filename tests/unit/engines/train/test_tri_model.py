@@ -16,6 +16,7 @@ from asyncflow.engines.train.model import check_sharing, tri_model
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LossSums, RunError, TokenBatch, UserError
+from tests.unit.engines.train.training import train_on
 
 ModelPath = Callable[[str], Path]
 MakeMicroBatch = Callable[..., MicroBatch]
@@ -38,7 +39,7 @@ async def step(engine: TorchEngine, batch: MicroBatch) -> TokenBatch:
     """One step of training; what its loss saw."""
     objective = Objective()
     await engine.begin_step()
-    assert (await engine.forward_backward(batch, objective)).is_finite
+    assert (await train_on(engine, batch, objective)).is_finite
     await engine.optim_step(10)
     (seen,) = objective.seen
     return seen
@@ -73,7 +74,7 @@ async def test_step_start_is_the_policy_at_the_start_of_the_step(model_path: Mod
     seen = await step(engine, batch)
     assert seen.old_logprobs_T.tolist() == at_start == seen.logprobs_T.tolist()
     objective = Objective()  # a second update in the same step
-    await engine.forward_backward(batch, objective)
+    await train_on(engine, batch, objective)
     assert objective.seen[0].old_logprobs_T.tolist() == at_start != objective.seen[0].logprobs_T.tolist()
 
 
@@ -91,7 +92,7 @@ async def test_previous_is_bitwise_one_update_behind_and_chosen_by_each_rows_sta
         for name, parameter in old_model.parameters.items():
             assert parameter.equal(theta[name]), name
         objective = Objective()
-        await engine.forward_backward(of_staleness(batch, 1, 0, 1, 0), objective)
+        await train_on(engine, of_staleness(batch, 1, 0, 1, 0), objective)
         now, (seen,) = await log_probs(engine, batch), objective.seen
         rows = np.repeat(np.arange(4), batch.response_ids.lengths)
         assert seen.old_logprobs_T.tolist() == [before[t] if row in (0, 2) else now[t] for t, row in enumerate(rows)]
@@ -111,7 +112,7 @@ async def test_rows_that_are_too_stale_are_refused_by_name(
     engine = TorchEngine(model_path("qwen2-tiny"), old=old)
     message = f"row 2 has staleness {staleness}, and train.old={old} is right up to {staleness - 1} only: take train.old=rollout"
     with pytest.raises(ValueError, match=message):
-        await engine.forward_backward(of_staleness(make_micro_batch(), 0, 0, staleness, 0), Objective())
+        await train_on(engine, of_staleness(make_micro_batch(), 0, 0, staleness, 0), Objective())
 
 
 @pytest.mark.parametrize("old", ["current", "step_start"])
@@ -172,7 +173,7 @@ async def test_a_shared_prompt_that_gives_other_numbers_stops_the_run(
     model_path: ModelPath, make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = make_micro_batch(num_prompt_tokens=20)
-    await TorchEngine(model_path("qwen2-tiny")).forward_backward(batch, Objective())
+    await train_on(TorchEngine(model_path("qwen2-tiny")), batch, Objective())
 
     def wrong(*arguments: Any, is_shared: bool) -> Packed:
         """A shared layout with one token of the third response taken for another."""
@@ -183,9 +184,9 @@ async def test_a_shared_prompt_that_gives_other_numbers_stops_the_run(
     monkeypatch.setattr(check_sharing, "pack", wrong)
     engine = TorchEngine(model_path("qwen2-tiny"))
     with pytest.raises(RunError, match=r"the log-prob -\d+\.\d+ for a token of row 2, where the row alone has -\d+\.\d+"):
-        await engine.forward_backward(batch, Objective())
+        await train_on(engine, batch, Objective())
     unchecked = TorchEngine(model_path("qwen2-tiny"), check_shared_prompt=False)
-    assert (await unchecked.forward_backward(batch, Objective())).is_finite
+    assert (await train_on(unchecked, batch, Objective())).is_finite
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,7 +194,7 @@ async def test_a_response_that_sees_another_one_is_noticed(
     model_path: ModelPath, make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch, dtype: Any
 ) -> None:
     batch = make_micro_batch(lengths=(15, 11, 19, 5), num_prompt_tokens=20)
-    await TorchEngine(model_path("qwen2-tiny"), dtype=dtype).forward_backward(batch, Objective())
+    await train_on(TorchEngine(model_path("qwen2-tiny"), dtype=dtype), batch, Objective())
 
     def leaking(*arguments: Any, is_shared: bool) -> Packed:
         """The second response's segment goes on into the third."""
@@ -203,4 +204,4 @@ async def test_a_response_that_sees_another_one_is_noticed(
 
     monkeypatch.setattr(check_sharing, "pack", leaking)
     with pytest.raises(RunError, match=r"a gradient .* away from that of the rows alone|the log-prob .* for a token of row 2"):
-        await TorchEngine(model_path("qwen2-tiny"), dtype=dtype).forward_backward(batch, Objective())
+        await train_on(TorchEngine(model_path("qwen2-tiny"), dtype=dtype), batch, Objective())
