@@ -1,6 +1,6 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 16 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
+    python benchmarks/overlap.py [--slots 16 24 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
 
 All modes run the same seed and workload: 32 prompts x 8 responses a step, of lognormal length (median 40 tokens, sigma 0.6), made
 by a random model. The first two steps and the last two are left out (see whole_runs.py).
@@ -63,7 +63,7 @@ def recurrence(synchronous: Run, step: int) -> float:
 
 def main() -> int:
     arguments = parser(__doc__)
-    arguments.add_argument("--slots", type=int, nargs="+", default=[16, 32, 64, 128])
+    arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 32, 64, 128])
     arguments.add_argument("--steps", type=int, default=14)
     arguments.add_argument("--rounds", type=int, default=1, help="of all modes, whose best runs are taken: for a busy machine")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
@@ -83,7 +83,7 @@ def main() -> int:
                 x = bound(runs["synchronous", slots]) if mode == "periodic" and ("synchronous", slots) in runs else None
                 print(
                     f"{slots:5}  {mode:12}  {seconds[mode, slots]:8.3f}  {'' if x is None else format(x, '.3f'):>10}  "
-                    f"{done.idle(WORKER):12.1%}  {done.idle('trainer'):12.1%}  {done.occupancy(WORKER, slots):9.1%}  "
+                    f"{done.idle(WORKER):12.1%}  {done.idle('trainer/0'):12.1%}  {done.occupancy(WORKER, slots):9.1%}  "
                     f"{exposed(done):15.2%}  {done.mean('staleness/mean'):9.2f}",
                     flush=True,
                 )

@@ -84,7 +84,7 @@ def main() -> int:
         for mode, done in runs.items():
             idle = sum(done.idle(worker) for worker in done.workers("rollout")) / given.workers
             print(
-                f"{case.name:14}  {mode:8}  {done.mean('perf/step_seconds'):8.3f}  {idle:12.1%}  {done.idle('trainer'):12.1%}  "
+                f"{case.name:14}  {mode:8}  {done.mean('perf/step_seconds'):8.3f}  {idle:12.1%}  {done.idle('trainer/0'):12.1%}  "
                 f"{newest(done):21.1%}",
                 flush=True,
             )
