@@ -1,16 +1,19 @@
-"""Which groups the consumer is given, by a real queue and ledger: those of its step, or those that come first."""
+"""What a trainer works on, by a real queue and ledger: the groups of its step, or those that come first, in turns."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 
-from asyncflow.engines.base import Response
+from asyncflow.algorithms.grpo import GRPO
+from asyncflow.engines.base import MicroBatchResult, Response
+from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
@@ -19,10 +22,11 @@ from asyncflow.types import GroupMeta
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.bounded import NEVER, Bounded
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, Update
-from asyncflow.workflows.samples import Prompt, admission, outputs, schema
+from asyncflow.workflows.samples import Prompt, Shape, admission, outputs, schema
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
-from asyncflow.workflows.turns import members
+from asyncflow.workflows.synchronous import Synchronous
+from asyncflow.workflows.turns import Turns, members
 
 BITS = 1
 
@@ -30,8 +34,8 @@ BITS = 1
 class World:
     """Steps of two groups of one row, begun by version 0; rollout is done by hand."""
 
-    def __init__(self, schedule: Schedule, lease_seconds: float) -> None:
-        self.schedule, self.ledger = schedule, Ledger(BITS, max_staleness=schedule.max_staleness)
+    def __init__(self, schedule: Schedule, lease_seconds: float, **ranks: int) -> None:
+        self.schedule, self.ledger = schedule, Ledger(BITS, max_staleness=schedule.max_staleness, **ranks)
         callbacks = {"rollout": {"on_done": self._done}}
         self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], callbacks=callbacks)
         books = Books(self.ledger, self.queue.controllers)
@@ -89,8 +93,8 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0) -> AsyncIterator[World]:
-    world = World(schedule, lease_seconds)
+async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: int) -> AsyncIterator[World]:
+    world = World(schedule, lease_seconds, **ranks)
     async with world.queue.running():
         await turns()
         yield world
@@ -195,3 +199,88 @@ async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_p
         await world.complete(0, 3)
         await asyncio.wait_for(training, 5)
         assert orders == [[2, 1], [0, 3]]
+
+
+SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_turn=1, num_rollout_workers=1)
+
+
+class Ranks:
+    """Data-parallel ranks that train a step of two groups of one row; what each of them has trained, turn by turn."""
+
+    def __init__(self, world: World, count: int, shape: Shape = SHAPE) -> None:
+        self.world, self.shape, self.trained = world, shape, [list[list[int]]() for _ in range(count)]
+        self.ranks = [asyncio.create_task(self._train(rank)) for rank in range(count)]
+        self.barrier = asyncio.Barrier(count)
+
+    async def _train(self, rank: int) -> None:
+        world = self.world
+        client = world.queue.client()
+        turns = Turns(client, world.service, world.schedule, GRPO(), self.shape, rank, 0, {})
+        async with turns:
+            async for turn in turns:
+                await self.barrier.wait()  # as a collective would make them
+                self.trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
+                assert len(turn.micro_batches) == len(turn.works) and turn.figures["rows"] == len(turn.works)
+                turns.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.micro_batches], FingerprintLog(None))
+        await turns.commit()
+
+
+async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with_nothing() -> None:
+    async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
+        await world.admit(2)
+        ranks = Ranks(world, 2)
+        await world.complete(0)
+        assert ranks.trained == [[], []]  # the other one could still get group 1
+        await world.complete(1)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert sorted(group for rank in ranks.trained for turn in rank for group in turn) == [0, 1]
+        assert [len(rank) for rank in ranks.trained] == [1, 1]
+        assert world.ledger.totals(0).sequences == 2 and world.queue.controllers["train"].table.counts()["leased"] == 0
+
+
+async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_turn() -> None:
+    async with a_world(Bounded(max_staleness=2), num_ranks=3) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 3)
+        await world.complete(1, 0)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert sorted(map(len, (turn for rank in ranks.trained for turn in rank))) == [0, 1, 1]
+
+
+async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
+    async with a_world(Bounded(max_staleness=2), groups_per_turn=2) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_turn=2))
+        await world.complete(1)
+        assert ranks.trained == [[]]
+        await world.complete(0)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert ranks.trained == [[[1, 0]]]
+
+
+async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(2)
+        turns = Turns(world.client, world.service, Synchronous(), GRPO(), SHAPE, 0, 1, {})
+
+        async def train() -> None:
+            async with turns:
+                async for _ in turns:
+                    raise AssertionError("it was given out")
+
+        training = asyncio.create_task(train())
+        await world.complete(2)  # made by version 0, and step 1 is trained by a schedule that promises version 1
+        with pytest.raises(ExceptionGroup) as failure:
+            await asyncio.wait_for(training, 5)
+        assert "row 4" in str(failure.value.exceptions[0])
+
+
+async def test_when_the_run_stops_no_turn_is_waited_for() -> None:
+    async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 2)
+        await world.complete(0)
+        world.service.stop()
+        world.queue.stop()
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert ranks.trained == [[], []]

@@ -1,0 +1,99 @@
+"""Trainers that torchrun has started: each process becomes a rank of a run whose driver the first of them starts.
+
+    torchrun --nproc-per-node 4 -m asyncflow train CONFIG plan.train.dp=4
+
+consumes: torchrun's environment variables
+waits for: the driver, until it has claimed the run's folder; then for the end of the run
+is unblocked by: the driver's job file, which names this launch
+
+The first rank's process starts the driver, which starts everything but trainers, and hands on its exit status. One machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from asyncflow.registry import load
+from asyncflow.transport import ConnectionLost
+from asyncflow.types import Layout, RunError, UserError
+
+LAUNCH = "ASYNCFLOW_LAUNCH"
+"""The environment variable by which a driver knows, and tells, which launch of torchrun its trainers come from."""
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+
+def is_rank() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and LAUNCH not in os.environ
+
+
+def run_rank(
+    driver_arguments: Sequence[str], layout: Layout, job_file: Path, read_launch: Callable[[Path], str], *, deadline_seconds: float
+) -> int:
+    """Be one rank of the run, and the first one its driver's parent, too. Returns the exit status.
+
+    `driver_arguments` are those of `asyncflow`; `read_launch` finds in the job file the launch that it is of.
+
+    Raises:
+        UserError: torchrun has not started as many processes as the layout has ranks, or they are on several machines.
+        RunError: the driver was not there in time.
+    """
+    environment = os.environ
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if size != layout.size or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+        here = environment.get("LOCAL_WORLD_SIZE")
+        raise UserError(
+            f"torchrun has started {size} processes, {here} of them here, and plan.train asks for dp {layout.dp} x tp {layout.tp} "
+            f"x pp {layout.pp} = {layout.size} on one machine: start it with --nproc-per-node {layout.size}"
+        )
+    launch = f"{environment['TORCHELASTIC_RUN_ID']}/{environment['MASTER_PORT']}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    driver = _start_driver(driver_arguments, launch) if rank == 0 else None
+    try:
+        _wait_for_driver(driver, job_file, read_launch, launch, deadline_seconds)
+        try:
+            asyncio.run(load("worker", "asyncflow.build.workers:train_worker")(f"trainer/{rank}", job_file.parent))
+        except* ConnectionLost:
+            print("the driver has gone", file=sys.stderr)  # why, it has said itself
+        return driver.wait() if driver is not None else 0
+    finally:
+        if driver is not None and driver.poll() is None:
+            driver.send_signal(signal.SIGTERM)
+            driver.wait()
+
+
+def _start_driver(arguments: Sequence[str], launch: str) -> subprocess.Popen[bytes]:
+    """As if the user had, but for the variable that says whence the trainers come. torchrun's signals are handed on."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC")
+    }
+    driver = subprocess.Popen([sys.executable, "-m", "asyncflow", *arguments], env=kept | {LAUNCH: launch}, start_new_session=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: driver.send_signal(number))
+    return driver
+
+
+def _wait_for_driver(
+    driver: subprocess.Popen[bytes] | None, job_file: Path, read_launch: Callable[[Path], str], launch: str, deadline_seconds: float
+) -> None:
+    deadline = time.monotonic() + deadline_seconds
+    while not (job_file.is_file() and read_launch(job_file) == launch):
+        if driver is not None and (status := driver.poll()) is not None:
+            sys.exit(status)  # it has said why
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"the driver had not begun the run in {job_file.parent} within {deadline_seconds:g} s: its output says why"
+            )
+        time.sleep(0.05)
+
+
+def launch_of(environment: Mapping[str, str]) -> str:
+    """The launch of torchrun that a driver belongs to; "" if it starts its trainers itself."""
+    return environment.get(LAUNCH, "")
