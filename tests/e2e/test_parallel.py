@@ -1,0 +1,95 @@
+"""The same training on one process and on several: as the command line starts them, and as torchrun does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from asyncflow.telemetry.fingerprints import StepPrint, read_fingerprints
+from asyncflow.telemetry.trace import read_spans
+from tests.conftest import merged
+from tests.e2e.commands import processes_of, rows, run_command, write_config
+
+Small = Callable[..., dict[str, Any]]
+STEPS = 5
+SECTIONS: dict[str, Any] = {
+    "run": {"steps": STEPS},
+    "train": {"prompts_per_step": 4, "accumulate": "exact", "max_grad_norm": 0.05},
+    "telemetry": {"fingerprints": True},
+}
+
+
+def trained(small: Small, tmp_path: Path, name: str, **changes: Any) -> Path:
+    """A run's folder, when it has ended well."""
+    folder = tmp_path / f"config-{name}"
+    folder.mkdir()
+    config = write_config(folder, small(**merged(merged(SECTIONS, {"run": {"name": name}}), changes)))
+    command = run_command("train", config)
+    assert command.returncode == 0, command.stdout + command.stderr
+    run_dir = tmp_path / "runs" / name
+    assert not processes_of(run_dir)
+    return run_dir
+
+
+def prints(run_dir: Path) -> list[StepPrint]:
+    return read_fingerprints(run_dir / "fingerprints.jsonl")
+
+
+def of_metric(run_dir: Path, name: str) -> list[float]:
+    return [row[name] for row in rows(run_dir / "metrics.jsonl")]
+
+
+def test_data_parallel_training_gives_the_bits_of_one_process(small: Small, tmp_path: Path) -> None:
+    one, two = trained(small, tmp_path, "one"), trained(small, tmp_path, "two", plan={"train": {"dp": 2}})
+    assert all(norm > 0.05 for norm in of_metric(one, "policy/grad_norm"))  # the clip is at work
+    assert of_metric(one, "policy/grad_norm") == of_metric(two, "policy/grad_norm")
+    for alone, together in zip(prints(one), prints(two), strict=True):
+        assert alone.tensors == together.tensors
+        by_group = ({group.group: group for group in step.groups} for step in (alone, together))
+        assert next(by_group) == next(by_group)
+    assert (one / "model" / "model.safetensors").read_bytes() == (two / "model" / "model.safetensors").read_bytes()
+
+    spans = [span for span in read_spans(two / "spans.jsonl") if span.task == "forward_backward"]
+    assert {span.worker for span in spans if span.rows} == {"trainer/0", "trainer/1"}  # both had their share
+    assert sum(span.rows for span in spans) == STEPS * 16
+
+
+def test_tensor_and_pipeline_parallel_training_is_that_of_one_process(small: Small, tmp_path: Path) -> None:
+    one = trained(small, tmp_path, "one")
+    four = trained(small, tmp_path, "four", plan={"train": {"tp": 2, "pp": 2}}, train={"pipeline_micro_batches": 2})
+    assert of_metric(one, "reward/mean") == of_metric(four, "reward/mean")
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (one, four))
+    assert weights.keys() == others.keys()
+    assert max(abs(weights[name] - others[name]).max() for name in weights) < 1e-4
+    original = load_file(Path(small()["model"]["path"]) / "model.safetensors")
+    assert max(abs(weights[name] - original[name]).max() for name in weights) > 1e-4  # or nothing would have been shown
+    lanes = {span.worker for span in read_spans(four / "spans.jsonl") if span.task == "forward_backward"}
+    assert lanes == {f"trainer/{rank}" for rank in range(4)}
+
+
+def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
+    sections = merged(SECTIONS, {"run": {"steps": 2}, "plan": {"train": {"dp": 2}}})
+    config = write_config(tmp_path, small(**sections))
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert torchrun is not None
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    wrong = subprocess.run(
+        [torchrun, "--nproc-per-node", "1", "-m", "asyncflow", "train", config],
+        capture_output=True, text=True, timeout=60, env=environment, check=False,
+    )  # fmt: skip
+    assert wrong.returncode != 0 and "--nproc-per-node 2" in wrong.stderr
+    done = subprocess.run(
+        [torchrun, "--nproc-per-node", "2", "-m", "asyncflow", "train", config],
+        capture_output=True, text=True, timeout=120, env=environment, check=False,
+    )  # fmt: skip
+    run_dir = tmp_path / "runs" / "test"
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished after 2 steps" in done.stdout and (run_dir / "model" / "model.safetensors").is_file()
+    assert {span.worker for span in read_spans(run_dir / "spans.jsonl")} == {"rollout/0", "trainer/0", "trainer/1"}
