@@ -17,7 +17,7 @@ import psutil
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from asyncflow.types import Layout, UserError
+from asyncflow.types import Layout, Old, UserError
 
 
 class Section(BaseModel):
@@ -75,6 +75,11 @@ Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:\d+)?$")]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
+
+
+Finite = Annotated[float, Field(gt=0, lt=math.inf)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""How much of a running mean stays at each step."""
 
 
 class RunConfig(Section):
@@ -144,7 +149,7 @@ class RolloutConfig(Section):
     """Responses that a worker generates at once."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Responses per prompt."""
-    temperature: PositiveFloat = 1.0
+    temperature: Finite = 1.0
     max_new_tokens: PositiveInt = 256
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Device = "cpu"
@@ -167,7 +172,7 @@ class TrainConfig(Section):
     """Responses of a group that are computed together and share one copy of their prompt; by default the whole group; 1: none."""
     check_shared_prompt: bool = True
     """At the start, compute one micro-batch with and without sharing the prompt, and stop if they differ."""
-    old: Literal["current", "step_start", "previous", "rollout"] = "current"
+    old: Old = "current"
     """The old policy of the probability ratio: the policy itself, its weights at the step's start or before the last update, or the
     engine that sampled."""
     reference: Literal["fused", "task"] = "fused"
@@ -178,12 +183,12 @@ class TrainConfig(Section):
     """Keep old policy and reference in host memory, and move them to the device for each pass."""
     accumulate: Literal["exact", "fp32"] = "fp32"
     """How a step's gradients add up: `exact` gives the same bits in whatever order groups arrive."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: Finite = 1e-6
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises linearly; constant after that."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: PositiveFloat = 1.0
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
+    max_grad_norm: Finite = 1.0
     pipeline_micro_batches: PositiveInt = 4
     """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, filled to one length."""
     log_prob_chunk_tokens: PositiveInt = 2048
@@ -192,6 +197,10 @@ class TrainConfig(Section):
     """So many updates in a row that cannot be made (a loss or the gradient is not finite, or no row is left) end the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward passes; weights, gradient sums and optimiser state are float32 or more."""
+    activation_checkpointing: bool = False
+    """Keep only what goes into each layer, and compute the layer again in the backward pass: less memory, a third more work."""
+    offload_optimizer: bool = False
+    """Keep the optimiser's state in host memory, and bring it over piece by piece for each update."""
     device: Device = "cpu"
     num_threads: PositiveInt = 1
 

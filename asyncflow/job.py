@@ -27,6 +27,7 @@ from asyncflow.build.prepare import Prepared, prepare, tasks_before_training, to
 from asyncflow.build.workers import CONFIG_FILE, JOB_FILE, JobFile, copy_tokenizer
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerSpec
+from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
 from asyncflow.data.datasets import check_columns, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer
@@ -108,7 +109,7 @@ class Job:
         self._prepared = prepared
         self._sweep_shared_memory()
         self._weights_dir = self._make_weights_dir()
-        job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir))
+        job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir), launch_of(os.environ))
         (config.run_dir / JOB_FILE).write_bytes(msgspec.json.encode(job))
         listener = self.listener
         driver = Driver(
@@ -329,9 +330,11 @@ class Job:
         if not self._evaluate_only:
             environment = _threads(train.num_threads) | KEEP_FREED_MEMORY
             size = self.config.layout.size
-            specs += [
-                WorkerSpec(f"trainer/{rank}", f"{mains}:train_worker", environment | self._rank(rank, size)) for rank in range(size)
-            ]
+            if not launch_of(os.environ):  # else they are there already
+                specs += [
+                    WorkerSpec(f"trainer/{rank}", f"{mains}:train_worker", environment | self._rank(rank, size))
+                    for rank in range(size)
+                ]
             if "reference" in tasks:
                 specs.append(WorkerSpec("reference", f"{mains}:reference_worker", environment))
         return specs

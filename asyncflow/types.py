@@ -11,7 +11,7 @@ Nothing here imports torch: the driver and the reward workers use this module an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
@@ -165,6 +165,12 @@ class Batch:
         return values
 
 
+Old = Literal["current", "step_start", "previous", "rollout"]
+"""The old policy of the probability ratio (`train.old`); engines/train/model/tri_model.py says what each is and is right for."""
+SAMPLED_UP_TO: Mapping[Old, int] = {"current": 0, "step_start": 0, "previous": 1}
+"""Up to which staleness each old policy is the one that sampled; `rollout` always is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a train engine is cut over devices: `dp` data-parallel groups (FSDP) of `pp` pipeline stages of `tp` devices each."""
@@ -177,6 +183,55 @@ class Layout:
     def size(self) -> int:
         """Devices."""
         return self.dp * self.tp * self.pp
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """`dtype` is torch's name for it without `torch.`, such as `bfloat16`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """A tensor's own."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+class WeightSource(Protocol):
+    """A model's weights, one tensor at a time: nobody has to hold a second model to pass them on.
+
+    A model that is cut over several processes has a source in each that exports. All of them iterate, since each tensor is gathered
+    from all; what is gathered comes out of one of them, that of data-parallel rank 0, and the others' iterations yield nothing.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    """By Hugging Face names, known before any tensor is there, the same in every process. It is the order in which they come: sorted
+    by name is the order in which a file of one dtype is written, and therefore the fastest."""
+
+    are_lasting: bool
+    """Whether they are there without having been gathered, so that they cost nothing to keep until the next `optim_step`."""
+
+    def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """Each (name, tensor on the CPU, contiguous, as its spec says) of `specs`, in that order.
+
+        A tensor is valid until the next one is asked for, or, if they `are_lasting`, until the next `optim_step`. Who begins goes
+        on to the end.
+        """
+        ...
+
+
+class HeldWeights:
+    """`WeightSource` of tensors that are all there. Contiguous ones on the CPU are not copied, others one at a time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(sorted(tensors.items()))
+        self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
+        self.are_lasting = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in self._tensors.values())
+
+    async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """See `WeightSource.tensors`."""
+        for name, tensor in self._tensors.items():
+            yield name, tensor.detach().cpu().contiguous()
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True):

@@ -27,6 +27,8 @@ import numpy as np
 from figures import Figure, finish, parser
 
 from asyncflow.algorithms.grpo import GRPO
+from asyncflow.build.workers import train_engine_options
+from asyncflow.config import parse
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.random_model import make_random_model
 from asyncflow.engines.train.torch_engine import TorchEngine
@@ -51,8 +53,9 @@ def micro_batch() -> MicroBatch:
 
 
 async def measure(model: Path, repeats: int) -> list[Figure]:
-    three = TorchEngine(model, old="previous", has_reference=True, check_shared_prompt=False)
-    policy = TorchEngine(model, check_shared_prompt=False)
+    config = parse({"model": {"path": str(model)}, "data": {"path": ""}, "train": {"check_shared_prompt": False}})
+    alone = train_engine_options(config)
+    policy, three = TorchEngine(model, alone), TorchEngine(model, replace(alone, old="previous", has_reference=True))
     stale, fresh = micro_batch(), replace(micro_batch(), staleness=np.zeros(RESPONSES, np.int64))
     with_kl, without = GRPO(kl_coefficient=0.1), GRPO()
 

@@ -38,6 +38,7 @@ from asyncflow.engines.rollout.config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.registry import build
 from asyncflow.transport import Credentials
+from asyncflow.types import HeldWeights
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncOptions
 
@@ -96,7 +97,7 @@ async def serve(variant: str, folder: Path) -> None:
             send(server, payload, context if line.strip() == "TLS" else None)
             continue
         start = time.perf_counter()
-        manifest = await sender.publish(int(line), tensors)
+        manifest = await sender.publish(int(line), HeldWeights(tensors))
         seconds = time.perf_counter() - start
         print(seconds, msgspec.json.encode(manifest).decode(), flush=True)
 

@@ -26,7 +26,7 @@ import math
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from asyncflow.algorithms import functional
-from asyncflow.types import TokenBatch, UserError
+from asyncflow.types import SAMPLED_UP_TO, Old, TokenBatch, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +35,6 @@ Correction = Literal["none", "truncated", "masked", "decoupled"]
 Level = Literal["token", "sequence", "geometric"]
 
 DEFAULT_HIGH: Final[dict[Correction, float]] = {"truncated": 2.0, "masked": 2.0, "decoupled": 5.0}
-
-SAMPLED_UP_TO: Final = {"current": 0, "step_start": 0, "previous": 1}
-"""Up to which staleness the old policy (`train.old`) is the one that sampled; `rollout` always is."""
 
 
 class ImportanceWeights:
@@ -105,12 +102,12 @@ class ImportanceWeights:
         }
 
 
-def default_correction(old: str, max_staleness: int) -> Correction:
+def default_correction(old: Old, max_staleness: int) -> Correction:
     """What a run does that says nothing: `none` while the old policy (`train.old`) is the one that sampled, else `decoupled`."""
     return "none" if max_staleness <= SAMPLED_UP_TO.get(old, max_staleness) else "decoupled"
 
 
-def check_correction(correction: Correction, old: str, max_staleness: int) -> None:
+def check_correction(correction: Correction, old: Old, max_staleness: int) -> None:
     """That the old policy (`train.old`) is one that the correction is right with, for rows of so many versions.
 
     Raises:

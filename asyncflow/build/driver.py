@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections import ChainMap, Counter
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncflow.build.prepare import Prepared, num_devices, shape_of, tasks_before_training
+from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.data.order import SeededOrder
 from asyncflow.registry import build
@@ -160,6 +162,8 @@ class Driver:
         self.transfer_queue.abandon(client_key)
         self.board.forget(worker)
         self.hub.left(worker)
+        if worker.startswith("trainer/") and launch_of(os.environ) and not self.ledger.is_stopping and not self.failure.done():
+            self.failure.set_exception(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""

@@ -18,7 +18,7 @@ from asyncflow.build.driver import KEY_FILE, control_socket
 from asyncflow.build.prepare import TOKENIZER_FILES, make_algorithm, reward_pool, shape_of
 from asyncflow.config import Config, load
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.base import LogProbEngine, RolloutEngine, TrainEngine
+from asyncflow.engines.base import FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine, TrainEngineOptions
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import LOG_PROB_ENGINES, TRAIN_ENGINES
 from asyncflow.registry import build
@@ -55,6 +55,12 @@ class JobFile(msgspec.Struct, frozen=True):
     model: str
     max_context: int
     weights_dir: str
+    launch: str = ""  # of torchrun, if it has started the trainers
+
+
+def launch_in(job_file: Path) -> str:
+    """The launch of torchrun that a run's trainers come from."""
+    return msgspec.json.decode(job_file.read_bytes(), type=JobFile).launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,43 +269,51 @@ def _rollout_engine(run: Connection) -> RolloutEngine:
 
 
 def _train_engine(run: Connection) -> TrainEngine:
-    chosen, train, algorithm = run.config.train.engine, run.config.train, make_algorithm(run.config)
-    options = {
-        "model_path": Path(run.job.model),
-        "learning_rate": train.learning_rate,
-        "warmup_steps": train.warmup_steps,
-        "betas": train.betas,
-        "weight_decay": train.weight_decay,
-        "max_grad_norm": train.max_grad_norm,
-        "temperature": run.config.rollout.temperature,
-        "seed": run.config.run.seed,
-        "device": train.device,
-        "dtype": train.dtype,
-        "log_prob_chunk_tokens": train.log_prob_chunk_tokens,
-        "num_threads": train.num_threads,
-        "accumulate": train.accumulate,
-        "old": train.old,
-        "is_corrected": algorithm.correction != "none",
-        "has_reference": algorithm.needs_reference and train.reference == "fused",
-        "frozen_dtype": train.frozen_dtype,
-        "offload": train.offload,
-        "check_shared_prompt": train.check_shared_prompt,
-    }
-    return cast(TrainEngine, build("train engine", chosen.name, {**options, **chosen.options}, TRAIN_ENGINES))
+    chosen, arguments = run.config.train.engine, {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
+    return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
+
+
+def train_engine_options(config: Config) -> TrainEngineOptions:
+    """What the configuration says to every train engine."""
+    train, algorithm = config.train, make_algorithm(config)
+    return TrainEngineOptions(
+        layout=config.layout,
+        pipeline_micro_batches=train.pipeline_micro_batches,
+        learning_rate=train.learning_rate,
+        warmup_steps=train.warmup_steps,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+        device=train.device,
+        dtype=train.dtype,
+        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
+        num_threads=train.num_threads,
+        accumulate=train.accumulate,
+        old=train.old,
+        is_corrected=algorithm.correction != "none",
+        has_reference=algorithm.needs_reference and train.reference == "fused",
+        frozen_dtype=train.frozen_dtype,
+        offload=train.offload,
+        check_shared_prompt=train.check_shared_prompt,
+        activation_checkpointing=train.activation_checkpointing,
+        offload_optimizer=train.offload_optimizer,
+    )
 
 
 def _reference_engine(run: Connection) -> LogProbEngine:
     train = run.config.train
-    options = {
-        "model_path": Path(run.job.model),
-        "dtype": train.frozen_dtype or train.dtype,
-        "temperature": run.config.rollout.temperature,
-        "device": train.device,
-        "log_prob_chunk_tokens": train.log_prob_chunk_tokens,
-        "num_threads": train.num_threads,
-        "offload": train.offload,
-    }
-    return cast(LogProbEngine, build("reference engine", "torch", options, LOG_PROB_ENGINES))
+    options = FrozenOptions(
+        device=train.device,
+        dtype=train.frozen_dtype or train.dtype,
+        temperature=run.config.rollout.temperature,
+        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
+        num_threads=train.num_threads,
+        offload=train.offload,
+    )
+    arguments = {"model_path": Path(run.job.model), "options": options}
+    return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
 
 
 def _weight_sync(run: Connection, device: str) -> WeightSync:

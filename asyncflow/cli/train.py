@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asyncflow.cli.display import Display
+from asyncflow.cluster.torchrun import is_rank, run_rank
 from asyncflow.config import Config, dump, load
+
+DRIVER_SECONDS = 120.0
+"""How long a process that torchrun has started waits for the run's driver, which checks the run's inputs first."""
 
 
 def train(
@@ -24,6 +29,8 @@ def train(
     resolved = load(config, overrides or [])
     if print_config:
         print(dump(resolved), end="")
+    elif is_rank():
+        raise typer.Exit(_run_rank(resolved, ["train", str(config), *(overrides or [])]))
     elif dry_run:
         asyncio.run(_dry_run(resolved))
     else:
@@ -35,6 +42,8 @@ async def _train(config: Config) -> bool:
 
     began = time.monotonic()
     with Display(config.run.name, config.run.steps) as display:
+        if line := _correction(config):
+            display.says(line)
         job = Job(config, display)
         is_finished = await run_with_signals(job, job.run())
     verb = "finished" if is_finished else "interrupted"
@@ -46,6 +55,13 @@ async def _train(config: Config) -> bool:
     return is_finished
 
 
+def _run_rank(config: Config, arguments: Sequence[str]) -> int:
+    """As a process that torchrun has started."""
+    from asyncflow.build.workers import JOB_FILE, launch_in
+
+    return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, deadline_seconds=DRIVER_SECONDS)
+
+
 async def _dry_run(config: Config) -> None:
     from asyncflow.build.prepare import prepare
 
@@ -55,6 +71,8 @@ async def _dry_run(config: Config) -> None:
     print(f"run        {config.run_dir}, {config.run.steps} steps, {config.schedule.name}, {config.algorithm.name}")
     print(f"model      {config.model.path}, context {prepared.max_context} tokens")
     print(f"data       {len(prepared.prompts)} prompts to train on, {len(prepared.held_out)} held out")
+    if line := _correction(config):
+        print(f"staleness  {line}")
     print(f"each step  {config.train.prompts_per_step} prompts x {config.rollout.group_size} responses = {rows} rows")
     print(
         f"workers    {config.rollout.num_workers} rollout on {config.rollout.device} ({config.rollout.num_slots} slots, "
@@ -62,6 +80,19 @@ async def _dry_run(config: Config) -> None:
         f"threads each), cluster {config.cluster}"
     )
     print("nothing was started")
+
+
+def _correction(config: Config) -> str:
+    """How a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
+    from asyncflow.build.prepare import make_algorithm
+    from asyncflow.registry import build
+    from asyncflow.workflows import SCHEDULES
+
+    staleness = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES).max_staleness
+    algorithm = make_algorithm(config)
+    if not staleness:
+        return ""
+    return f"samples are up to {staleness} versions old; algorithm.correction={algorithm.correction}, train.old={config.train.old}"
 
 
 def _layout(config: Config) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from asyncflow.types import Array, Objective, Ragged
+from asyncflow.types import Array, Layout, Objective, Old, Ragged, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,6 +146,65 @@ class OptimResult:
     skipped: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenOptions:
+    """What an engine is told of a model that it does not train. config.py says which values there are, and the defaults.
+
+    The passes compute on `device` in `dtype`, which is what the weights are kept in, too; `offload`: in host memory. `temperature`
+    is that of the rollout's sampling. At most `log_prob_chunk_tokens` rows of logits exist at a time. `num_threads` compute on
+    the CPU.
+    """
+
+    device: str
+    dtype: Literal["float32", "bfloat16"]
+    temperature: float
+    log_prob_chunk_tokens: int
+    num_threads: int
+    offload: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainEngineOptions:
+    """What every train engine is told. config.py says which values there are, and the defaults.
+
+    `learning_rate` rises linearly over the first `warmup_steps` updates and stays. `weight_decay` applies to matrices, not to
+    biases and norms. `temperature` is that of the rollout's sampling: the policy's distribution is the one sampled from. `seed`
+    is for losses that draw numbers. `dtype` is that of the forward and backward passes; weights, gradient sums and optimiser state
+    are float32 or more. At most `log_prob_chunk_tokens` rows of logits exist at a time. `num_threads` compute on the CPU.
+
+    `accumulate`: how gradients add up, see train/accumulate.py. `old`, `is_corrected`: see train/model/tri_model.py.
+    `has_reference`: keep the model as it is at the start as the reference. Old policy and reference are kept in `frozen_dtype`
+    (None: in `dtype`); `offload`: in host memory. `check_shared_prompt`: the first micro-batch whose prompt is shared is computed
+    unshared, too, and compared.
+
+    `layout`: how the model is cut over processes; a pipeline takes `pipeline_micro_batches` together. `activation_checkpointing`:
+    each layer's activations are made again in the backward pass. `offload_optimizer`: the optimiser's state is kept in host memory.
+    """
+
+    layout: Layout
+    pipeline_micro_batches: int
+    learning_rate: float
+    warmup_steps: int
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+    temperature: float
+    seed: int
+    device: str
+    dtype: Literal["float32", "bfloat16"]
+    log_prob_chunk_tokens: int
+    num_threads: int
+    accumulate: Literal["exact", "fp32"]
+    old: Old
+    is_corrected: bool
+    has_reference: bool
+    frozen_dtype: Literal["float32", "bfloat16"] | None
+    offload: bool
+    check_shared_prompt: bool
+    activation_checkpointing: bool
+    offload_optimizer: bool
+
+
 class LogProbEngine(Protocol):
     """What a task of its own, such as the reference, needs of a model."""
 
@@ -196,11 +255,8 @@ class TrainEngine(LogProbEngine, Protocol):
         """Clear the step's sums without a step."""
         ...
 
-    async def export_weights(self) -> Mapping[str, Tensor]:
-        """The current weights by their Hugging Face names, on the CPU, not to be changed before the next `optim_step`.
-
-        Of data-parallel rank 0; the others take part, and return nothing.
-        """
+    async def export_weights(self) -> WeightSource:
+        """The current weights, gathered while they are iterated over: every leader iterates to the end, before its next call."""
         ...
 
     async def fingerprint(self) -> Mapping[str, str]:

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response, SampleKey, Sampling
-from asyncflow.types import Array, Objective, Ragged
+from asyncflow.types import Array, HeldWeights, Objective, Ragged, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -350,9 +350,9 @@ class SleepingTrainEngine:
         await self._sleep(self._costs.log_probs(len(prompt_ids) + len(response_ids.values)))
         return Ragged(np.full(len(response_ids.values), -1.0, np.float32), response_ids.offsets)
 
-    async def export_weights(self) -> Mapping[str, Tensor]:
+    async def export_weights(self) -> WeightSource:
         """No tensors: what travels is the time that it takes."""
-        return {}
+        return HeldWeights({})
 
     async def fingerprint(self) -> Mapping[str, str]:
         """See `TrainEngine`."""

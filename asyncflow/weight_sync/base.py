@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from asyncflow.types import RunError, UserError, crosses
+from asyncflow.types import RunError, TensorSpec, UserError, WeightSource, crosses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 @crosses
 class WeightSyncError(RunError):
     """Weights could not be published, or what was fetched is not what its manifest says. One sentence."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """`dtype` is torch's name for it without `torch.`, such as `bfloat16`."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -76,12 +69,13 @@ class WeightSyncOptions:
 class WeightSender(Protocol):
     """Publishes the weights of one model."""
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
-        """Make `tensors` (Hugging Face names, CPU) available as `version`; they may change once this returns.
+    async def publish(self, version: int, source: WeightSource) -> Manifest:
+        """Make the weights of `source` available as `version`; they may change once this returns.
 
-        It waits for no receiver. The last `keep` versions stay available; the oldest of them may go as soon as the next
-        publish begins. Every version has the names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or if there
-        is no room; earlier versions stay as they are.
+        They are written as they come: of tensors that have to be gathered, one at a time is held. It waits for no receiver. The
+        last `keep` versions stay available; the oldest of them may go as soon as the next publish begins. Every version has the
+        names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or if there is no room, or when what comes is not
+        what the source's specs say; earlier versions stay as they are.
         """
         ...
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from asyncflow.threads import ComputeThread
 from asyncflow.transport import ConnectionLost, Credentials, Peer, Server, client_key, client_name, proxy, remote
-from asyncflow.types import Array
+from asyncflow.types import Array, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.group import Group, Store, reason
 from asyncflow.weight_sync.shared_memory import SharedMemorySender
@@ -74,11 +74,11 @@ class CollectiveSender:
         self._server = Server({"weights": self._broadcasts}, self._broadcasts.gone, credentials=credentials)
         self._served_at = ""
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+    async def publish(self, version: int, source: WeightSource) -> Manifest:
         """See `WeightSender.publish`."""
         if not self._served_at:
             self._served_at = await self._server.start(self._listen)
-        manifest = await self._kept.publish(version, tensors)
+        manifest = await self._kept.publish(version, source)
         self._broadcasts.published(version)
         return msgspec.structs.replace(manifest, served_at=self._served_at)
 

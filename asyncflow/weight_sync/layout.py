@@ -11,7 +11,8 @@ import json
 import math
 from collections.abc import Mapping
 
-from asyncflow.weight_sync.base import TensorSpec, WeightSyncError
+from asyncflow.types import TensorSpec
+from asyncflow.weight_sync.base import WeightSyncError
 
 _ALIGNMENT = 64
 _CODES = {  # torch's name -> safetensors' name, bytes per element

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from asyncflow.threads import ComputeThread
 from asyncflow.transport import ConnectionLost, Credentials, Peer, Server, proxy, remote
-from asyncflow.types import Array, UserError
+from asyncflow.types import Array, UserError, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.files import VersionFiles, make_private
 from asyncflow.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -72,11 +72,11 @@ class NetworkSender:
         self._server = Server({"weights": Source(self._kept)}, credentials=credentials)
         self._served_at = ""
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+    async def publish(self, version: int, source: WeightSource) -> Manifest:
         """See `WeightSender.publish`."""
         if not self._served_at:
             self._served_at = await self._server.start(self._listen)
-        manifest = await self._kept.publish(version, tensors)
+        manifest = await self._kept.publish(version, source)
         return msgspec.structs.replace(manifest, served_at=self._served_at)
 
     async def close(self) -> None:

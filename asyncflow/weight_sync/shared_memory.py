@@ -9,16 +9,17 @@ Left out: other machines, and weights on a device (they are fetched to host memo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from asyncflow.threads import ComputeThread
-from asyncflow.types import Array
+from asyncflow.types import Array, TensorSpec, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.files import FileReader, VersionFiles
 from asyncflow.weight_sync.layout import Layout
-from asyncflow.weight_sync.staging import Staging, wire_specs, write_version
+from asyncflow.weight_sync.staging import Filling, Staging, wire_specs
 
 
 class SharedMemory:
@@ -45,11 +46,22 @@ class SharedMemorySender:
         self._files = VersionFiles(options.directory, options.keep)
         self._dtype = options.dtype
         self._layout: Layout | None = None
+        self._one_by_one = asyncio.Lock()
         self._thread = ComputeThread("weight-sender")
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+    async def publish(self, version: int, source: WeightSource) -> Manifest:
         """See `WeightSender.publish`."""
-        return await self._thread.run(self._publish, version, dict(tensors))
+        async with self._one_by_one:
+            filling = await self._thread.run(self._begin, version, source.specs)
+            arrived: list[tuple[str, Tensor]] = []
+            async for tensor in source.tensors():
+                arrived.append(tensor)
+                del tensor  # `write` is to hold the last reference
+                if not source.are_lasting:
+                    await self._thread.run(filling.write, arrived)
+            digest = await self._thread.run(filling.finish, arrived)  # lasting ones in one call: one for each would cost time
+            path = await self._thread.run(self._files.commit, version)
+        return Manifest(self.incarnation, version, str(path), digest, filling.layout.num_bytes, filling.layout.specs)
 
     def file(self, incarnation: str, version: int) -> Array:
         """The bytes of a version that is retained: uint8 [num_bytes]. Raises `WeightSyncError` for any other."""
@@ -66,15 +78,13 @@ class SharedMemorySender:
         """See `WeightSender.close`."""
         self._thread.close()
 
-    def _publish(self, version: int, tensors: dict[str, Tensor]) -> Manifest:
-        specs = wire_specs(tensors, self._dtype)
+    def _begin(self, version: int, source: Mapping[str, TensorSpec]) -> Filling:
+        specs = wire_specs(source, self._dtype)
         if self._layout is None:
             self._layout = Layout(specs)
         elif specs != self._layout.specs:
             raise WeightSyncError(f"version {version} has other tensors than those published before it")
-        digest = write_version(self._files.begin(version, self._layout.num_bytes), self._layout, tensors)
-        path = self._files.commit(version)
-        return Manifest(self.incarnation, version, str(path), digest, self._layout.num_bytes, self._layout.specs)
+        return Filling(self._files.begin(version, self._layout.num_bytes), self._layout, source)
 
 
 class SharedMemoryReceiver:

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from asyncflow.types import WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 
 if TYPE_CHECKING:
@@ -52,10 +53,12 @@ class SleepingSender:
     def __init__(self, sync: SleepingWeightSync, incarnation: str) -> None:
         self._sync, self._incarnation = sync, incarnation
 
-    async def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Manifest:
+    async def publish(self, version: int, source: WeightSource) -> Manifest:
         """See `WeightSender`."""
         sync = self._sync
         del sync.kept[: max(0, len(sync.kept) + 1 - max(sync.keep, 2))]  # the oldest one is written over
+        async for _ in source.tensors():
+            pass
         await asyncio.sleep(sync.publish_seconds)
         sync.kept.append((self._incarnation, version))
         return Manifest(self._incarnation, version, "", "", sync.num_bytes, {})

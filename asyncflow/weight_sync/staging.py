@@ -6,15 +6,16 @@ what is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from asyncflow.types import Array
-from asyncflow.weight_sync.base import Manifest, TensorSpec, WeightSyncError
+from asyncflow.types import Array, TensorSpec
+from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.layout import Layout
 
 _ALIGNMENT = 64
@@ -22,27 +23,66 @@ _ALIGNMENT = 64
 _CHUNK_BYTES = 1 << 20
 
 
-def wire_specs(tensors: Mapping[str, Tensor], dtype: str | None) -> dict[str, TensorSpec]:
+def wire_specs(source: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
     """What travels: floating-point tensors that are wider than `dtype` (torch's name) as that, all others as they are."""
-    narrow = None if dtype is None else getattr(torch, dtype)
+    narrow = None if dtype is None else _torch_dtype(dtype)
     specs = {}
-    for name, tensor in tensors.items():
-        is_cast = narrow is not None and tensor.is_floating_point() and tensor.element_size() > narrow.itemsize
-        specs[name] = TensorSpec(tuple(tensor.shape), str(narrow if is_cast else tensor.dtype).removeprefix("torch."))
+    for name, spec in source.items():
+        own = _torch_dtype(spec.dtype)
+        is_cast = narrow is not None and own.is_floating_point and own.itemsize > narrow.itemsize
+        specs[name] = TensorSpec(spec.shape, dtype) if is_cast and dtype is not None else spec
     return specs
 
 
-def write_version(file: Array, layout: Layout, tensors: Mapping[str, Tensor]) -> str:
-    """Fill a file's bytes (uint8 [num_bytes]), casting to the layout's dtypes; their xxh3_128 in hexadecimal."""
-    digest = xxhash.xxh3_128()
-    copy_and_hash(file[: len(layout.head)], np.frombuffer(layout.head, np.uint8), digest)
-    for name, (begin, end) in layout.spans.items():
-        source, dtype = tensors[name].detach().cpu().reshape(-1), getattr(torch, layout.specs[name].dtype)
-        if source.dtype == dtype:
-            copy_and_hash(file[begin:end], source.view(torch.uint8).numpy(), digest)
-        else:
-            _cast_and_hash(file[begin:end], source, dtype, digest)
-    return digest.hexdigest()
+class Filling:
+    """A version's file as its tensors come: `write` them, then `finish`.
+
+    A tensor whose turn it is in the file is hashed as it is copied, one that comes too early when its turn has come.
+    """
+
+    def __init__(self, file: Array, layout: Layout, source: Mapping[str, TensorSpec]) -> None:
+        """`file`: uint8 [num_bytes]. `source`: what the tensors are before they are cast to the layout's dtypes."""
+        self.layout = layout
+        self._file, self._source = file, source
+        self._digest = xxhash.xxh3_128()
+        self._waiting = deque(layout.spans)  # names that are not hashed, in the file's order
+        self._missing = set(layout.spans)
+        copy_and_hash(file[: len(layout.head)], np.frombuffer(layout.head, np.uint8), self._digest)
+
+    def write(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Copy tensors (CPU, contiguous) by their names, and empty the list, so that nothing keeps them any longer.
+
+        Raises `WeightSyncError` for one that is not as the source said.
+        """
+        tensors.reverse()
+        while tensors:
+            self._write(*tensors.pop())
+
+    def finish(self, tensors: list[tuple[str, Tensor]]) -> str:
+        """`write`, then the xxh3_128 of the whole file in hexadecimal. Raises `WeightSyncError` when a tensor has not come."""
+        self.write(tensors)
+        if self._missing:
+            raise WeightSyncError(f"the weights ended before {min(self._missing)!r} came ({len(self._missing)} are missing)")
+        return self._digest.hexdigest()
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        if name not in self._missing:
+            raise WeightSyncError(f"the weights brought {name!r}, which is not one of their specs, or has come before")
+        if TensorSpec.of(tensor) != self._source[name]:
+            raise WeightSyncError(f"the weights brought {name!r} as {TensorSpec.of(tensor)}, and had said {self._source[name]}")
+        self._missing.remove(name)
+        digest = self._digest if name == self._waiting[0] else None
+        for chunk in _copied(self._bytes_of(name), tensor.reshape(-1), _torch_dtype(self.layout.specs[name].dtype)):
+            if digest is not None:
+                digest.update(chunk.data)
+        if digest is not None:
+            self._waiting.popleft()
+            while self._waiting and self._waiting[0] not in self._missing:
+                self._digest.update(self._bytes_of(self._waiting.popleft()).data)
+
+    def _bytes_of(self, name: str) -> Array:
+        begin, end = self.layout.spans[name]
+        return self._file[begin:end]
 
 
 def copy_and_hash(target: Array, source: Array, digest: xxhash.xxh3_128) -> None:
@@ -53,12 +93,17 @@ def copy_and_hash(target: Array, source: Array, digest: xxhash.xxh3_128) -> None
         digest.update(chunk.data)
 
 
-def _cast_and_hash(target: Array, source: Tensor, dtype: torch.dtype, digest: xxhash.xxh3_128) -> None:
-    cast = torch.from_numpy(target).view(dtype)
-    step = _CHUNK_BYTES // source.element_size()
+def _copied(target: Array, source: Tensor, dtype: torch.dtype) -> Iterator[Array]:
+    """Each chunk of `target` (uint8 [n]) when it has been filled from `source` (of one dimension), cast to `dtype`."""
+    cast, step = torch.from_numpy(target).view(dtype), _CHUNK_BYTES // source.element_size()
     for begin in range(0, len(source), step):
         cast[begin : begin + step].copy_(source[begin : begin + step])
-        digest.update(target[begin * dtype.itemsize : (begin + step) * dtype.itemsize].data)
+        yield target[begin * dtype.itemsize : (begin + step) * dtype.itemsize]
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class Staging:

@@ -166,6 +166,9 @@ async def train(
             weights = await engine.export_weights()  # 3: the weights of the next step
             if sender is not None:
                 await board.publish(await sender.publish(step + 1, weights))
+            else:
+                async for _ in weights.tensors():  # gathered from all, for the one that sends
+                    pass
         await turns.commit()
 
 

@@ -5,7 +5,7 @@ import gc
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 from asyncflow.registry import load
 from asyncflow.transport import Credentials
-from asyncflow.types import UserError
+from asyncflow.types import HeldWeights, TensorSpec, UserError, WeightSource
 from asyncflow.weight_sync import WEIGHT_SYNCS
-from asyncflow.weight_sync.base import Manifest, TensorSpec, WeightSync, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.group import CHUNK_BYTES
 from asyncflow.weight_sync.network import Network
+from tests.contract.weight_sources import Gathered
 
 MakeSync = Callable[..., WeightSync]
 
@@ -76,7 +77,7 @@ async def test_what_is_fetched_is_what_was_published_to_the_bit(make_sync: MakeS
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     for version in range(5):
         tensors = random_tensors(version)
-        manifest = await sender.publish(version, tensors)
+        manifest = await sender.publish(version, HeldWeights(tensors))
         assert (manifest.incarnation, manifest.version) == ("first", version)
         for tensor in tensors.values():
             tensor.zero_()  # the sender keeps a copy
@@ -92,15 +93,15 @@ async def test_what_is_fetched_is_what_was_published_to_the_bit(make_sync: MakeS
 async def test_the_buffers_of_a_fetch_are_used_again(make_sync: MakeSync) -> None:
     sync = make_sync()
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    first = await receiver.fetch(await sender.publish(0, random_tensors(0)))
-    second = await receiver.fetch(await sender.publish(1, random_tensors(1)))
+    first = await receiver.fetch(await sender.publish(0, HeldWeights(random_tensors(0))))
+    second = await receiver.fetch(await sender.publish(1, HeldWeights(random_tensors(1))))
     assert {n: t.data_ptr() for n, t in first.items()} == {n: t.data_ptr() for n, t in second.items()}
 
 
 async def test_the_last_versions_stay_available_and_no_others(make_sync: MakeSync) -> None:
     sync = make_sync(keep=3)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    manifests = [await sender.publish(version, random_tensors(version)) for version in range(7)]
+    manifests = [await sender.publish(version, HeldWeights(random_tensors(version))) for version in range(7)]
     for version in (4, 6, 5, 4):
         assert_same_bits(await receiver.fetch(manifests[version]), random_tensors(version))
     for version in range(4):
@@ -111,9 +112,9 @@ async def test_the_last_versions_stay_available_and_no_others(make_sync: MakeSyn
 async def test_a_version_can_be_published_again(make_sync: MakeSync) -> None:
     sync = make_sync(keep=2)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    before = await sender.publish(0, random_tensors(0))
-    one = await sender.publish(1, random_tensors(1))
-    again = await sender.publish(1, random_tensors(11))
+    before = await sender.publish(0, HeldWeights(random_tensors(0)))
+    one = await sender.publish(1, HeldWeights(random_tensors(1)))
+    again = await sender.publish(1, HeldWeights(random_tensors(11)))
     assert_same_bits(await receiver.fetch(again), random_tensors(11))
     assert_same_bits(await receiver.fetch(before), random_tensors(0))
     with pytest.raises(WeightSyncError, match="hash"):
@@ -123,11 +124,11 @@ async def test_a_version_can_be_published_again(make_sync: MakeSync) -> None:
 async def test_a_restarted_sender_starts_afresh(make_sync: MakeSync) -> None:
     sync = make_sync(keep=2, deadline_seconds=1.0)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    old = [await sender.publish(version, random_tensors(version)) for version in range(3)]
+    old = [await sender.publish(version, HeldWeights(random_tensors(version))) for version in range(3)]
     await receiver.fetch(old[-1])
     await sender.close()
     sender = sync.sender("second")
-    manifest = await sender.publish(2, random_tensors(22))
+    manifest = await sender.publish(2, HeldWeights(random_tensors(22)))
     assert manifest.incarnation == "second"
     assert_same_bits(await receiver.fetch(manifest), random_tensors(22))
     for stale in old:
@@ -147,7 +148,7 @@ async def test_a_restarted_sender_starts_afresh(make_sync: MakeSync) -> None:
 )
 async def test_a_manifest_that_does_not_match_is_refused(make_sync: MakeSync, wrong: dict[str, Any]) -> None:
     sync = make_sync(deadline_seconds=1.0)
-    manifest = await sync.sender("first").publish(0, random_tensors(0))
+    manifest = await sync.sender("first").publish(0, HeldWeights(random_tensors(0)))
     with pytest.raises(WeightSyncError) as caught:
         await sync.receiver("rollout/0").fetch(msgspec.structs.replace(manifest, **wrong))
     assert "\n" not in str(caught.value)
@@ -163,7 +164,7 @@ async def test_a_manifest_that_does_not_match_is_refused(make_sync: MakeSync, wr
 )
 async def test_other_names_shapes_or_dtypes_are_refused(make_sync: MakeSync, change: dict[str, TensorSpec]) -> None:
     sync = make_sync()
-    manifest = await sync.sender("first").publish(0, random_tensors(0))
+    manifest = await sync.sender("first").publish(0, HeldWeights(random_tensors(0)))
     with pytest.raises(WeightSyncError):
         await sync.receiver("rollout/0").fetch(msgspec.structs.replace(manifest, tensors={**manifest.tensors, **change}))
 
@@ -171,9 +172,9 @@ async def test_other_names_shapes_or_dtypes_are_refused(make_sync: MakeSync, cha
 async def test_a_version_with_other_tensors_is_not_published(make_sync: MakeSync) -> None:
     sync = make_sync()
     sender = sync.sender("first")
-    manifest = await sender.publish(0, random_tensors(0))
+    manifest = await sender.publish(0, HeldWeights(random_tensors(0)))
     with pytest.raises(WeightSyncError, match="other tensors"):
-        await sender.publish(1, {"z.weight": torch.zeros(7, 5)})
+        await sender.publish(1, HeldWeights({"z.weight": torch.zeros(7, 5)}))
     assert_same_bits(await sync.receiver("rollout/0").fetch(manifest), random_tensors(0))
 
 
@@ -186,7 +187,7 @@ async def test_a_hundred_versions_leave_nothing_behind(make_sync: MakeSync, tmp_
         if version == 10:
             memory, num_files, num_fds = process.memory_info().rss, len(list(tmp_path.rglob("*"))), process.num_fds()
         tensors["w"][version] = version
-        fetched = await receiver.fetch(await sender.publish(version, tensors))
+        fetched = await receiver.fetch(await sender.publish(version, HeldWeights(tensors)))
         assert fetched["w"][version] == version
     assert len(list(tmp_path.rglob("*"))) == num_files
     assert process.num_fds() <= num_fds
@@ -195,13 +196,85 @@ async def test_a_hundred_versions_leave_nothing_behind(make_sync: MakeSync, tmp_
 
 async def test_the_event_loop_runs_while_weights_travel(make_sync: MakeSync) -> None:
     sync = make_sync()
-    publishing = asyncio.ensure_future(sync.sender("first").publish(0, {"w": torch.zeros(4 << 20)}))
+    publishing = asyncio.ensure_future(sync.sender("first").publish(0, HeldWeights({"w": torch.zeros(4 << 20)})))
     await asyncio.sleep(0)
     assert not publishing.done()
     fetching = asyncio.ensure_future(sync.receiver("rollout/0").fetch(await publishing))
     await asyncio.sleep(0)
     assert not fetching.done()
     await fetching
+
+
+async def test_tensors_that_are_gathered_are_held_one_at_a_time_and_give_the_same_bits_in_any_order(make_sync: MakeSync) -> None:
+    for dtype in (None, "bfloat16"):
+        sync, tensors = make_sync(dtype=dtype), random_tensors(0)
+        sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+        manifest = await sender.publish(0, HeldWeights(tensors))
+        fetched = {name: tensor.clone() for name, tensor in (await receiver.fetch(manifest)).items()}
+        for version, order in enumerate((sorted(tensors), sorted(tensors, reverse=True), list(tensors)), 1):
+            source = Gathered(tensors, order)
+            again = await sender.publish(version, source)
+            assert (again.hash, again.tensors) == (manifest.hash, manifest.tensors)
+            assert source.most_alive == 1 and source.num_alive == 0
+            assert_same_bits(await receiver.fetch(again), fetched)
+        await sender.close()
+        await receiver.close()
+
+
+class Broken(Gathered):
+    """Something is wrong with what comes after the first tensor."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(random_tensors(7))
+        self._fault = fault
+
+    async def tensors(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        wrong = {"other shape": torch.zeros(5, 7), "other dtype": torch.zeros(7, 5).double()}
+        async for name, tensor in super().tensors():
+            if self._fault == "raises" and name == "large":
+                raise ConnectionError("a rank has gone")
+            if self._fault in wrong and name == "z.weight":
+                yield name, wrong[self._fault]
+            elif self._fault != "one is missing" or name != "large":
+                yield name, tensor
+            if self._fault == "one comes twice" and name == "large":
+                yield name, tensor
+            if self._fault == "one more" and name == "large":
+                yield "other", tensor
+
+
+@pytest.mark.parametrize("fault", ["raises", "other shape", "other dtype", "one is missing", "one comes twice", "one more"])
+async def test_weights_that_break_off_or_are_not_what_they_said_are_not_published(make_sync: MakeSync, fault: str) -> None:
+    sync = make_sync(keep=1)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest = await sender.publish(0, HeldWeights(random_tensors(0)))
+    with pytest.raises(ConnectionError if fault == "raises" else WeightSyncError, match=r"large|z\.weight|other|gone"):
+        await sender.publish(1, Broken(fault))
+    assert_same_bits(await receiver.fetch(manifest), random_tensors(0))
+    again = await sender.publish(1, HeldWeights(random_tensors(1)))
+    assert_same_bits(await receiver.fetch(again), random_tensors(1))
+
+
+async def test_a_publish_that_is_cancelled_and_two_at_once_spoil_nothing(make_sync: MakeSync) -> None:
+    class Endless(Gathered):
+        async def tensors(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+            async for pair in super().tensors():
+                yield pair
+                if pair[0] == "large":
+                    begun.set()
+                    await asyncio.Event().wait()
+
+    sync, begun = make_sync(), asyncio.Event()
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    waiting = asyncio.create_task(sender.publish(0, Endless(random_tensors(5))))
+    await asyncio.wait_for(begun.wait(), 10)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    sources: list[WeightSource] = [Gathered(random_tensors(0)), HeldWeights(random_tensors(1)), Gathered(random_tensors(2))]
+    manifests = await asyncio.gather(*(sender.publish(version, source) for version, source in enumerate(sources)))
+    for version in (1, 2):
+        assert_same_bits(await receiver.fetch(manifests[version]), random_tensors(version))
 
 
 async def test_keep_below_one_is_refused(make_sync: MakeSync) -> None:
@@ -213,7 +286,7 @@ async def test_keep_below_one_is_refused(make_sync: MakeSync) -> None:
 async def test_bytes_that_are_damaged_on_the_way_are_refused(make_sync: MakeSync, place: str) -> None:
     sync = make_sync()
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    manifest = await sender.publish(0, random_tensors(0))
+    manifest = await sender.publish(0, HeldWeights(random_tensors(0)))
     where = {"header": 20, "first tensor": 2048, "last byte": manifest.num_bytes - 1}[place]
     flip_a_bit(Path(manifest.address), where)
     for _ in range(2):
@@ -235,7 +308,7 @@ async def test_all_receivers_have_the_same_bits_and_one_that_starts_again_too(ma
     sync = make_sync(num_receivers=3)
     sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(3)]
     for version in range(4):
-        manifest = await sender.publish(version, random_tensors(version))
+        manifest = await sender.publish(version, HeldWeights(random_tensors(version)))
         for fetched in await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers)):
             assert_same_bits(fetched, random_tensors(version))
         await receivers[version % 3].close()
@@ -248,7 +321,7 @@ async def test_wide_floats_travel_as_bfloat16_by_choice(make_sync: MakeSync) -> 
     wide, published = random_tensors(0) | {"double": torch.randn(3000, dtype=torch.float64)}, {}
     for name, tensor in wide.items():
         published[name] = tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()
-    manifest = await sync.sender("first").publish(0, wide)
+    manifest = await sync.sender("first").publish(0, HeldWeights(wide))
     assert manifest.tensors["double"] == TensorSpec((3000,), "bfloat16") and manifest.tensors["a.int64"].dtype == "int64"
     assert_same_bits(await sync.receiver("rollout/0").fetch(manifest), published)
 
@@ -260,7 +333,7 @@ async def test_there_are_no_copies_beyond_the_retained_versions_and_one_at_each_
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     tensors = {f"layer.{i}": torch.randn(1 << 18) for i in range(8)}  # 8 MiB
     for version in range(8):
-        manifest = await sender.publish(version, {name: tensor.clone() for name, tensor in tensors.items()})  # as from a device
+        manifest = await sender.publish(version, Gathered(tensors))  # as from a device
         fetched = await receiver.fetch(manifest)
     await asyncio.sleep(0.05)  # the threads let go of what they were given
     folders = 2 if isinstance(sync, Network) else 1  # the workers' machine has files of its own
@@ -286,7 +359,7 @@ def storages() -> dict[int, int]:
 
 
 async def test_a_shortened_file_is_refused(shared: Any) -> None:
-    manifest = await shared().sender("first").publish(0, random_tensors(0))
+    manifest = await shared().sender("first").publish(0, HeldWeights(random_tensors(0)))
     copy = Path(manifest.address).with_name("short")
     copy.write_bytes(Path(manifest.address).read_bytes()[:-1])
     with pytest.raises(WeightSyncError, match="bytes"):
@@ -294,7 +367,7 @@ async def test_a_shortened_file_is_refused(shared: Any) -> None:
 
 
 async def test_a_link_is_not_followed(shared: Any) -> None:
-    manifest = await shared().sender("first").publish(0, random_tensors(0))
+    manifest = await shared().sender("first").publish(0, HeldWeights(random_tensors(0)))
     link = Path(manifest.address).with_name("link")
     link.symlink_to(manifest.address)
     with pytest.raises(WeightSyncError):
@@ -304,7 +377,7 @@ async def test_a_link_is_not_followed(shared: Any) -> None:
 async def test_the_files_are_plain_safetensors_and_as_many_as_kept(shared: Any, tmp_path: Path) -> None:
     sender = shared(keep=2).sender("first")
     for version in range(5):
-        manifest = await sender.publish(version, random_tensors(version))
+        manifest = await sender.publish(version, HeldWeights(random_tensors(version)))
         assert_same_bits(load_file(manifest.address), random_tensors(version))
     content = Path(manifest.address).read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
@@ -315,7 +388,7 @@ async def test_the_files_are_plain_safetensors_and_as_many_as_kept(shared: Any, 
 
 
 async def test_directory_and_files_are_private(shared: Any, tmp_path: Path) -> None:
-    manifest = await shared().sender("first").publish(0, random_tensors(0))
+    manifest = await shared().sender("first").publish(0, HeldWeights(random_tensors(0)))
     assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == 0o700
     assert stat.S_IMODE(Path(manifest.address).stat().st_mode) == 0o600
 
@@ -332,11 +405,11 @@ async def test_a_version_that_did_not_fit_leaves_the_others(shared: Any, monkeyp
         raise OSError(28, "No space left on device")
 
     sender, receiver = shared(keep=1).sender("first"), shared().receiver("rollout/0")
-    manifest = await sender.publish(0, random_tensors(0))
+    manifest = await sender.publish(0, HeldWeights(random_tensors(0)))
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     with pytest.raises(WeightSyncError, match="no room for"):
-        await sender.publish(1, random_tensors(1))
+        await sender.publish(1, HeldWeights(random_tensors(1)))
     assert_same_bits(await receiver.fetch(manifest), random_tensors(0))
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0.safetensors"]
     monkeypatch.undo()
-    assert_same_bits(await receiver.fetch(await sender.publish(1, random_tensors(1))), random_tensors(1))
+    assert_same_bits(await receiver.fetch(await sender.publish(1, HeldWeights(random_tensors(1)))), random_tensors(1))

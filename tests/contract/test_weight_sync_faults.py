@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from asyncflow.transport import Credentials
+from asyncflow.types import HeldWeights
 from asyncflow.weight_sync import collective
 from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
 from asyncflow.weight_sync.group import Group
@@ -53,7 +54,7 @@ async def test_a_receiver_that_is_killed_keeps_nobody_waiting_and_comes_back(
     given = options(num_receivers=2)
     sync = make(kind, given)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    manifest, start = await sender.publish(0, weights(0)), time.monotonic()
+    manifest, start = await sender.publish(0, HeldWeights(weights(0))), time.monotonic()
     with running("receiver", kind, json.dumps(given), "rollout/1", str(signal.SIGKILL), str(NUM_BYTES // 3)) as dying:
         dying.tell(encoded(manifest))
         assert await fetched(receiver, manifest) == digest(weights(0))
@@ -61,11 +62,11 @@ async def test_a_receiver_that_is_killed_keeps_nobody_waiting_and_comes_back(
     assert time.monotonic() - start < 25
     if kind == "collective":
         assert "version 0 did not reach rollout/1" in caplog.text and "rollout/0" not in caplog.text
-    manifest = await sender.publish(1, weights(1))
+    manifest = await sender.publish(1, HeldWeights(weights(1)))
     assert await fetched(receiver, manifest) == digest(weights(1))
     with running("receiver", kind, json.dumps(given), "rollout/1", "0", "0") as returned:
         assert await returned.ask(encoded(manifest)) == digest(weights(1))
-        manifest = await sender.publish(2, weights(2))
+        manifest = await sender.publish(2, HeldWeights(weights(2)))
         returned.tell(encoded(manifest))
         assert await fetched(receiver, manifest) == digest(weights(2)) == await returned.answer()
     await receiver.close()
@@ -78,14 +79,14 @@ async def test_a_member_that_hangs_holds_up_a_broadcast_until_the_deadline(
     given = options(num_receivers=2, deadline_seconds=2.0)
     sync = make("collective", given)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    manifest, start = await sender.publish(0, weights(0)), time.monotonic()
+    manifest, start = await sender.publish(0, HeldWeights(weights(0))), time.monotonic()
     with running("receiver", "collective", json.dumps(given), "rollout/1", str(signal.SIGSTOP), str(NUM_BYTES // 3)) as hanging:
         hanging.tell(encoded(manifest))
         while not sender._broadcasts._asked and time.monotonic() < start + 20:  # its interpreter starts
             await asyncio.sleep(0.02)
         start = time.monotonic()
         assert await fetched(receiver, manifest) == digest(weights(0))
-        manifest = await sender.publish(1, weights(1))
+        manifest = await sender.publish(1, HeldWeights(weights(1)))
         assert await fetched(receiver, manifest) == digest(weights(1))
     assert time.monotonic() - start < 15
     assert "version 0 did not reach rollout/1" in caplog.text and "rollout/0" not in caplog.text
@@ -114,12 +115,12 @@ async def test_who_is_late_gets_a_broadcast_of_its_own(options: Options, monkeyp
     monkeypatch.setattr(collective, "GATHER_SECONDS", 0.3)
     sync = make("collective", options(num_receivers=2))
     sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(2)]
-    manifest = await sender.publish(0, weights(0))
+    manifest = await sender.publish(0, HeldWeights(weights(0)))
     for receiver in receivers:
         assert digest(await receiver.fetch(manifest)) == digest(weights(0))
     start = time.monotonic()
     monkeypatch.setattr(collective, "GATHER_SECONDS", 30)
-    manifest = await sender.publish(1, weights(1))
+    manifest = await sender.publish(1, HeldWeights(weights(1)))
     assert [digest(tensors) for tensors in await asyncio.gather(*(r.fetch(manifest) for r in receivers))] == 2 * [
         digest(weights(1))
     ]
@@ -134,14 +135,14 @@ async def test_a_group_is_kept_while_its_members_are_the_same(options: Options, 
     sync = make("collective", options(num_receivers=2))
     sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(2)]
     for version in range(4):
-        manifest = await sender.publish(version, weights(version))
+        manifest = await sender.publish(version, HeldWeights(weights(version)))
         await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers))
     assert sorted(formed) == [0, 1, 2]
     await receivers[1].close()
     receivers[1] = sync.receiver("rollout/1")
     for version in range(4, 8):  # it is not waited for before it has come back
         num_formed = len(formed)
-        manifest = await sender.publish(version, weights(version))
+        manifest = await sender.publish(version, HeldWeights(weights(version)))
         await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers))
     assert num_formed == len(formed) > 3
 
@@ -149,7 +150,7 @@ async def test_a_group_is_kept_while_its_members_are_the_same(options: Options, 
 async def test_the_workers_of_a_machine_pull_a_version_once(options: Options) -> None:
     sync = make("network", options())
     sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(3)]
-    manifest = await sender.publish(0, weights(0))
+    manifest = await sender.publish(0, HeldWeights(weights(0)))
     async with proxy(manifest.served_at) as wire:
         manifest = msgspec.structs.replace(manifest, served_at=wire.address)
         for tensors in await asyncio.gather(*(receiver.fetch(manifest) for receiver in receivers)):
@@ -160,7 +161,7 @@ async def test_the_workers_of_a_machine_pull_a_version_once(options: Options) ->
 async def test_a_lost_connection_costs_no_more_than_what_was_under_way(options: Options) -> None:
     sync = make("network", options())
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    manifest = await sender.publish(0, weights(0))
+    manifest = await sender.publish(0, HeldWeights(weights(0)))
     cuts = [6 * NUM_BYTES // 8, 7 * NUM_BYTES // 8]
 
     async def cut() -> None:
@@ -178,7 +179,7 @@ async def test_another_worker_receives_for_the_machine_when_its_receiver_is_kill
     given = options()
     sync = make("network", given)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    manifest, is_half, may_go_on = await sender.publish(0, weights(0)), asyncio.Event(), asyncio.Event()
+    manifest, is_half, may_go_on = await sender.publish(0, HeldWeights(weights(0))), asyncio.Event(), asyncio.Event()
 
     async def stop_half_way() -> None:
         if wire.passed > NUM_BYTES // 2:
@@ -189,7 +190,7 @@ async def test_another_worker_receives_for_the_machine_when_its_receiver_is_kill
         assert await first.ask(encoded(manifest)) == digest(weights(0))
         assert digest(await receiver.fetch(manifest)) == digest(weights(0))
         assert isinstance(receiver, NetworkReceiver) and receiver._node is None  # the other one is the machine's
-        manifest = await sender.publish(1, weights(1))
+        manifest = await sender.publish(1, HeldWeights(weights(1)))
         async with proxy(manifest.served_at, stop_half_way) as wire:
             fetching = asyncio.create_task(receiver.fetch(msgspec.structs.replace(manifest, served_at=wire.address)))
             await asyncio.wait_for(is_half.wait(), 20)
@@ -206,7 +207,7 @@ async def test_a_machines_receiver_that_hangs_is_named_in_time(options: Options)
     given = options(deadline_seconds=2.0)
     sync = make("network", given)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
-    manifest = await sender.publish(0, weights(0))
+    manifest = await sender.publish(0, HeldWeights(weights(0)))
     with running("receiver", "network", json.dumps(given), "rollout/1", "0", "0") as first:
         assert await first.ask(encoded(manifest)) == digest(weights(0))
         first.signal(signal.SIGSTOP)

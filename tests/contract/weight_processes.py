@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from asyncflow.registry import load
-from asyncflow.types import Array
+from asyncflow.types import Array, HeldWeights
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.staging import Arriving
@@ -96,7 +96,7 @@ def running(*arguments: str) -> Iterator[End]:
 async def sender(kind: str, options: str) -> None:
     end = make(kind, json.loads(options)).sender(f"process {os.getpid()}")
     while line := await asyncio.to_thread(sys.stdin.readline):
-        manifest = await end.publish(int(line), weights(int(line)))
+        manifest = await end.publish(int(line), HeldWeights(weights(int(line))))
         print(msgspec.json.encode(manifest).decode(), flush=True)
 
 

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.noise import draw_tokens, stream_keys, uniforms
@@ -243,7 +244,7 @@ class SlotEngine:
         num_slots: int,
         max_context: int,
         dtype: Literal["float32", "bfloat16"] = "float32",
-        device: Literal["cpu", "cuda"] = "cpu",
+        device: str = "cpu",
         num_threads: int = 1,
         version: int = 0,
         stop_ids: Iterable[int] | None = None,
@@ -257,6 +258,7 @@ class SlotEngine:
         `max_context`: prompt and response tokens of one slot. `stop_ids`: instead of the end tokens of the model's files; an empty
         one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
         """
+        check_device(device, "rollout.device")
         self.num_slots, self.max_context = num_slots, max_context
         fields = json.loads((model_path / "config.json").read_text())
         self._vocab_size = fields["vocab_size"]

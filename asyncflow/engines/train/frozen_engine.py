@@ -8,10 +8,11 @@ is unblocked by: each call as it comes
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from asyncflow.engines.base import FrozenOptions
+from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.model.causal_model import FrozenModel
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, Ragged
@@ -23,24 +24,19 @@ class FrozenEngine:
     def __init__(
         self,
         model_path: Path | str,
-        *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        temperature: float = 1.0,
-        device: str = "cpu",
-        log_prob_chunk_tokens: int = 1024,
-        num_threads: int = 1,
-        offload: bool = False,
+        options: FrozenOptions,
     ) -> None:
-        """Load the model at `model_path` (Hugging Face format); see `TorchEngine` for the options. Raises `UserError`."""
+        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be computed here."""
+        check_device(options.device, "train.device")
         self._model = FrozenModel(
             model_path,
-            device=device,
-            dtype=getattr(torch, dtype),
-            temperature=temperature,
-            chunk_tokens=log_prob_chunk_tokens,
-            offload=offload,
+            device=options.device,
+            dtype=getattr(torch, options.dtype),
+            temperature=options.temperature,
+            chunk_tokens=options.log_prob_chunk_tokens,
+            offload=options.offload,
         )
-        self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(num_threads))
+        self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `LogProbEngine.log_probs`."""

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from asyncflow.cluster.clock import VirtualLoop
+from asyncflow.types import HeldWeights
 from asyncflow.weight_sync.base import WeightSyncError
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
 
@@ -17,7 +18,7 @@ def test_the_last_versions_are_kept_and_a_slow_reader_loses_the_race() -> None:
     async def main() -> None:
         sync = SleepingWeightSync(keep=2, num_bytes=5, publish_seconds=1.0, fetch_seconds=10.0, fails=lambda name: name == "b")
         sender, receiver = sync.sender("life"), sync.receiver("a")
-        manifests = [await sender.publish(version, {}) for version in (1, 2, 3)]
+        manifests = [await sender.publish(version, HeldWeights({})) for version in (1, 2, 3)]
         assert [(m.version, m.num_bytes) for m in manifests] == [(1, 5), (2, 5), (3, 5)]
         assert loop.time() == 3.0
         with pytest.raises(WeightSyncError, match="version 1 is no longer kept"):
@@ -26,11 +27,11 @@ def test_the_last_versions_are_kept_and_a_slow_reader_loses_the_race() -> None:
         assert (fetched, loop.time()) == ({}, 23.0)
         late = asyncio.create_task(receiver.fetch(manifests[1]))
         await asyncio.sleep(9.5)
-        await sender.publish(4, {})  # its file is written over while it is read
+        await sender.publish(4, HeldWeights({}))  # its file is written over while it is read
         with pytest.raises(WeightSyncError, match="version 2 is no longer kept"):
             await late
         with pytest.raises(WeightSyncError, match="version 4 did not arrive whole"):
-            await sync.receiver("b").fetch(await sender.publish(4, {}))
+            await sync.receiver("b").fetch(await sender.publish(4, HeldWeights({})))
 
     loop.run_until_complete(main())
     loop.finish()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 import xxhash
 
-from asyncflow.types import Array
+from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.layout import Layout
-from asyncflow.weight_sync.staging import Staging, wire_specs, write_version
+from asyncflow.weight_sync.staging import Filling, Staging, wire_specs
 
 TENSORS = {
     "wide": torch.randn(700_001),  # casts in several chunks, the last one short
@@ -22,12 +25,25 @@ TENSORS = {
 }
 
 
-def published(dtype: str | None) -> tuple[Array, Manifest]:
-    layout = Layout(wire_specs(TENSORS, dtype))
+SPECS = {name: TensorSpec.of(tensor) for name, tensor in TENSORS.items()}
+
+
+def published(dtype: str | None, order: Sequence[str] = tuple(TENSORS)) -> tuple[Array, Manifest]:
+    layout = Layout(wire_specs(SPECS, dtype))
     file = np.zeros(layout.num_bytes, np.uint8)
-    digest = write_version(file, layout, TENSORS)
+    filling = Filling(file, layout, SPECS)
+    filling.write([(name, TENSORS[name].contiguous()) for name in order[:3]])
+    digest = filling.finish([(name, TENSORS[name].contiguous()) for name in order[3:]])
     assert digest == xxhash.xxh3_128(file.data).hexdigest()
     return file, Manifest("first", 0, "file", digest, layout.num_bytes, layout.specs)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_the_file_does_not_know_in_which_order_its_tensors_came(dtype: str | None) -> None:
+    file, manifest = published(dtype)
+    for order in itertools.permutations(TENSORS):
+        again, its_manifest = published(dtype, order)
+        assert its_manifest == manifest and np.array_equal(again, file)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])

@@ -72,6 +72,8 @@ class Packed:
         Slices and a concatenation: a gather that takes one row many times adds up that row's gradient in an order that varies from
         run to run. One split, whose backward is one concatenation, where each slice on its own would fill a gradient of all of P.
         """
+        if not self.response_lengths:
+            return hidden_PH[:0]
         if self.layout.has_prompt:
             sizes = [size for n in (self.prompt_length, *self.response_lengths) for size in (n - 1, 1)]
             _, last_1H, *rest = hidden_PH.split_with_sizes(sizes)
@@ -117,6 +119,13 @@ def pack_thrifty(prompt_ids: Array, responses: Ragged, device: str | torch.devic
     """Share the prompt where that is worth it: a function of the lengths alone, so that every model computes the same layout."""
     ratio = token_ratio(len(prompt_ids), responses.lengths.tolist())
     return pack(prompt_ids, responses, device, is_shared=ratio >= LEAST_TOKEN_RATIO)
+
+
+def pack_inert(num_tokens: int, device: str | torch.device = "cpu") -> Packed:
+    """A segment that attends to itself alone and predicts nothing: what a process computes that has no micro-batch while others have."""
+    tokens_P = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    layout = AttentionLayout((num_tokens,), has_prompt=False, positions_P=torch.arange(num_tokens, device=device))
+    return Packed(tokens_P, targets_T=tokens_P[:0], row_T=tokens_P[:0], layout=layout, prompt_length=num_tokens, response_lengths=())
 
 
 def token_ratio(prompt_length: int, response_lengths: Sequence[int]) -> float:

@@ -25,8 +25,6 @@ and each of these is right for any staleness: `current` and `step_start` are the
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,13 +32,10 @@ from torch import Tensor
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
 from asyncflow.engines.train.model.packing import Packed
+from asyncflow.types import SAMPLED_UP_TO, Old
 
 # T response tokens.
 
-Old = Literal["current", "step_start", "previous", "rollout"]
-OLDS: tuple[Old, ...] = get_args(Old)
-SAMPLED_UP_TO: dict[Old, int] = {"current": 0, "step_start": 0, "previous": 1}
-"""Up to which staleness each of them is the policy that sampled; `rollout` always is."""
 OLD_MODELS: tuple[Old, ...] = ("step_start", "previous")
 """Those that take a second model."""
 

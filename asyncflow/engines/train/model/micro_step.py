@@ -1,0 +1,115 @@
+"""One micro-batch, from its tokens to a loss that can be run backward: what every train engine does alike.
+
+    micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
+                                       +--> policy (the engine's own) -------> hidden states ---+--> loss, by chunks (log_probs.py)
+
+The backward pass, the sums of gradients and the update are the engine's. Between `given` and `loss` lies the policy's own pass, so
+that a pipeline may compute the two on different processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult
+from asyncflow.engines.train.model.log_probs import log_probs_and_entropy, token_local_loss
+from asyncflow.engines.train.model.packing import Packed
+from asyncflow.engines.train.model.tri_model import TriModel
+from asyncflow.types import Array, LossSums, Objective, TokenBatch
+
+# T response tokens, C tokens of a chunk, R rows, H hidden elements, V tokens of the vocabulary.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """What a loss needs of a micro-batch besides the policy's hidden states; float32, on the device of the model."""
+
+    packed: Packed
+    rollout_T: Tensor
+    mask_T: Tensor
+    advantages_T: Tensor
+    row_tokens_R: Tensor
+    old_T: Tensor | None  # None: the policy itself is the old one, for all rows
+    is_policy_T: Tensor  # bool: where it is
+    ref_T: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroLoss:
+    """`total`: the loss, to be run backward once, and not at all unless `result.is_finite`."""
+
+    total: Tensor
+    result: MicroBatchResult
+
+
+def given(models: TriModel, packed: Packed, micro_batch: MicroBatch) -> Given:
+    """Ask the frozen models, and bring the micro-batch's columns to the device of `packed`.
+
+    Raises `ValueError` for rows that are too stale for the old policy.
+    """
+    if micro_batch.ref_logprobs is not None:
+        ref_T: Tensor | None = _tensor(micro_batch.ref_logprobs.values, packed)
+    else:
+        ref_T = models.reference_log_probs(packed)
+    rollout_T, mask_T = _tensor(micro_batch.rollout_logprobs.values, packed), _tensor(micro_batch.loss_mask.values, packed)
+    old_T, is_policy_T = models.old_log_probs(packed, micro_batch, rollout_T)
+    advantages_T = _tensor(micro_batch.advantages, packed)[packed.row_T]
+    row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
+    return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, ref_T)
+
+
+def loss(known: Given, objective: Objective, hidden_TH: Tensor, head_VH: Tensor, *, chunk_tokens: int) -> MicroLoss:
+    """The loss from the policy's hidden states [T, H] and its output layer [V, H]; waits for the device once."""
+    targets_T = known.packed.targets_T
+
+    def part_loss(part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
+        own_C = logprobs_C.detach()
+        return objective.loss(
+            TokenBatch(
+                logprobs_T=logprobs_C,
+                old_logprobs_T=own_C if known.old_T is None else torch.where(known.is_policy_T[part], own_C, known.old_T[part]),
+                rollout_logprobs_T=known.rollout_T[part],
+                ref_logprobs_T=None if known.ref_T is None else known.ref_T[part],
+                entropy_T=entropy_C,
+                advantages_T=known.advantages_T[part],
+                mask_T=known.mask_T[part],
+                row_T=known.packed.row_T[part],
+                row_tokens_R=known.row_tokens_R,
+            )
+        )
+
+    metrics: Mapping[str, Tensor]
+    if objective.is_token_local:
+        total, metrics, logprobs_T = token_local_loss(hidden_TH, head_VH, targets_T, part_loss, chunk_tokens=chunk_tokens)
+    else:
+        logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens)
+        sums = part_loss(slice(None), logprobs_T, entropy_T)
+        total, metrics, logprobs_T = sums.loss, sums.metrics, logprobs_T.detach()
+    return MicroLoss(total, _result(known, total.detach(), metrics, logprobs_T))
+
+
+def _result(known: Given, total: Tensor, metrics: Mapping[str, Tensor], logprobs_T: Tensor) -> MicroBatchResult:
+    rollout_T, mask_T = known.rollout_T, known.mask_T
+    is_finite = total.isfinite() & logprobs_T.isfinite().all()
+    differences_T = (logprobs_T - rollout_T).abs().where(mask_T > 0, 0.0)
+    is_equal_T = (logprobs_T == rollout_T) & (mask_T > 0)
+    # One transfer for all the numbers: each .item() on its own would wait for the device.
+    numbers = [total, mask_T.sum(), is_finite, is_equal_T.sum(), differences_T.max(), *metrics.values()]
+    loss_sum, loss_tokens, finite, num_equal, difference, *values = torch.stack([n.double() for n in numbers]).tolist()
+    return MicroBatchResult(
+        loss_sum=loss_sum,
+        loss_tokens=int(loss_tokens),
+        physical_tokens=known.packed.num_tokens,
+        metrics=dict(zip(metrics, values, strict=True)),
+        is_finite=bool(finite),
+        logprob_differences=(int(num_equal), difference),
+    )
+
+
+def _tensor(values: Array, packed: Packed) -> Tensor:
+    # Copied: what came off a wire may be read-only, which torch cannot express.
+    return torch.tensor(values, dtype=torch.float32, device=packed.row_T.device)
