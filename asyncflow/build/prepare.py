@@ -29,6 +29,8 @@ from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.samples import Prompt, Shape
 from asyncflow.workflows.schedule import Schedule
 
+CHOICE_OF_TURNS = 3
+"""So many turns' groups each data-parallel rank makes ready, so that those of one turn can be of about one length."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,7 +65,8 @@ def shape_of(config: Config) -> Shape:
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
-        groups_per_turn=_groups_per_turn(config),
+        groups_per_turn=(groups := _groups_per_turn(config)),
+        groups_ahead=groups * (CHOICE_OF_TURNS if config.layout.dp > 1 else 1),
         num_rollout_workers=config.rollout.num_workers,
     )
 

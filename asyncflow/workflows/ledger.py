@@ -7,7 +7,7 @@ stay open, and it closes when every member has been consumed or given up. The no
 trained. Then the optimiser steps, and the commit makes it final.
 
 Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
-train in it, or when nothing is left that they could wait for.
+train in it, or when nothing is left that they could wait for. The groups of a turn are as nearly of one length as may be.
 
 Where membership is `first_come`, a complete group may take the place of an incomplete one in an earlier step (`claim`): the two
 change steps, so that each step keeps as many groups, and the other one only if it will not be too old by then.
@@ -70,13 +70,14 @@ class StepTotals(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Book:
     """One step, or one evaluation. `members`: rows not yet consumed or given up, by group. `todo`: those that each task has yet to
-    do. `offered`: the groups that each rank has ready to train; `asked`: how many turns it has asked for; `turns`: what all ranks
-    train at the same time, turn by turn."""
+    do. `offered`: the groups that each rank has ready to train, with their tokens, in order; `order`:
+    which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks train at the same time."""
 
     members: dict[int, set[int]] = field(default_factory=dict)
     todo: dict[str, set[int]] = field(default_factory=dict)
     last_version: int = 0  # no later one may generate its rows
-    offered: list[list[int]] = field(default_factory=list)
+    offered: list[dict[int, int]] = field(default_factory=list)
+    order: dict[int, int] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
     turns: list[list[list[int]]] = field(default_factory=list)
     tokens: int = 0
@@ -112,7 +113,7 @@ class Ledger:
         for key in sorted({(m.purpose, m.step) for m in metas}):
             if key in self._books:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
-            self._books[key] = _Book(offered=[[] for _ in range(self._num_ranks)], asked=[0] * self._num_ranks)
+            self._books[key] = _Book(offered=[{} for _ in range(self._num_ranks)], asked=[0] * self._num_ranks)
         for meta in metas:
             key = (meta.purpose, meta.step)
             first = meta.group << self._group_bits
@@ -170,26 +171,34 @@ class Ledger:
                     rows.discard(letter.row)
                 book.dead += 1
 
-    def offer(self, step: int, rank: int, group: int) -> None:
+    def offer(self, step: int, rank: int, group: int, tokens: int) -> None:
         """This rank has a complete group of the step ready to train. One that was consumed or offered before is a `ValueError`."""
         book = self._open_book("train", step)
-        if group not in book.members or group in chain(*book.offered, *chain(*book.turns)):
+        if group not in book.members or group in book.order:
             raise ValueError(f"group {group} cannot be offered for step {step}: it is no open member, or was offered before")
-        book.offered[rank].append(group)
+        book.offered[rank][group], book.order[group] = tokens, len(book.order)
 
     def ask_turn(self, step: int, rank: int, number: int) -> None:
         """This rank would take its part of the step's turn of this number. When all would, and it is full, it is given out."""
         book = self._open_book("train", step)
         book.asked[rank] = number + 1
         if min(book.asked) == len(book.turns) + 1 and self._is_turn_full(book):
-            each = self._groups_per_turn
-            book.turns.append([groups[:each] for groups in book.offered])
-            book.offered = [groups[each:] for groups in book.offered]
+            book.turns.append([self._alike(book, offered) for offered in book.offered])
+            for offered, given in zip(book.offered, book.turns[-1], strict=True):
+                for group in given:
+                    del offered[group]
 
     def turn(self, step: int, rank: int, number: int) -> list[int] | None:
         """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
         turns = self._open_book("train", step).turns
         return turns[number][rank] if number < len(turns) else None
+
+    def _alike(self, book: _Book, offered: Mapping[int, int]) -> list[int]:
+        """A rank's part of a turn, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
+        group that was offered first of all that are left."""
+        first = min((next(iter(each)) for each in book.offered if each), key=lambda group: book.order[group])
+        tokens = next(each[first] for each in book.offered if first in each)
+        return sorted(offered, key=lambda group: (abs(offered[group] - tokens), book.order[group]))[: self._groups_per_turn]
 
     def _is_turn_full(self, book: _Book) -> bool:
         """Whether every rank has what it can train in a turn, or what they have is all that is left."""
@@ -331,9 +340,9 @@ class LedgerService:
         return is_granted
 
     @remote
-    async def offer(self, step: int, rank: int, group: int) -> None:
-        """A rank has a complete group of the step ready to train."""
-        self.ledger.offer(step, rank, group)
+    async def offer(self, step: int, rank: int, group: int, tokens: int) -> None:
+        """A rank has a complete group of the step, of so many tokens, ready to train."""
+        self.ledger.offer(step, rank, group, tokens)
         self.changed()
 
     @remote

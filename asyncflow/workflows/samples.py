@@ -83,6 +83,7 @@ class Shape:
     max_new_tokens: int
     rows_per_micro_batch: int
     groups_per_turn: int
+    groups_ahead: int
     num_rollout_workers: int
 
     @property

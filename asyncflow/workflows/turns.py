@@ -5,7 +5,7 @@ waits for: such groups; with several data-parallel groups, until each of them ha
 is unblocked by: producers; the ledger, which gives out turns; the end of the step
 
     queue --take--> ready to train --offer--> ledger --turn--> engine --account--> ledger
-                    (one turn ahead)                           (all ranks alike)
+                    (some groups ahead)                        (all ranks alike)
 
 Nothing here computes for long: the engine finds its next turn prepared when it has ended one.
 """
@@ -114,7 +114,7 @@ class Turns:
         await self._queue.drop([row for lease in leases for row in lease.indices])
 
     async def _take(self) -> None:
-        """Make groups ready to train, one turn ahead of the computation, until the step has no more."""
+        """Make groups ready to train, ahead of the computation, until the step has no more."""
         async for leased in members(self._queue, self._ledger, self._schedule, self._step, self._put_aside):
             check_interval(leased, self._step, self._schedule.max_staleness)
             group, batch = leased.lease.groups[0].group, leased.batch
@@ -124,8 +124,8 @@ class Turns:
             advantages = self._algorithm.advantages(batch.dense("reward"))
             pieces = micro_batches(self._step, batch, advantages, self._shape.rows_per_micro_batch)
             self._ready[group] = Work(leased, list(pieces))
-            await self._ledger.offer(self._step, self._rank, group)
-            await self._changed.until(lambda: self._is_over or len(self._ready) < self._shape.groups_per_turn)
+            await self._ledger.offer(self._step, self._rank, group, len(batch.ragged("response_ids").values))
+            await self._changed.until(lambda: self._is_over or len(self._ready) < self._shape.groups_ahead)
 
 
 async def members(

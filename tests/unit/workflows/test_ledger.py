@@ -405,10 +405,10 @@ async def test_turns_are_given_out_when_every_rank_has_a_group_or_nothing_is_lef
     books = Service(num_ranks=2)
     await books.service.open([meta(group) for group in range(3)])
     first = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
-    await books.service.offer(0, 0, 0)
-    await books.service.offer(0, 0, 1)
+    await books.service.offer(0, 0, 0, 9)
+    await books.service.offer(0, 0, 1, 9)
     assert not await settled(first[0]) and not await settled(first[1])
-    await books.service.offer(0, 1, 2)
+    await books.service.offer(0, 1, 2, 9)
     assert [await turn for turn in first] == [[0], [2]]
     second = asyncio.create_task(books.service.turn(0, 0, 1))
     assert not await settled(second)  # group 1 is all that is left, but rank 1 is not there yet
@@ -425,7 +425,7 @@ async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0), meta(1)])
     turns = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
-    await books.service.offer(0, 1, 0)
+    await books.service.offer(0, 1, 0, 9)
     assert not await settled(turns[0])
     books.service.give_up(dead(4, 5))
     assert [await asyncio.wait_for(turn, 1) for turn in turns] == [[], [0]]
@@ -435,18 +435,18 @@ async def test_a_pipeline_takes_several_groups_at_a_time() -> None:
     books = Service(groups_per_turn=2)
     await books.service.open([meta(group) for group in range(3)])
     turn = asyncio.create_task(books.service.turn(0, 0, 0))
-    await books.service.offer(0, 0, 1)
+    await books.service.offer(0, 0, 1, 9)
     assert not await settled(turn)
-    await books.service.offer(0, 0, 2)
+    await books.service.offer(0, 0, 2, 9)
     assert await turn == [1, 2]
-    await books.service.offer(0, 0, 0)
+    await books.service.offer(0, 0, 0, 9)
     assert await books.service.turn(0, 0, 1) == [0]
 
 
 async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0)])
-    await books.service.offer(0, 0, 0)
+    await books.service.offer(0, 0, 0, 9)
     first = asyncio.create_task(books.service.turn(0, 0, 0))
     assert not await settled(first)
     assert await books.service.turn(0, 1, 0) == []
@@ -466,13 +466,24 @@ async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
     assert told is not None and await books.service.totals(0) == told
 
 
+async def test_the_groups_of_a_turn_are_of_about_one_length() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(group) for group in range(6)])
+    for group, rank, tokens in ((0, 0, 100), (1, 0, 10), (2, 0, 11), (3, 1, 12), (4, 1, 9), (5, 1, 99)):
+        await books.service.offer(0, rank, group, tokens)
+    turns = []
+    for number in range(3):
+        turns.append(await asyncio.gather(*(books.service.turn(0, rank, number) for rank in range(2))))
+    assert turns == [[[0], [5]], [[1], [4]], [[2], [3]]]
+
+
 async def test_a_group_is_offered_once() -> None:
     books = Service()
     await books.service.open([meta(0)])
-    await books.service.offer(0, 0, 0)
+    await books.service.offer(0, 0, 0, 9)
     for group in (0, 7):
         with pytest.raises(ValueError, match=f"group {group}"):
-            await books.service.offer(0, 0, group)
+            await books.service.offer(0, 0, group, 9)
 
 
 async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:

@@ -107,7 +107,7 @@ class World:
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards
-        self.shape = Shape(2, 2, BITS, 0, 1.0, 8, 2, 1, 1)
+        self.shape = Shape(2, 2, BITS, 0, 1.0, 8, 2, 1, 1, 1)
         recorder = Recorder(WORKER, lambda: 0.0, self.spans.append)
         self.loop = Rollout(
             self.client, self.board, self.schedule, self.engine, self.receiver, lambda: {"of": 0}, self._score,

@@ -29,7 +29,7 @@ from asyncflow.workflows.synchronous import Synchronous
 from asyncflow.workflows.tasks import Work, refer, reward, serve
 
 BITS = 2
-SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1, 1)
+SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1, 1, 1)
 
 
 class World:

@@ -201,7 +201,7 @@ async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_p
         assert orders == [[2, 1], [0, 3]]
 
 
-SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_turn=1, num_rollout_workers=1)
+SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_turn=1, groups_ahead=1, num_rollout_workers=1)
 
 
 class Ranks:
@@ -250,7 +250,7 @@ async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_tur
 async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_turn=2) as world:
         await world.admit(1)
-        ranks = Ranks(world, 1, replace(SHAPE, groups_per_turn=2))
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_turn=2, groups_ahead=2))
         await world.complete(1)
         assert ranks.trained == [[]]
         await world.complete(0)
