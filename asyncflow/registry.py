@@ -1,19 +1,29 @@
-"""Choices by name, by `package.module:Name`, or by a user's own `file.py:Name`. Nothing is imported until it is chosen."""
+"""Choices by name, by `package.module:Name`, or by a user's own `file.py:Name`. Nothing is imported until it is chosen.
+
+A name is a built-in one, or one that an installed package gives by an entry point: a train engine in the group
+`asyncflow.train_engines`, and so for each kind.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from asyncflow.types import UserError
+from asyncflow.user_file import import_file
 
 
 def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
-    """The `module:Name` or `file.py:Name` behind a choice. Raises `UserError` listing the known names."""
+    """The `module:Name` or `file.py:Name` behind a choice. `known`: the built-in names.
+
+    Raises `UserError` listing the known names, or saying which packages give the same one.
+    """
+    known = _with_installed(kind, known)
     if choice in known:
         return known[choice]
     if ":" in choice.strip(":"):
@@ -25,7 +35,7 @@ def load(kind: str, target: str) -> Any:
     """Import what `module:Name` or `file.py:Name` names. Raises `UserError` saying what is missing."""
     module_name, _, name = target.rpartition(":")
     try:
-        module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except (ImportError, OSError, SyntaxError) as error:
         raise UserError(f"{kind} {target!r} cannot be imported: {error}") from error
     if not hasattr(module, name):
@@ -42,14 +52,24 @@ def build(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str
         raise UserError(f"{kind} {choice!r} does not take these options: {error}") from error
 
 
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise ImportError(f"there is no file {path}")
-    name = f"asyncflow_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+def _with_installed(kind: str, known: Mapping[str, str]) -> dict[str, str]:
+    """The built-in names, then those of installed packages."""
+    names, origins = dict(known), dict.fromkeys(known, "AsyncFlow itself")
+    for name, target, package in _installed(f"asyncflow.{kind.replace(' ', '_')}s", tuple(sys.path)):
+        if name in names:
+            raise UserError(
+                f"{kind} {name!r} is given by {origins[name]} and by the installed package {package}: uninstall one of them, or "
+                f"have its author change the name"
+            )
+        names[name], origins[name] = target, f"the installed package {package}"
+    return names
+
+
+@lru_cache
+def _installed(group: str, _path: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
+    """(name, `module:Name`, package) of a group's entry points; reading them takes milliseconds."""
+    found = (
+        (point.name, f"{point.module}:{point.attr}", point.dist.name if point.dist else "unknown")
+        for point in entry_points(group=group)
+    )
+    return tuple(sorted(set(found)))  # a package that is found twice on the path is one

@@ -12,7 +12,6 @@ consumers are other processes. Rates are medians over repetitions.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -21,173 +20,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import venv
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
-import xxhash
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from figures import Figure, finish, parser
+from queue_payloads import SCHEMA, Payloads, check_equal, fingerprint, size_of
+from queue_processes import a_queue, end, start
 
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
-from asyncflow.transfer_queue.node import serve_unit
-from asyncflow.transfer_queue.queue import TransferQueue
-from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.table import Table
-from asyncflow.transport import Arena, Server
-from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
-from benchmarks.figures import Figure, finish, parser
+from asyncflow.types import Batch
 
 PACKAGE = "TransferQueue==0.1.11"
-GROUP_BITS = 3
-SIZE = 1 << GROUP_BITS
-READS = ("prompt_ids", "response_ids", "logprobs")
-SCHEMA = Schema(
-    (
-        Column("prompt_ids", "int64", ragged=True),
-        Column("response_ids", "int64", ragged=True),
-        Column("logprobs", "float32", ragged=True),
-        Column("blob", "uint8", shape=(1 << 20,)),
-        Column("x", "int64"),
-    ),
-    (
-        TaskSpec("train", READS, whole_groups=False),
-        TaskSpec("large", ("blob",), whole_groups=False),
-        TaskSpec("meta", ("x",), whole_groups=False),
-    ),
-    GROUP_BITS,
-)
-ARENA_BYTES = 4 << 30
-
-
-# -- the queue's process ----------------------------------------------------------------------------------------------------
-
-
-async def serve(path: str, num_units: int, arena_path: str) -> None:
-    """Controllers and, unless there are to be several, the storage unit; until standard input closes."""
-    queue = TransferQueue(SCHEMA, [MemoryStorage(unit=0)] if num_units == 1 else [])
-    arena = Arena(ARENA_BYTES, Path(arena_path) if arena_path else None)
-    async with queue.running():
-        server = Server(queue.services, queue.abandon, arena=arena)
-        await server.start(Path(path))
-        print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.read)
-        await server.close()
-        arena.close()
-
-
-async def unit(hub: str, number: int) -> None:
-    address = Path(f"{hub}.unit{number}")
-    await serve_unit(f"unix:{hub}", number, MemoryStorage(unit=number), address, arena=Arena(ARENA_BYTES))
-
-
-def start(*arguments: object, wait: bool = True) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--role", *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
-    if wait:
-        assert process.stdout is not None
-        if process.stdout.readline().strip() != b"ready":
-            raise SystemExit(f"{arguments} did not start")
-    return process
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
-@contextlib.asynccontextmanager
-async def a_queue(num_units: int = 1, *, shared: bool = False) -> AsyncIterator[tuple[TransferQueueClient, str, int]]:
-    """A queue in processes of its own: (a client, the queue's socket, its process id)."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = f"{directory}/queue.sock"
-        arena = f"/dev/shm/asyncflow-benchmark-{os.getpid()}" if shared else ""
-        processes = [start("serve", path, num_units, arena)]
-        try:
-            if num_units > 1:
-                processes += [start("unit", path, number, wait=False) for number in range(num_units)]
-            client = await TransferQueueClient.connect(f"unix:{path}", "benchmark")
-            await asyncio.wait_for(client.wait_for_units(num_units), 20)
-            yield client, path, processes[0].pid
-            await client.disconnect()
-        finally:
-            for process in processes[::-1]:
-                end(process)
-
-
-# -- payloads ---------------------------------------------------------------------------------------------------------------
-
-
-class Payloads:
-    """Rows numbered on and on."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        self._next_group = 0
-
-    def admit(self, rows: int) -> tuple[list[GroupMeta], np.ndarray]:
-        count = -(-rows // SIZE)
-        sizes = [SIZE] * (rows // SIZE) + ([rows % SIZE] if rows % SIZE else [])
-        metas = [GroupMeta(self._next_group + i, size, 0, Interval(0, 0)) for i, size in enumerate(sizes)]
-        self._next_group += count
-        return metas, SCHEMA.rows_of(metas)
-
-    def small(self, rows: int) -> tuple[list[GroupMeta], Batch]:
-        """prompt_ids int64 of 64 to 192, response_ids int64 of 128 to 384, logprobs float32 as long."""
-        metas, indices = self.admit(rows)
-        prompts, responses = self._rng.integers(64, 193, rows), self._rng.integers(128, 385, rows)
-        columns = {
-            "prompt_ids": self._ragged(prompts, "int64"),
-            "response_ids": self._ragged(responses, "int64"),
-            "logprobs": self._ragged(responses, "float32"),
-        }
-        return metas, Batch(indices, np.array([m.group for m in metas]), columns)
-
-    def large(self, rows: int) -> tuple[list[GroupMeta], Batch]:
-        metas, indices = self.admit(rows)
-        blob = self._rng.integers(0, 256, (rows, 1 << 20), np.uint8)
-        return metas, Batch(indices, np.array([m.group for m in metas]), {"blob": blob})
-
-    def _ragged(self, lengths: np.ndarray, dtype: str) -> Ragged:
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return Ragged(self._rng.integers(0, 1 << 15, int(offsets[-1])).astype(dtype), offsets)
-
-
-def size_of(batch: Batch) -> int:
-    return sum(values.nbytes for values in batch.columns.values())
-
-
-def check_equal(written: Batch, read: Batch, names: tuple[str, ...]) -> None:
-    """Every byte of every row."""
-    order = np.argsort(read.indices)
-    if not np.array_equal(read.indices[order], written.indices):
-        raise SystemExit("other rows came back than were written")
-    for name in names:
-        a, b = written.columns[name], read.columns[name]
-        if isinstance(a, Ragged):
-            assert isinstance(b, Ragged)
-            same = all(np.array_equal(a[i], b[j]) for i, j in enumerate(order.tolist()))
-        else:
-            same = np.array_equal(a, np.asarray(b)[order])
-        if not same:
-            raise SystemExit(f"column {name} came back changed")
-
-
-def fingerprint(batch: Batch, i: int) -> int:
-    """Of a row's small columns."""
-    return xxhash.xxh3_64_intdigest(b"|".join(batch.ragged(name)[i].tobytes() for name in READS))
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------------
@@ -240,7 +89,7 @@ async def put_get(client: TransferQueueClient, payloads: Payloads, task: str, ro
         start = time.perf_counter()
         await client.put(metas, batch)
         middle = time.perf_counter()
-        leased = await client.lease(task, rows=rows, at_least=rows)
+        leased = await client.lease(task, Want(rows=rows, at_least=rows))
         ended = time.perf_counter()
         assert leased is not None
         check_equal(batch, leased.batch, client.schema.task(task).reads)
@@ -258,32 +107,13 @@ async def one_row_puts(client: TransferQueueClient, payloads: Payloads, count: i
     for metas, batch in made:
         await client.put(metas, batch)
     rate = count / (time.perf_counter() - start)
-    leased = await client.lease("train", rows=count, at_least=count)
+    leased = await client.lease("train", Want(rows=count, at_least=count))
     assert leased is not None
     written = {int(batch.indices[0]): fingerprint(batch, 0) for _, batch in made}
     if written != {row: fingerprint(leased.batch, i) for i, row in enumerate(leased.batch.indices.tolist())}:
         raise SystemExit("a row came back changed")
     await client.drop(leased.lease.indices)
     return rate, statistics.mean(size_of(batch) for _, batch in made)
-
-
-async def lease_many(path: str, seconds: float, in_flight: int) -> None:
-    """A client that leases 8 rows at a time, metadata only, so many requests in flight; prints its count."""
-    client = await TransferQueueClient.connect(f"unix:{path}", f"leaser-{os.getpid()}")
-    print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
-    count, stop = 0, time.perf_counter() + seconds
-
-    async def one() -> None:
-        nonlocal count
-        while time.perf_counter() < stop:
-            leased = await client.lease("meta", rows=8, columns=())
-            assert leased is not None and len(leased.lease.indices) == 8
-            count += 1
-
-    await asyncio.gather(*(one() for _ in range(in_flight)))
-    print(count, flush=True)
-    await client.disconnect()
 
 
 async def leases_per_second(client: TransferQueueClient, payloads: Payloads, path: str, num_processes: int) -> float:
@@ -304,20 +134,6 @@ async def leases_per_second(client: TransferQueueClient, payloads: Payloads, pat
     if sum(counts) * 8 > 40 * 16384 * 0.98:
         raise SystemExit("the rows ran out: the figure would be too low")
     return sum(counts) / seconds
-
-
-async def receive(path: str, count: int) -> None:
-    """A consumer that waits for single rows; prints when each one was in hand."""
-    client = await TransferQueueClient.connect(f"unix:{path}", "receiver")
-    print("ready", flush=True)
-    moments = []
-    for _ in range(count):
-        leased = await client.lease("train", rows=1)
-        moment = time.monotonic()
-        assert leased is not None
-        moments.append((leased.lease.indices[0], moment, fingerprint(leased.batch, 0)))
-    print(json.dumps(moments), flush=True)
-    await client.disconnect()
 
 
 async def put_to_received(client: TransferQueueClient, payloads: Payloads, path: str, count: int) -> tuple[float, float, float]:
@@ -354,7 +170,7 @@ async def lease_seconds(few: int, many: int) -> tuple[float, float]:
         for _ in range(few // 8 - 4):
             for client, seen in times.items():
                 start = time.perf_counter()
-                await client.lease("meta", rows=8, columns=())
+                await client.lease("meta", Want(rows=8), columns=())
                 seen.append(time.perf_counter() - start)
         return statistics.median(times[small][20:]), statistics.median(times[large][20:])
 
@@ -362,12 +178,12 @@ async def lease_seconds(few: int, many: int) -> tuple[float, float]:
 def table_bytes_per_row(rows: int) -> float:
     """Resident bytes of a task's table for each of so many ready rows, in groups of 8."""
     script = (
-        "import os, psutil, sys; sys.path.insert(0, '.')\n"
-        "from benchmarks.transfer_queue import grow_a_table\n"
+        "import psutil\n"
+        "from transfer_queue import grow_a_table\n"
         "me = psutil.Process(); before = me.memory_info().rss\n"
         f"table = grow_a_table({rows}); print((me.memory_info().rss - before) / {rows})\n"
     )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
     return float(out.stdout)
 
 
@@ -391,7 +207,7 @@ async def freed_by_drop() -> float:
         full = process.memory_info().rss
         await client.drop(np.delete(batch.indices, 100))
         left = process.memory_info().rss
-        leased = await client.lease("large", rows=1)
+        leased = await client.lease("large", Want(rows=1))
         assert leased is not None
         if not np.array_equal(leased.batch.dense("blob")[0], batch.dense("blob")[100]):
             raise SystemExit("the row that was kept has changed")
@@ -506,17 +322,6 @@ async def measure(package: dict[str, float]) -> list[Figure]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--role"]:
-        role, *rest = sys.argv[2:]
-        threading.stack_size(1 << 20)
-        roles = {
-            "serve": lambda: serve(rest[0], int(rest[1]), rest[2]),
-            "unit": lambda: unit(rest[0], int(rest[1])),
-            "lease": lambda: lease_many(rest[0], float(rest[1]), int(rest[2])),
-            "receive": lambda: receive(rest[0], int(rest[1])),
-        }
-        asyncio.run(roles[role]())
-        return 0
     arguments = parser(__doc__)
     arguments.add_argument("--no-package", action="store_true", help="leave the public package out")
     arguments.add_argument("--package-python", type=Path, help="an interpreter that has the public package already")

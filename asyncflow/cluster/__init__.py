@@ -3,7 +3,7 @@
 local    one process per worker on this machine, spawned, ended by its control pipe (the default)
 inline   coroutines in the driver's own process, for debugging
 
-simulated.py, over the virtual time of clock.py, is the place of `asyncflow simulate`; no run chooses it.
+simulated.py, over the virtual time of clock.py and the wire of wire.py, is the place of `asyncflow simulate`; no run chooses it.
 """
 
 CLUSTERS = {

@@ -8,6 +8,15 @@ from typing import Protocol
 
 from asyncflow.types import RunError
 
+RESTART_SECONDS = (0.5, 30.0)
+"""The pause before the first restart of a worker, and the longest one: it doubles each time."""
+
+
+def restart_pause(num_restarts: int) -> float:
+    """Seconds before a worker that has been started again so often is started once more."""
+    first, most = RESTART_SECONDS
+    return min(most, first * 2**num_restarts)
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from asyncflow.registry import load
-from asyncflow.types import RunError, UserError
+from asyncflow.types import RunError, UserError, first_error
 
 
 def _end_with_the_driver() -> None:
@@ -26,9 +26,7 @@ def main(entry: str, name: str, run_dir: Path) -> int:
     try:
         asyncio.run(load("worker", entry)(name, run_dir))
     except Exception as failure:  # every one ends the process: the last line it prints is what the driver shows
-        error: BaseException = failure
-        while isinstance(error, BaseExceptionGroup):  # loops run in task groups: the first failure is the cause of the others
-            error = error.exceptions[0]
+        error = first_error(failure)
         if isinstance(error, UserError | RunError):
             print(error, file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1

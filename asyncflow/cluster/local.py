@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncflow.cluster.base import WorkerDied, WorkerSpec
+from asyncflow.cluster.base import WorkerDied, WorkerSpec, restart_pause
 from asyncflow.types import UserError
 
 USER_ERROR_STATUS = 2
 LAST_WORDS_BYTES = 4096
-
-RESTART_SECONDS = (0.5, 30.0)
-"""The pause before the first restart of a worker, and the longest one: it doubles each time."""
 
 
 @dataclass(slots=True)
@@ -76,8 +73,7 @@ class LocalCluster:
             if child.num_restarts == limit:
                 on_death(child.spec.name, f"{why}; it has been started again {limit} times, and is given up", True)
                 return
-            first, most = RESTART_SECONDS
-            pause = min(most, first * 2**child.num_restarts)
+            pause = restart_pause(child.num_restarts)
             on_death(child.spec.name, f"{why}; it is started again in {pause:g} s", False)
             await asyncio.sleep(pause)
             child.num_restarts += 1

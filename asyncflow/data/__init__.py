@@ -1,1 +1,1 @@
-
+"""Prompts: data sets, the order in which they are drawn, and the tokenizer of a checkpoint."""

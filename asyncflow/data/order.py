@@ -17,24 +17,24 @@ class SeededOrder(Generic[T]):
     """
 
     def __init__(self, items: Sequence[T], seed: int, position: int = 0) -> None:
-        self.position = position
-        self._items, self._seed = items, seed
-        self._pushed: list[T] = []
+        self.position, self.items = position, items
+        self.pushed: list[T] = []
+        self._seed = seed
         self._epoch = -1
         self._permutation = np.empty(0, np.int64)
 
     def push(self, items: Sequence[T]) -> None:
         """Take these before going on with the order."""
-        self._pushed.extend(items)
+        self.pushed = [*self.pushed, *items]
 
     def take(self, count: int) -> list[T]:
         """The next `count` items."""
-        taken, self._pushed = self._pushed[:count], self._pushed[count:]
+        taken, self.pushed = self.pushed[:count], self.pushed[count:]
         while len(taken) < count:
-            epoch, offset = divmod(self.position, len(self._items))
+            epoch, offset = divmod(self.position, len(self.items))
             if epoch != self._epoch:
                 self._epoch = epoch
-                self._permutation = np.random.default_rng([self._seed, epoch]).permutation(len(self._items))
-            taken.append(self._items[int(self._permutation[offset])])
+                self._permutation = np.random.default_rng([self._seed, epoch]).permutation(len(self.items))
+            taken.append(self.items[int(self._permutation[offset])])
             self.position += 1
         return taken

@@ -188,7 +188,6 @@ class RewardPool:
             raise UserError(f"reward pool {name!r} needs at least one worker, not {num_workers}")
         if place.endswith(".py"):
             scorer_path = f"{Path(place).resolve()}:{attribute}"
-        self.scored = 0
         self.failures: Counter[str] = Counter()
         self._scorer = scorer_path
         self._setup = frame(Setup(scorer_path, dict(options), memory_bytes))
@@ -269,7 +268,6 @@ class RewardPool:
                 if not future.done():
                     future.set_exception(failure)
             else:
-                self.scored += 1
                 if not future.done():
                     future.set_result(reward)
             if not worker.is_alive:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import math
 import numbers
 import os
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from asyncflow.rewards.base import Sample
+from asyncflow.user_file import import_file
 
 MAX_TEXT = 2000  # characters of a scorer's own words that an answer carries
 MAX_FRAME_BYTES = 1 << 28
@@ -82,7 +82,7 @@ def build_scorer(path: str, options: dict[str, Any]) -> Callable[[Sample], Any]:
     """The scorer at `package.module:Name` or `/path/file.py:Name`: a class built with the options, or a function bound to them."""
     place, _, name = path.rpartition(":")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # a user's file may raise anything; it is told to the user by the parent
         raise NoScorer(f"cannot be imported: {_words(error)}") from error
     target = getattr(module, name, None)
@@ -98,18 +98,6 @@ def build_scorer(path: str, options: dict[str, Any]) -> Callable[[Sample], Any]:
     if not callable(scorer):
         raise NoScorer("cannot be called: it must be a function, or a class with __call__(self, sample)")
     return scorer
-
-
-def _import_file(file: Path) -> Any:
-    name = f"user_scorer_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and msgspec look a class's module up by name
-    sys.path.append(str(file.parent))  # last, so that a neighbour called json.py replaces nothing
-    spec.loader.exec_module(module)
-    return module
 
 
 def answer(scorer: Callable[[Sample], Any], sample: Sample, path: str) -> Scored | Failed:

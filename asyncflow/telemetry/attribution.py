@@ -87,7 +87,7 @@ def _steps(spans: Sequence[Span]) -> dict[int, _Step]:
     """By step, of the groups that were trained in it; a group is there when it was generated, at the latest when it was trained."""
     trained: dict[int, tuple[int, float]] = {}  # by group: step, when
     for span in spans:
-        if span.is_lane and span.task == "forward_backward" and span.group >= 0:
+        if span.task in ("forward_backward", "train_group") and span.group >= 0:
             trained.setdefault(span.group, (span.step, span.start))
     begun: dict[int, tuple[float, int]] = {}  # by group: when, and by which version
     ended: dict[int, float] = {}

@@ -7,7 +7,7 @@ A schedule promises a largest staleness, and law 8 that timing decides nothing; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -25,6 +25,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     `steps` of `planned_steps` are committed. `max_staleness` in versions and `max_spans` (policy versions that made one response)
     are the largest of all trained rows. `overlapped_steps`: steps of which a group was trained while responses of the step were
     still missing. `rows_redelivered`, `rows_dead` and `reward_failures` (by kind, timeouts among them) count over the whole run.
+    `resumed_at`: the numbers of committed steps from which the run was gone on with, after it had ended in whatever way.
     `is_deterministic`: every rollout engine makes a lost response again exactly; if not, `why_not_deterministic` says why.
     """
 
@@ -42,16 +43,18 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     is_deterministic: bool
     why_not_deterministic: str
     voided: list[str]
+    resumed_at: list[int] = []
 
     @property
     def line(self) -> str:
         """In one line."""
+        resumed = f"; resumed at step {', '.join(map(str, self.resumed_at))}" if self.resumed_at else ""
         verdict = f"VOID: {'; '.join(self.voided)}" if self.voided else "holds"
         return (
             f"on-policy certificate {verdict} ({self.schedule}, {self.steps} of {self.planned_steps} steps; staleness "
             f"{self.max_staleness}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows given up "
             f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, updates skipped {self.skipped_updates}"
-            f"{'' if self.is_deterministic else f'; not deterministic: {self.why_not_deterministic}'})"
+            f"{'' if self.is_deterministic else f'; not deterministic: {self.why_not_deterministic}'}{resumed})"
         )
 
     def write(self, run_dir: Path) -> None:
@@ -95,6 +98,7 @@ class Observed:
         rows_redelivered: int,
         reward_failures: Mapping[str, int],
         why_not_deterministic: str,
+        resumed_at: Sequence[int] = (),
     ) -> Certificate:
         """The verdict. A response in mid-air goes through at most one installation for each version of promised staleness."""
         timeouts = reward_failures.get("timeout", 0)
@@ -125,4 +129,5 @@ class Observed:
             is_deterministic=not why_not_deterministic,
             why_not_deterministic=why_not_deterministic,
             voided=voided,
+            resumed_at=list(resumed_at),
         )

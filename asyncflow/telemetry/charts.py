@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 
 _COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8A8F98")
 
@@ -54,21 +54,21 @@ CHARTS: Final = (
     Chart("Groups without a signal", {"reward/zero_std_groups": "all rewards equal"}, unit="groups", from_zero=True),
     Chart(
         "Rows lost or repeated",
-        {"rows/dead": "dead", "rows/filtered": "filtered", "rows/redelivered": "again"},
+        {"rows/dead": "dead", "rows/redelivered": "again"},
         unit="rows",
         from_zero=True,
     ),
 )
 
 
-def metric_charts(rows: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
+def metric_charts(rows: Sequence[MetricRow], evaluations: Sequence[MetricRow]) -> list[dict[str, Any]]:
     """One dict per card: title, note (what the lines mean), traces and layout for plotly.js."""
     cards = [_card(chart, rows) for chart in (*CHARTS, *_worker_charts(rows))]
     cards.insert(1, _evaluation_card(evaluations))
     return [card for card in cards if card["traces"]]
 
 
-def _worker_charts(rows: Sequence[Row]) -> list[Chart]:
+def _worker_charts(rows: Sequence[MetricRow]) -> list[Chart]:
     """A line for every worker."""
     names = sorted({name for row in rows for name in row})
 
@@ -81,12 +81,12 @@ def _worker_charts(rows: Sequence[Row]) -> list[Chart]:
     ]
 
 
-def accuracy_keys(evaluations: Sequence[Row]) -> list[str]:
+def accuracy_keys(evaluations: Sequence[MetricRow]) -> list[str]:
     """The names of the accuracies in the rows of eval.jsonl: `accuracy`, or several that contain the word."""
     return sorted({name for row in evaluations for name, value in row.items() if "accuracy" in name and _is_number(value)})
 
 
-def _card(chart: Chart, rows: Sequence[Row]) -> dict[str, Any]:
+def _card(chart: Chart, rows: Sequence[MetricRow]) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
     for (metric, label), colour in zip(chart.lines.items(), _cycled(len(chart.lines)), strict=True):
         known = [row for row in rows if _is_number(row.get(metric))]
@@ -107,7 +107,7 @@ def _note(chart: Chart) -> str:
     return " ".join(f"{label}: {definition}" for definition, label in told.items())
 
 
-def _evaluation_card(evaluations: Sequence[Row]) -> dict[str, Any]:
+def _evaluation_card(evaluations: Sequence[MetricRow]) -> dict[str, Any]:
     keys = accuracy_keys(evaluations)
     traces = []
     for key, colour in zip(keys, _cycled(len(keys)), strict=True):
@@ -145,7 +145,7 @@ def _line(steps: Sequence[int], values: Sequence[float], label: str, colour: str
     }
 
 
-def _band(centre: str, spread: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _band(centre: str, spread: str, rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
     known = [row for row in rows if _is_number(row.get(centre)) and _is_number(row.get(spread))]
     steps = [row["step"] for row in known]
     low = [row[centre] - row[spread] for row in known]

@@ -46,6 +46,8 @@ class Hub:
         self.past: list[WorkerState] = []  # the last ones of workers that have gone; one that was started again is in both
         self._on_sample, self._on_tokens = on_sample, on_tokens
         self._reported = asyncio.Event()
+        self._clock = asyncio.get_running_loop().time
+        self._heard: dict[str, float] = {}  # when, by the driver's clock
 
     @remote
     async def report(self, spans: list[Span], samples: list[dict[str, Any]], state: WorkerState) -> None:
@@ -54,13 +56,19 @@ class Hub:
             self.log.append(span)
         for sample in samples:
             self._on_sample(sample)
-        self.states[state.worker] = state
+        self.states[state.worker], self._heard[state.worker] = state, self._clock()
         if any(span.tokens for span in spans):
             self._on_tokens()
         self._reported.set()
 
+    def is_silent(self, worker: str, seconds: float) -> bool:
+        """Whether a worker that is connected has not reported for so long."""
+        state = self._heard.get(worker)
+        return state is not None and self._clock() - state > seconds
+
     def left(self, worker: str) -> None:
         """A worker has gone: nobody waits for its reports."""
+        self._heard.pop(worker, None)
         if (state := self.states.pop(worker, None)) is not None:
             self.past.append(state)
         self._reported.set()

@@ -26,7 +26,7 @@ TRAIN_TASKS: Final = ("forward_backward", "optim_step")
 ROLLOUT_TASK: Final = "generate"
 
 DEFINITIONS: Final[dict[str, str]] = {
-    "reward/mean": "Mean reward over the scored rows of the step, filtered groups included.",
+    "reward/mean": "Mean reward over the scored rows of the step.",
     "reward/std": "Standard deviation (divisor n) of those rewards, over rows, not over group means.",
     "reward/zero_std_groups": "Number of groups whose rewards are all equal: they have no advantage and teach nothing.",
     "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
@@ -65,7 +65,6 @@ DEFINITIONS: Final[dict[str, str]] = {
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
     "rows/trained": "Rows that the step's updates were computed from.",
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
-    "rows/filtered": "Rows left out on purpose by the algorithm, not trained.",
     "rows/empty": "Trained rows without a loss token (all masked): they add no gradient and do not count in the normaliser.",
     "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
     "queue/ready/<task>": "Rows ready for the task, when the row of metrics is written.",
@@ -76,8 +75,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "queue/redelivered/<task>": "Rows handed out again since the run began; each time counts.",
     "queue/oldest_ready_seconds/<task>": "For how long the task's oldest ready row has been ready, at that moment.",
     "queue/rows": "Rows on all storage units, at that moment.",
-    "queue/held_bytes": "Bytes of their values.",
+    "queue/stored_bytes": "Bytes of their values.",
     "queue/admission_wait_seconds": "Seconds that admissions have waited for room since the run began, over all of them.",
+    "run/num_resumes": "How often the run has been gone on with from a checkpoint; only where it has been.",
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 
@@ -130,7 +130,7 @@ class StepMetrics:
         self._learning_rate: float | None = None
         self._normaliser = 0.0
         self._skipped = 0
-        self._rows = {"rows/trained": 0, "rows/dead": 0, "rows/filtered": 0, "rows/empty": 0, "rows/redelivered": 0}
+        self._rows = {"rows/trained": 0, "rows/dead": 0, "rows/empty": 0, "rows/redelivered": 0}
 
     def add_group(
         self,
@@ -140,12 +140,11 @@ class StepMetrics:
         truncated: Array,
         staleness: Array,
         prompt_length: int,
-        is_filtered: bool = False,
     ) -> None:
         """One scored group of the step; R = its rows that are not dead.
 
         rewards float32 [R]; response_lengths int [R], tokens; truncated bool [R]; staleness int [R], versions; prompt_length in
-        tokens. `is_filtered`: scored, but left out of training. A `ValueError` when the arrays' lengths differ.
+        tokens. A `ValueError` when the arrays' lengths differ.
         """
         sizes = {len(rewards), len(response_lengths), len(truncated), len(staleness)}
         if len(sizes) != 1:
@@ -158,9 +157,6 @@ class StepMetrics:
         self._truncated.append(np.asarray(truncated, bool))
         # Not std == 0: rounding can leave a tiny deviation among equal numbers.
         self._zero_std_groups += bool(np.max(rewards) == np.min(rewards))
-        if is_filtered:
-            self._rows["rows/filtered"] += num_rows
-            return
         self._rows["rows/trained"] += num_rows
         self._staleness.append(np.asarray(staleness, np.int64))
         self._trained_tokens += num_rows * prompt_length + int(np.sum(response_lengths))
@@ -202,10 +198,9 @@ class StepMetrics:
             self._learning_rate = learning_rate
             self._grad_norms.append(grad_norm)
 
-    def count_rows(self, *, dead: int = 0, filtered: int = 0, empty: int = 0, redelivered: int = 0) -> None:
-        """Rows that never reached `add_group` (`filtered` there counts by itself), rows without loss tokens, and redeliveries."""
+    def count_rows(self, *, dead: int = 0, empty: int = 0, redelivered: int = 0) -> None:
+        """Rows that never reached `add_group`, rows without loss tokens, and redeliveries."""
         self._rows["rows/dead"] += dead
-        self._rows["rows/filtered"] += filtered
         self._rows["rows/empty"] += empty
         self._rows["rows/redelivered"] += redelivered
 

@@ -21,9 +21,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.attribution import REASONS, attributed
 from asyncflow.telemetry.certificate import read_certificate
-from asyncflow.telemetry.charts import Row, accuracy_keys, metric_charts
+from asyncflow.telemetry.charts import MetricRow, accuracy_keys, metric_charts
 from asyncflow.telemetry.gantt import State, colours_of, gantt_chart, state_of, step_ends
 from asyncflow.telemetry.idle import Activity, busy_and_idle
 from asyncflow.telemetry.spans import Span
@@ -31,9 +32,6 @@ from asyncflow.telemetry.trace import SPANS_FILE, read_spans, worker_order
 from asyncflow.telemetry.trackers import METRICS_FILE
 from asyncflow.types import UserError
 
-CONFIG_FILE: Final = "config.yaml"
-EVAL_FILE: Final = "eval.jsonl"
-SAMPLES_FILE: Final = "samples.jsonl"
 REPORT_FILE: Final = "report.html"
 
 _TEMPLATE: Final = "report.html.j2"
@@ -137,7 +135,7 @@ def _facts(config: Mapping[str, Any], spans: Sequence[Span]) -> list[tuple[str, 
     return [(key, value) for key, value in [*facts, ("workers", workers)] if value]
 
 
-def _figures(rows: Sequence[Row], evaluations: Sequence[Row], spans: Sequence[Span]) -> list[tuple[str, str, str]]:
+def _figures(rows: Sequence[MetricRow], evaluations: Sequence[MetricRow], spans: Sequence[Span]) -> list[tuple[str, str, str]]:
     """(label, value, remark) of the tiles."""
     figures = [("steps", str(len(rows)), "")]
     wall = max((span.end for span in spans), default=0.0) - min((span.start for span in spans), default=0.0)
@@ -220,7 +218,7 @@ def _mean_step(spans: Sequence[Span]) -> dict[str, Any]:
     }
 
 
-def _samples(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _samples(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
     """A few samples of the first and of the last step that has any."""
     steps = sorted({row["step"] for row in rows})
     chosen = []

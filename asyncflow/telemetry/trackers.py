@@ -1,6 +1,6 @@
 """Where the rows of the steps go: a JSON Lines file, TensorBoard, Weights & Biases.
 
-jsonl        <run>/metrics.jsonl   exactly one line per step, the file that the report and `asyncflow status` read
+jsonl        <run>/metrics.jsonl   exactly one line per step, the file that the report reads
 tensorboard  <run>/tensorboard/    event files
 wandb        <run>/wandb/          and its server, unless WANDB_MODE says offline or disabled
 """

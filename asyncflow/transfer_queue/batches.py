@@ -65,7 +65,7 @@ def take(schema: Schema, batch: Batch, rows: Array, groups: Array) -> Batch:
     """The rows and the groups at these positions (int64), copied; the batch itself when that is all of it, in order."""
     if _is_all(rows, len(batch.indices)) and _is_all(groups, len(batch.groups)):
         return batch
-    columns = {name: _take(v, rows if schema.column(name).per == "row" else groups) for name, v in batch.columns.items()}
+    columns = {name: taken(v, rows if schema.column(name).per == "row" else groups) for name, v in batch.columns.items()}
     return Batch(batch.indices[rows], batch.groups[groups], columns)
 
 
@@ -114,7 +114,8 @@ def _positions(there: Array, wanted: Array) -> Array:
     return order[np.searchsorted(there, wanted, sorter=order)]
 
 
-def _take(values: Values, positions: Array) -> Values:
+def taken(values: Values, positions: Array) -> Values:
+    """The entries at these positions, copied."""
     return values.take(positions) if isinstance(values, Ragged) else values[positions]
 
 

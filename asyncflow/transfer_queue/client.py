@@ -1,7 +1,7 @@
 """The transfer queue as a loop sees it.
 
 put(metas, batch)              admit groups with the columns that they come with; waits for room, and for nothing else
-lease(task, ...)               rows, whole groups or a token budget, with the columns that the task reads; waits for some
+lease(task, want)              rows, whole groups or a token budget, with the columns that the task reads; waits for some
 complete(lease, outputs)       outputs and acknowledgement in one request, all of a lease or part of it
 fail(lease, rows, error)       give rows back; after k failures they are dead, with the error
 filter(rows, reason)  drop(rows)  end_step(task, step)  close(task)
@@ -15,8 +15,9 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self, TypedDict, TypeVar, Unpack
+from typing import Self, TypeVar
 
+import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.batches import WireBatch, read_lease, take, units_of
@@ -31,22 +32,8 @@ from asyncflow.types import Array, Batch, GroupMeta
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 3.0
-FETCH_SECONDS = 10.0
-"""For how long a lease's rows are waited for before others are asked for."""
+ANY_GROUP = Want(groups=1)
 T = TypeVar("T")
-
-
-class Wanted(TypedDict, total=False):
-    """What `lease` takes besides the task and the step."""
-
-    groups: int
-    rows: int
-    tokens: int
-    at_least: int
-    installed: int | None
-    until: int | None
-    rank: int
-    columns: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,52 +108,31 @@ class TransferQueueClient:
 
     # -- out ----------------------------------------------------------------------------------------------------------------
 
-    async def lease(
-        self,
-        task: str,
-        *,
-        groups: int = 0,
-        rows: int = 0,
-        tokens: int = 0,
-        at_least: int = 1,
-        installed: int | None = None,
-        step: int | None = None,
-        until: int | None = None,
-        rank: int = 0,
-        columns: Sequence[str] | None = None,
-    ) -> Leased | None:
+    async def lease(self, task: str, want: Want = ANY_GROUP, *, columns: Sequence[str] | None = None) -> Leased | None:
         """Ready rows with the columns that the task reads, or these `columns` alone, or none; waits until there are some.
 
-        `groups`, `rows`, `tokens`: at most so many, one group if none is given. `at_least`: wait for so many rows, unless the step
-        has no more. `installed`: only groups that this policy version may generate. `step`: only groups of this step. `until`: of
-        any step, until this one has ended. None when the step has ended or the task is closed, and nothing more is ready (with
-        `until`: whatever is), or when the request was withdrawn.
+        At most one group where `want` has no limit. None when the step has ended or the task is closed, and nothing more is ready
+        (with `want.until`: whatever is), or when the request was withdrawn.
         """
         reads = self.schema.task(task).reads if columns is None else tuple(columns)
         self.schema.mask(reads)
-        if not groups and not rows and not tokens:
-            groups = 1
-        want = Want(groups, rows, tokens, at_least, installed, step, until, rank)
+        if not want.groups and not want.rows and not want.tokens:
+            want = msgspec.structs.replace(want, groups=1)
         withdrawals = self._withdrawals[task]  # asked again after one it would be for what the worker has just given up
         while self._withdrawals[task] == withdrawals and (handed := await self._ask(task, want, list(reads))) is not None:
             lease = handed.lease
             if handed.batch is not None:
                 leased: Leased | None = Leased(lease, handed.batch.batch())
             else:
-                leased = await self._fetched(lease, reads, is_sure=columns is None)
+                try:
+                    leased = await self.fetch(lease, reads, is_sure=columns is None)
+                except BaseException:  # whatever it is, and if the asker has gone: the rows are somebody else's to have
+                    self._give_back(lease)
+                    raise
             if leased is not None:
                 self._held[lease.token] = set(leased.lease.indices)  # not sooner: what its asker never sees is not kept alive
                 return leased
         return None
-
-    async def _fetched(self, lease: Lease, columns: Sequence[str], *, is_sure: bool) -> Leased | None:
-        """`_fetch` for the holder of the lease, which is given back if this fails, or if its asker goes. None where nothing of it
-        is as its controller believes: that one will hear of it from the unit, and let the lease go or expire."""
-        try:
-            return await self._fetch(lease, columns, is_sure=is_sure)
-        except BaseException:
-            self._give_back(lease)
-            raise
 
     def _give_back(self, lease: Lease) -> None:
         """Beside whatever goes on: the asker may have been cancelled."""
@@ -179,16 +145,13 @@ class TransferQueueClient:
         if not giving.cancelled() and (error := giving.exception()) is not None:
             log.warning("a lease could not be given back, and is over when it expires: %s", error)
 
-    async def fetch(self, lease: Lease, columns: Sequence[str]) -> Leased | None:
+    async def fetch(self, lease: Lease, columns: Sequence[str], *, is_sure: bool = False) -> Leased | None:
         """These columns of a lease's rows, also for somebody whom its holder has told of it.
 
         Rows dropped meanwhile are left out, of the lease too; None if all were. Raises `LookupError` naming a row and a column that
-        it does not have.
+        it does not have. `is_sure`: the rows had these columns when they were leased, so one that lacks them is another life's of
+        its unit: None then, for the controller will hear of it from the unit, and let the lease go or expire.
         """
-        return await self._fetch(lease, columns, is_sure=False)
-
-    async def _fetch(self, lease: Lease, columns: Sequence[str], *, is_sure: bool) -> Leased | None:
-        """`is_sure`: the rows had these columns when they were leased, so one that lacks them is another life's of its unit."""
 
         async def read(number: int, rows: Array) -> Batch:
             return (await self._unit(number).read(rows, list(columns))).batch()
@@ -204,15 +167,12 @@ class TransferQueueClient:
                     raise
                 lease = there
 
-    async def stream(self, task: str, step: int | None = None, **wanted: Unpack[Wanted]) -> AsyncIterator[Leased]:
-        """What becomes ready, in that order, until the step or the task ends; the next one is fetched while this is worked on.
-
-        `wanted`: what `lease` takes.
-        """
-        fetching = asyncio.ensure_future(self.lease(task, step=step, **wanted))
+    async def stream(self, task: str, want: Want = ANY_GROUP) -> AsyncIterator[Leased]:
+        """What becomes ready, in that order, until the step or the task ends; the next one is fetched while this is worked on."""
+        fetching = asyncio.ensure_future(self.lease(task, want))
         try:
             while (leased := await fetching) is not None:
-                fetching = asyncio.ensure_future(self.lease(task, step=step, **wanted))
+                fetching = asyncio.ensure_future(self.lease(task, want))
                 yield leased
         finally:
             if fetching.done() and not fetching.cancelled() and fetching.exception() is None and (left := fetching.result()):

@@ -10,33 +10,22 @@ It keeps nothing that the units do not have but leases, and these may be lost: o
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from asyncflow.registry import build
 from asyncflow.transfer_queue.batches import WireBatch, read_lease
+from asyncflow.transfer_queue.following import Following
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Token, Want
-from asyncflow.transfer_queue.notices import News, Notice, Superseded
+from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
-from asyncflow.transfer_queue.schema import DEAD, Schema
+from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.table import Table
-from asyncflow.transfer_queue.unit import StorageUnit
-from asyncflow.transport import ConnectionLost, client_key, client_name, remote
-from asyncflow.types import Array, RunError
-
-log = logging.getLogger(__name__)
-
-RETRY_SECONDS = (0.05, 1.0)
-NO_ROWS = np.empty(0, np.int64)
+from asyncflow.transport import client_key, client_name, remote
 
 
 class TaskStatus(msgspec.Struct):
@@ -90,107 +79,11 @@ class Controller:
         self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler: Sampler = build("sampler", self.spec.sampler, self.spec.sampler_options, SAMPLERS)
-        self._on_done, self._on_dead, self._on_lost = on_done, on_dead, on_lost
-        self._on_leased, self._on_change = on_leased, on_change
+        self.following = Following(self.table, schema, self._heard, on_lost)
+        self._on_done, self._on_dead, self._on_leased, self._on_change = on_done, on_dead, on_leased, on_change
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = self._is_replaced = False
-        self._lost: list[int] = []
-        self._ended_leases: dict[int, list[int]] = {}  # unit -> leases that it has not been told of
-        self._caught_up: dict[int, asyncio.Event] = {}
-        self._units: dict[int, StorageUnit] = {}
-        self._beside: set[asyncio.Task[None]] = set()
-
-    # -- following the units ------------------------------------------------------------------------------------------------
-
-    async def follow(self, number: int, unit: StorageUnit) -> None:
-        """For ever: take what a unit tells, acknowledging it by asking for more. Goes on when the unit is back after a death.
-
-        Raises `Superseded` when another controller has taken this task over.
-        """
-        self._units[number] = unit
-        if isinstance(unit, StorageUnit):
-            return await self._listen(number, unit)
-        epoch, last, pause = "", 0, RETRY_SECONDS[0]
-        ended = self._ended_leases.setdefault(number, [])
-        caught_up = self._caught_up.setdefault(number, asyncio.Event())
-        while True:
-            telling = ended.copy()
-            try:
-                news = await unit.follow(self.spec.name, self.table.incarnation, epoch, last, telling)
-            except ConnectionLost:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, RETRY_SECONDS[1])
-                continue
-            pause = RETRY_SECONDS[0]
-            del ended[: len(telling)]
-            is_new_life = epoch not in ("", news.epoch)
-            self._take(number, news, is_new_life=is_new_life)
-            if is_new_life and (self.table.ended_steps or self.table.is_closed):
-                self._start(self._remind(unit))
-            epoch, last = news.epoch, news.last
-            caught_up.set()
-
-    async def _remind(self, unit: StorageUnit) -> None:
-        """A unit that lost its memory has lost these facts, too, and the next controller is to find them there."""
-        with contextlib.suppress(ConnectionLost):  # then it has yet another life before it
-            for step in sorted(self.table.ended_steps):
-                await unit.end_step(self.spec.name, step)
-            if self.table.is_closed:
-                await unit.close_task(self.spec.name)
-
-    async def _listen(self, number: int, unit: StorageUnit) -> None:
-        """Follow a unit of this process, by calls."""
-        listening = unit.listen(self.spec.name, self.table.incarnation, partial(self._take, number, is_new_life=False))
-        self._caught_up.setdefault(number, asyncio.Event()).set()
-        await listening
-
-    async def caught_up(self, number: int) -> None:
-        """Until the unit's rows are known here."""
-        await self._caught_up.setdefault(number, asyncio.Event()).wait()
-
-    def _take(self, unit: int, news: News, *, is_new_life: bool) -> None:
-        if news.is_full:
-            self._forget_what_is_gone(unit, news, is_new_life)
-        done: list[int] = []
-        for notice in news.notices:
-            done += self._apply(unit, notice)
-        if done:
-            self._on_done(done)
-        if self._parked:
-            self._serve()
-
-    def _apply(self, unit: int, notice: Notice) -> list[int]:
-        """Returns the rows that are done now."""
-        if notice.task:
-            if notice.task == self.spec.name and notice.ended_step is not None:
-                self.table.end_step(notice.ended_step)
-            self.table.is_closed |= notice.task == self.spec.name and notice.is_closed
-            return []
-        rows = np.frombuffer(notice.rows, np.int64)
-        if notice.is_drop:
-            self.table.drop(rows)
-            return []
-        self.table.admit(notice.metas, unit)
-        tokens = np.frombuffer(notice.tokens, np.int32) if notice.tokens else None
-        return self.table.notify(rows, notice.mask, tokens, _now()) if len(rows) else []
-
-    def _forget_what_is_gone(self, unit: int, news: News, is_new_life: bool) -> None:
-        """What a unit does not tell of when it tells everything has been dropped, or was lost when its process died."""
-        told = [(np.frombuffer(n.rows, np.int64), n.mask) for n in news.notices if n.rows and not n.is_drop]
-        known = self.table.rows_of(unit)
-        is_gone = ~np.isin(known, np.concatenate([NO_ROWS, *(rows for rows, _ in told)]))
-        if is_new_life:  # a group may be there again, put once more, without columns that its rows had: it begins anew
-            again = np.concatenate([NO_ROWS, *(self.table.beyond(rows, mask) for rows, mask in told)])
-            is_gone |= np.isin(known >> self._schema.group_bits, again >> self._schema.group_bits)
-        gone = known[is_gone]
-        if len(gone):
-            self.table.drop(gone)
-            if is_new_life:
-                where = f"task {self.spec.name!r}: storage unit {unit} has lost {len(gone)} rows with its process"
-                log.error("%s: %s", where, _ranges(gone))
-                self._lost += gone.tolist()
-                self._on_lost(unit, gone.tolist())
 
     # -- what clients ask ---------------------------------------------------------------------------------------------------
 
@@ -221,8 +114,8 @@ class Controller:
             raise
 
     async def _columns_here(self, lease: Lease, columns: list[str]) -> WireBatch | None:
-        units = {number: unit for number in set(lease.units) if isinstance(unit := self._units.get(number), StorageUnit)}
-        if not columns or len(units) < len(set(lease.units)):
+        units = self.following.here
+        if not columns or not units.keys() >= set(lease.units):
             return None
         try:
             reading = read_lease(self._schema, lease, columns, lambda number, rows: units[number].columns(rows, columns))
@@ -254,8 +147,8 @@ class Controller:
         if dead:
             self._on_dead(dead)
         self._serve()
-        if dead:  # goes on without the caller, who may be the failure: the other tasks have to hear of it
-            await asyncio.shield(self._start(self._bury(dead)))
+        if dead:
+            await self.following.bury(dead)
         return [letter.row for letter in dead]
 
     @remote
@@ -266,31 +159,34 @@ class Controller:
     @remote
     async def renew(self, token: Token) -> None:
         """Put the lease's deadline off by `lease_seconds`. Raises `StaleToken`."""
-        self.table.renew(token, _now())
+        self.table.leases.renew(token, _now())
 
     @remote
     async def status(self) -> TaskStatus:
         self._prune()
         table = self.table
         oldest = table.oldest_ready(_now())
-        return TaskStatus(table.counts(), oldest, len(self._parked), self.holders(), dict(table.dead), self._lost)
+        return TaskStatus(table.counts(), oldest, len(self._parked), self.holders(), dict(table.dead), self.following.lost)
 
     def holders(self) -> dict[str, int]:
         """Rows held by each worker that holds any, by its name."""
-        return _by_name(self.table.holders())
+        return _by_name(self.table.leases.holders())
 
     def abandon(self, worker: str) -> None:
         """A client has gone (its `client_key`): all that it held is delivered again."""
-        self._tell_ended(self.table.abandon(worker))
+        self.following.end_leases(self.table.abandon(worker))
         self._serve()
+
+    def narrow(self, group: int, lowest_version: int) -> None:
+        """From now on no version below this one may generate the group. Nothing if it is unknown."""
+        self.table.narrow(group, lowest_version)
 
     def close(self) -> None:
         """Stop the clock, and answer every request, now and later, with None, whatever is ready."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._beside:
-            task.cancel()
+        self.following.close()
         for request in self._parked:
             if not request.answer.done():
                 request.answer.set_result(None)
@@ -305,30 +201,15 @@ class Controller:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
-        return task
-
-    async def _bury(self, dead: list[DeadRow]) -> None:
-        """Mark rows dead in the units that have them."""
-        rows, errors = np.array([letter.row for letter in dead], np.int64), [letter.error for letter in dead]
-        await asyncio.gather(*(self._mark_dead(unit, rows, errors) for unit in self._units.values()))
-
-    async def _mark_dead(self, unit: StorageUnit, rows: Array, errors: list[str]) -> None:
-        pause = RETRY_SECONDS[0]
-        while True:
-            try:
-                return await unit.end(rows, DEAD, errors)
-            except RunError as error:
-                log.warning("task %r: rows %s cannot be marked dead yet: %s", self.spec.name, rows.tolist(), error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RETRY_SECONDS[1])
+    def _heard(self, done: list[int]) -> None:
+        if done:
+            self._on_done(done)
+        if self._parked:
+            self._serve()
 
     def _serve(self) -> None:
         now = _now()
-        self._tell_ended(self.table.expire(now))
+        self.following.end_leases(self.table.expire(now))
         for request in self._parked:
             if request.want.until in self.table.ended_steps and not request.answer.done():
                 request.answer.set_result(None)
@@ -347,23 +228,15 @@ class Controller:
         self._on_change()
 
     def _give_back(self, token: Token) -> None:
-        self._tell_ended(self.table.give_back(token))
+        self.following.end_leases(self.table.give_back(token))
         self._serve()
 
     def _prune(self) -> None:
         if any(request.answer.done() for request in self._parked):
             self._parked = [request for request in self._parked if not request.answer.done()]
 
-    def _tell_ended(self, leases: list[int]) -> None:
-        if leases:
-            for ended in self._ended_leases.values():
-                ended.extend(leases)
-            for unit in self._units.values():
-                if isinstance(unit, StorageUnit):
-                    unit.refuse(self.spec.name, leases)
-
     def _set_timer(self) -> None:
-        deadline = self.table.next_deadline
+        deadline = self.table.leases.next_deadline
         if self._timer is not None:
             if deadline is not None and self._timer.when() <= deadline:
                 return  # it rings early enough, looks, and is set again
@@ -375,14 +248,6 @@ class Controller:
     def _ring(self) -> None:
         self._timer = None
         self._serve()
-
-
-def _ranges(rows: Array) -> str:
-    """`0-7, 12`."""
-    firsts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
-    ends = [*(firsts[1:] - 1), len(rows) - 1]
-    runs = zip(rows[firsts].tolist(), rows[ends].tolist(), strict=True)
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _by_name(holders: dict[str, int]) -> dict[str, int]:

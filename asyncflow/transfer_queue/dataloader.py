@@ -2,7 +2,7 @@
 
     StreamDataLoader --- prefetch.py: a thread that leases and fetches ahead, reader processes if wanted ---> controllers, units
          |         `---- broadcast.py: one rank of a group reads, its peers get the same
-         `-------------- tensors.py: columns as tensors, and back
+         `-------------- writeback.py: the rows that it holds, and what is said of them; tensors.py: columns as tensors
 
 consumes: `next`; what the loop over it writes back
 waits for: rows that are ready for the task, at most `timeout_seconds`; the units' answers to what is written
@@ -14,34 +14,27 @@ serves all of them together), write-back by others than the lead, pinned memory.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.transfer_queue.batches import take
 from asyncflow.transfer_queue.broadcast import WAITING_SECONDS, GroupBroadcast, Message
-from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.leases import Lease
-from asyncflow.transfer_queue.prefetch import Feed, Fetched, Source
-from asyncflow.transfer_queue.tensors import Jagged, Padded, Padding, TensorColumn, WritableColumn, to_device, to_values
-from asyncflow.types import Array, Batch
+from asyncflow.transfer_queue.leases import Want
+from asyncflow.transfer_queue.prefetch import Fetched, StreamFeed, StreamSource
+from asyncflow.transfer_queue.tensors import Jagged, Padded, Padding, TensorColumn, WritableColumn, to_device
+from asyncflow.transfer_queue.writeback import HeldRows, Rows
 
 __all__ = ["Jagged", "Padded", "StreamBatch", "StreamDataLoader"]
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-Rows = Tensor | Array | Sequence[int]
 
 
 class StreamBatch(NamedTuple):
@@ -149,26 +142,24 @@ class StreamDataLoader:
             raise ValueError(f"acknowledge is 'on_next' or 'manual', not {acknowledge!r}")
         self.task, self.step = task, step
         self.batch_size, self.num_workers, self.prefetch = batch_size, num_workers, prefetch
-        self._wanted = {"rows": batch_size or 0, "groups": groups or 0, "tokens": tokens or 0, "at_least": at_least}
-        self._wanted |= {"rank": rank} | ({} if installed is None else {"installed": installed})
+        self._want = Want(groups or 0, batch_size or 0, tokens or 0, at_least, installed, rank=rank)
         self._device = torch.device(device)
         self._broadcast: GroupBroadcast | None = None
         if group is not None and dist.get_world_size(group) > 1:
             self._broadcast = GroupBroadcast(group, lead, self._device)
         self._padding = None if pad_to_multiple_of is None else Padding(pad_to_multiple_of, dict(pad_values or {}))
-        self._source = Source(
+        self._source = StreamSource(
             address=address,
             name=name,
             task=task,
             columns=None if columns is None else tuple(columns),
             credentials=None if credentials is None else Path(credentials),
+            timeout_seconds=timeout_seconds,
             padding=None if self._broadcast else self._padding,
         )
         self._acknowledges = acknowledge == "on_next"
-        self._timeout_seconds = timeout_seconds
-        self._feed: Feed | None = None
         self._hang_up: Callable[[], object] = lambda: None
-        self._held: dict[int, Lease] = {}  # row -> the lease under which it was delivered
+        self._held = HeldRows(task)
         self._group_bits = 0
         self._is_iterating = False
 
@@ -225,10 +216,7 @@ class StreamDataLoader:
         """
         if not self.is_lead:
             return None
-        rows = _rows(indices)
-        leases = self._leases_of(rows)
-        columns = self._connected().schema.column
-        return self._write(rows, leases, {name: to_values(columns(name), given) for name, given in outputs.items()})
+        return self._held.complete(indices, outputs)
 
     def done(self, indices: Rows) -> Tensor | None:
         """Mark rows of a task without outputs as done. Returns what `complete` returns.
@@ -237,34 +225,20 @@ class StreamDataLoader:
         """
         if not self.is_lead:
             return None
-        rows = _rows(indices)
-        leases = self._leases_of(rows)
-        writes = self._connected().schema.task(self.task).writes
-        if writes:
-            raise ValueError(f"task {self.task!r} writes {', '.join(writes)}: its rows are done when they are completed with these")
-        return self._write(rows, leases, {f"done/{self.task}": np.ones(len(rows), np.uint8)})
+        return self._held.done(indices)
 
     def fail(self, indices: Rows, error: str) -> None:
         """Give rows back after a failure: they are delivered again, or given up with this error after `max_failures` of them.
 
         Raises `ValueError` where a row is not held.
         """
-        if not self.is_lead:
-            return
-        rows = _rows(indices).tolist()
-        by_lease = _by_lease(self._leases_of(rows))
-
-        async def fail(client: TransferQueueClient) -> None:
-            await asyncio.gather(*(client.fail(lease, [rows[i] for i in at], error) for lease, at in by_lease))
-
-        self._call(fail, "giving rows back")
-        self._let_go(rows)
+        if self.is_lead:
+            self._held.fail(indices, error)
 
     # -- ends ---------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Hang up and give back what is held. Also ends a loop that is under way. The loader may be iterated anew."""
-        self._feed = None
         self._held.clear()
         self._hang_up()
 
@@ -302,110 +276,39 @@ class StreamDataLoader:
 
     def _from_queue(self) -> Generator[Message, None, None]:
         feed = self._opened()
-        self._wait(feed.begin(self._wanted | ({} if self.step is None else {"step": self.step})), "starting to lease")
+        feed.wait(feed.begin(msgspec.structs.replace(self._want, step=self.step)), "starting to lease")
         delivered = np.empty(0, np.int64)
         acknowledges = self._acknowledges and not feed.schema.task(self.task).writes
-        while feed is self._feed:
+        while feed is self._held.feed:
             if acknowledges:
-                self._acknowledge(delivered)
+                self._held.acknowledge(delivered)
             fetched = self._next(feed)
             if fetched is None:
                 return
             delivered = fetched.indices.numpy()
-            self._held.update(dict.fromkeys(delivered.tolist(), fetched.lease))
+            self._held.add(delivered, fetched.lease)
             yield Message(fetched.indices, fetched.columns, feed.schema.group_bits)
 
-    def _next(self, feed: Feed) -> Fetched | None:
+    def _next(self, feed: StreamFeed) -> Fetched | None:
         """The peers, who wait for the lead's next broadcast, are told when it takes long."""
-        future, give_up = feed.take(), time.monotonic() + self._timeout_seconds
+        future, give_up = feed.take(), time.monotonic() + self._source.timeout_seconds
         while not future.done() and (left := give_up - time.monotonic()) > 0:
             concurrent.futures.wait([future], min(left, WAITING_SECONDS))
             if self._broadcast is not None and not future.done():
                 self._broadcast.send_waiting()
-        return self._wait(future, f"waiting for rows that are ready for task {self.task!r}", 0.0)
+        return feed.wait(future, f"waiting for rows that are ready for task {self.task!r}", 0.0)
 
-    def _acknowledge(self, rows: Array) -> None:
-        still = np.array([row for row in rows.tolist() if row in self._held], np.int64)
-        if len(still):
-            is_kept = self.done(still)
-            assert is_kept is not None
-            if num_lost := int((~is_kept).sum()):
-                log.warning(
-                    "task %r: %d of %d rows not acknowledged: they were dropped, or are delivered again since their lease is over",
-                    self.task,
-                    num_lost,
-                    len(still),
-                )
+    def _opened(self) -> StreamFeed:
+        feed = self._held.feed
+        if feed is None:
+            feed = self._held.feed = StreamFeed(self._source, prefetch=self.prefetch, num_workers=self.num_workers)
+            self._hang_up = weakref.finalize(self, feed.close)  # calls it once, at the latest when the loader goes
+            self._check(feed)
+        return feed
 
-    def _opened(self) -> Feed:
-        if self._feed is None:
-            self._feed = Feed(self._source, prefetch=self.prefetch, num_workers=self.num_workers)
-            self._hang_up = weakref.finalize(self, self._feed.close)  # calls it once, at the latest when the loader goes
-            self._check(self._feed)
-        return self._feed
-
-    def _check(self, feed: Feed) -> None:
+    def _check(self, feed: StreamFeed) -> None:
         task = feed.schema.task(self.task)
         columns = {name: feed.schema.column(name) for name in self._source.columns or task.reads}
         for name in self._padding.values if self._padding else ():
             if name not in columns or not columns[name].ragged:
                 raise ValueError(f"pad_values names {name!r}, which is no ragged column of {', '.join(columns)}")
-
-    def _connected(self) -> Feed:
-        assert self._feed is not None, "rows are held, so there is a connection"
-        return self._feed
-
-    def _leases_of(self, rows: Array | Sequence[int]) -> list[Lease]:
-        leases = []
-        for row in rows.tolist() if isinstance(rows, Array) else rows:
-            if row not in self._held:
-                raise ValueError(f"row {row} is not held by this loader: it was acknowledged, or given back when the loop was left")
-            leases.append(self._held[row])
-        return leases
-
-    def _write(self, rows: Array, leases: Sequence[Lease], columns: Mapping[str, Any]) -> Tensor:
-        if not len(rows):
-            return torch.zeros(0, dtype=torch.bool)
-        schema = self._connected().schema
-        groups = rows >> schema.group_bits
-        batch = Batch(rows, groups[np.sort(np.unique(groups, return_index=True)[1])], columns)
-        schema.check(batch)
-        is_kept = np.zeros(len(rows), bool)
-
-        async def complete(client: TransferQueueClient) -> None:
-            async def one(lease: Lease, at: Array) -> None:
-                part = take(schema, batch, at, np.flatnonzero(np.isin(batch.groups, groups[at])))
-                is_kept[at] = await client.complete(lease, part)
-
-            await asyncio.gather(*(one(lease, at) for lease, at in _by_lease(leases)))
-
-        self._call(complete, "writing back")
-        self._let_go(rows.tolist())
-        return torch.from_numpy(is_kept)
-
-    def _let_go(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self._held.pop(row, None)
-
-    def _call(self, call: Callable[[TransferQueueClient], Coroutine[Any, Any, T]], what: str) -> T:
-        return self._wait(self._connected().submit(call), what)
-
-    def _wait(self, future: concurrent.futures.Future[T], what: str, seconds: float | None = None) -> T:
-        concurrent.futures.wait([future], self._timeout_seconds if seconds is None else seconds)
-        if not future.done():
-            future.cancel()
-            raise TimeoutError(f"{what} took more than {self._timeout_seconds:g} s (loader {self._source.name!r})")
-        return future.result()
-
-
-def _rows(indices: Rows) -> Array:
-    """int64 [n]."""
-    return np.ascontiguousarray(indices.cpu().numpy() if isinstance(indices, Tensor) else indices, np.int64)
-
-
-def _by_lease(leases: Sequence[Lease]) -> list[tuple[Lease, Array]]:
-    """Each lease once, with the positions at which it stands (int64)."""
-    positions: dict[Any, tuple[Lease, list[int]]] = {}
-    for i, lease in enumerate(leases):
-        positions.setdefault(lease.token, (lease, []))[1].append(i)
-    return [(lease, np.array(at, np.int64)) for lease, at in positions.values()]

@@ -7,14 +7,15 @@ change something goes on to its end, and what is not sure yet is waited for.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.batches import take
+from asyncflow.transfer_queue.facts import Facts, KeptFacts, forget_oldest
 from asyncflow.transfer_queue.index import Index
 from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import Notice
@@ -26,20 +27,6 @@ from asyncflow.types import Array, Batch, GroupMeta, Ragged
 
 T = TypeVar("T")
 
-REMEMBERED = 65536
-GONE_KEPT = 2048  # of these, in the facts: as many as may go while a lost answer is asked for again
-FACTS = "facts"
-
-
-class Facts(msgspec.Struct):
-    """What must outlive a process and is no column: per task the steps that have ended, and whether it is closed; the rows that
-    have been dropped from groups that are still there; the groups that went last (int64), should a put of theirs be repeated."""
-
-    ended_steps: dict[str, list[int]] = {}
-    closed: list[str] = []
-    dropped: dict[int, set[int]] = {}
-    gone: bytes = b""
-
 
 class Holdings:
     """Rows in a storage, with their index, their room and the facts. `post` numbers a notice and tells it to the controllers."""
@@ -48,11 +35,8 @@ class Holdings:
         self.storage, self.schema, self.room = storage, schema, room
         self.index = Index(schema.group_bits)
         self._post = post
-        self._facts = Facts()
-        self._has_new_facts = False
-        self._row_bytes: dict[int, int] = {}  # group -> what each of its rows has reserved
+        self.facts = KeptFacts(storage)
         self._writers: dict[tuple[str, int], Token] = {}  # (task, row) -> the lease that completed it, the latest ones
-        self._gone: dict[int, None] = {}  # groups that have been dropped, the latest ones
         self._num_drops = 0
         self._arriving: set[int] = set()  # groups that have been admitted and are being written for the first time
         self._writes: dict[object, Array] = {}  # under way, with the groups that they concern
@@ -70,24 +54,15 @@ class Holdings:
             self._take_up(stored.metas, stored.rows, stored.columns)
             await self._weigh(stored.rows, stored.columns)
         self._count_found(list(self.index.metas), self.storage.nbytes)
-        if (facts := await self.storage.kept(FACTS)) is not None:
-            self._facts = msgspec.msgpack.decode(facts, type=Facts)
-            self._gone.update(dict.fromkeys(np.frombuffer(self._facts.gone, np.int64).tolist()))
-            unfreed = self.index.rows_of(group for group in self._gone if group in self.index.metas)
-            partly = [row for rows in self._facts.dropped.values() for row in rows]
-            await self._drop(np.union1d(unfreed, np.array(partly, np.int64)))
-
-    def _count_recovered(self) -> None:
-        """What recovered rows had reserved is not known any more: they take what they hold, all the same."""
-        each = -(-self.storage.nbytes // max(1, self.index.num_rows))
-        self._row_bytes = dict.fromkeys(self.index.metas, each)
-        self.room.take(0, each * self.index.num_rows)
+        await self.facts.open()
+        unfreed = self.index.rows_of(self.facts.gone)
+        await self._drop(np.union1d(unfreed, self.facts.now.dropped_rows()))
 
     def _count_found(self, groups: Sequence[int], num_bytes: int) -> None:
         """What recovered or restored rows had reserved is not known any more: they take what they hold, all the same."""
         num_rows = len(self.index.rows_of(groups))
         each = -(-num_bytes // max(1, num_rows))
-        self._row_bytes.update((group, each) for group in groups if group in self.index.metas)
+        self.room.book([group for group in groups if group in self.index.metas], each)
         self.room.take(0, each * num_rows)
 
     async def close(self) -> None:
@@ -102,12 +77,12 @@ class Holdings:
         while True:
             while self._arriving and any(meta.group in self._arriving for meta in metas):  # whether they are there is not sure yet
                 await self._settled.wait()
-            new = [meta for meta in metas if meta.group not in self.index.metas and meta.group not in self._gone]
+            new = [meta for meta in metas if not self._is_known(meta)]
             if not new:
                 return []
             reserved, each = _num_rows(new), row_bytes + _bytes_per_row(new, columns)
             await self.room.reserve(reserved, reserved * each)
-            if not any(meta.group in self.index.metas or meta.group in self._gone for meta in new):
+            if not any(self._is_known(meta) for meta in new):
                 break
             self.room.release(reserved, reserved * each)  # admitted by another request meanwhile
         new = self._admit(new, each)
@@ -155,7 +130,7 @@ class Holdings:
             self._wake()
         if writer is not None:
             self._writers.update(((writer.task, row), writer) for row in rows.tolist())
-            _forget_oldest(self._writers)
+            forget_oldest(self._writers)
         self._count_tokens(batch, rows, free, numbers, free_groups)
         there = rows if num_drops == self._num_drops else self.index.present(rows)
         told = self._tell(new, there, row_mask, self.index.rows_of(numbers), group_mask)
@@ -200,17 +175,21 @@ class Holdings:
                     of_group = self.index.rows_of([group])
                     self.index.add_tokens(of_group, np.full(len(of_group), length, np.int64))
 
+    def _is_known(self, meta: GroupMeta) -> bool:
+        """Whether the group is here, or has been."""
+        return meta.group in self.index.metas or meta.group in self.facts.gone
+
     def _admit(self, metas: Iterable[GroupMeta], each: int) -> list[GroupMeta]:
         """Into the index, `each` byte reserved for every row. Returns the groups that are new."""
         new = self.index.admit(metas)
-        self._row_bytes.update((meta.group, each) for meta in new)
+        self.room.book([meta.group for meta in new], each)
         return new
 
     def _take_back(self, new: Iterable[GroupMeta]) -> None:
         """Groups that could not be written have not been admitted."""
         for meta in new:
             rows, _ = self.index.drop(self.index.rows_of([meta.group]))
-            self.room.release(len(rows), len(rows) * self._row_bytes.pop(meta.group, 0))
+            self.room.leave({meta.group: len(rows)}, [meta.group])
             self._post(Notice(rows=rows.tobytes(), is_drop=True))  # a controller that was told everything meanwhile knows it
 
     def _wake(self) -> None:
@@ -229,23 +208,10 @@ class Holdings:
         told = None
         if len(dropped):
             self._num_drops += 1
-            groups, counts = np.unique(dropped >> self.schema.group_bits, return_counts=True)
-            freed = sum(self._row_bytes.get(g, 0) * n for g, n in zip(groups.tolist(), counts.tolist(), strict=True))
-            numbers = {meta.group: None for meta in gone}
-            for row in dropped.tolist():
-                group = row >> self.schema.group_bits
-                if group not in numbers:
-                    self._facts.dropped.setdefault(group, set()).add(row)
-                    self._has_new_facts = True
-            for group in numbers:
-                self._row_bytes.pop(group, None)
-            self._gone.update(numbers)
-            _forget_oldest(self._gone)
-            if numbers and self.storage.is_durable:
-                self._facts.gone = np.array(list(self._gone)[-GONE_KEPT:], np.int64).tobytes()
-                self._has_new_facts = True
-            self._unfreed.append((dropped, np.array(sorted(numbers), np.int64)))
-            self.room.release(len(dropped), freed)
+            of_rows, groups = (dropped >> self.schema.group_bits).tolist(), [meta.group for meta in gone]
+            self.facts.drop(zip(of_rows, dropped.tolist(), strict=True), groups)
+            self._unfreed.append((dropped, np.array(sorted(groups), np.int64)))
+            self.room.leave(Counter(of_rows), groups)
             told = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
         await self._free()
         if told is not None:
@@ -254,16 +220,15 @@ class Holdings:
     async def _free(self) -> None:
         """Free what has been dropped; while a snapshot is written, which may still read it, leave that to the snapshot's end."""
         async with self._freeing:
-            await self._keep_facts()  # first: should this process die in between, they are not to come back
+            await self.facts.keep()  # first: should this process die in between, they are not to come back
             while self._unfreed and not self._snapshotting.locked():
                 rows, groups = self._unfreed[0]
                 while any(np.isin(written, rows >> self.schema.group_bits).any() for written in self._writes.values()):
                     await self._settled.wait()  # what came to the storage after its group has gone would stay there
                 await self.storage.drop(rows, groups)
                 del self._unfreed[0]
-                for group in groups.tolist():
-                    self._has_new_facts |= self._facts.dropped.pop(group, None) is not None
-            await self._keep_facts()
+                self.facts.freed(groups.tolist())
+            await self.facts.keep()
 
     async def _sweep(self, rows: Array, there: Array) -> None:
         """Free what has been dropped while it was being written."""
@@ -277,50 +242,32 @@ class Holdings:
 
     async def end_step(self, task: str, step: int) -> None:
         """No more rows of this step will come for the task."""
-        ended = self._facts.ended_steps.setdefault(task, [])
-        if step not in ended:
-            ended.append(step)
-            self._has_new_facts = True
-            await self._keep_facts()
+        self.facts.end_step(task, step)
+        await self.facts.keep()
         await self._post(Notice(task=task, ended_step=step))
 
     async def close_task(self, task: str) -> None:
         """No more rows will come for the task."""
-        if task not in self._facts.closed:
-            self._facts.closed.append(task)
-            self._has_new_facts = True
-            await self._keep_facts()
+        self.facts.close_task(task)
+        await self.facts.keep()
         await self._post(Notice(task=task, is_closed=True))
-
-    async def _keep_facts(self) -> None:
-        """If they have changed."""
-        if self._has_new_facts and not self.storage.is_durable:
-            self._has_new_facts = False
-        elif self._has_new_facts:
-            self._has_new_facts = False
-            try:
-                await self.storage.keep(FACTS, msgspec.msgpack.encode(self._facts))
-            except BaseException:
-                self._has_new_facts = True
-                raise
 
     # -- all of it ----------------------------------------------------------------------------------------------------------
 
     def everything(self) -> list[Notice]:
         """The notices that tell a controller all there is."""
         notices = [Notice(metas=list(self.index.metas.values()))]
-        if dropped := [row for rows in self._facts.dropped.values() for row in rows]:
-            notices.append(Notice(rows=np.array(dropped, np.int64).tobytes(), is_drop=True))
+        if len(dropped := self.facts.now.dropped_rows()):
+            notices.append(Notice(rows=dropped.tobytes(), is_drop=True))
         for rows, mask, tokens in self.index.records():
             notices.append(Notice(rows=rows.tobytes(), mask=mask, tokens=tokens.tobytes() if self._token_columns else b""))
-        return notices + self._told_facts()
+        return notices + self.facts.told()
 
     async def snapshot(self, path: Path) -> SnapshotFile:
         """An exact cut in a file. Other requests are served meanwhile; what they drop is freed at the end."""
         try:
             async with self._snapshotting:
-                facts = msgspec.msgpack.encode(self._facts)
-                return await write_snapshot(path, self.schema, self.index, self.storage, facts)
+                return await write_snapshot(path, self.schema, self.index, self.storage, self.facts.encoded())
         finally:
             await self._to_its_end(self._free())
 
@@ -340,16 +287,12 @@ class Holdings:
             count += _num_rows(new)
             groups += [meta.group for meta in new]
         self._count_found(groups, self.storage.nbytes - before)
-        found = msgspec.msgpack.decode(facts, type=Facts)
-        for task, steps in found.ended_steps.items():
-            ended = self._facts.ended_steps.setdefault(task, [])
-            ended += [step for step in steps if step not in ended]
-        self._facts.closed += [task for task in found.closed if task not in self._facts.closed]
-        dropped = self.index.present(np.array([row for rows in found.dropped.values() for row in rows], np.int64))
+        found = Facts.decoded(facts)
+        self.facts.merge(found)
+        dropped = self.index.present(found.dropped_rows())
         await self.drop(dropped)
-        self._has_new_facts = True
-        await self._keep_facts()
-        for notice in self._told_facts():
+        await self.facts.keep()
+        for notice in self.facts.told():
             await self._post(notice)
         return count - len(dropped)
 
@@ -379,10 +322,6 @@ class Holdings:
         tokens = self.index.tokens(rows).tobytes() if self._token_columns else b""
         return Notice(metas, rows.tobytes(), mask, tokens)
 
-    def _told_facts(self) -> list[Notice]:
-        ended = [Notice(task=task, ended_step=step) for task, steps in self._facts.ended_steps.items() for step in steps]
-        return ended + [Notice(task=task, is_closed=True) for task in self._facts.closed]
-
     def _take_up(self, metas: Sequence[GroupMeta], rows: Array, columns: Sequence[str]) -> None:
         """Recovered rows: in the index as if they had just been written."""
         self.room.take(_num_rows(self._admit(metas, 0)), 0)
@@ -397,11 +336,6 @@ class Holdings:
             batch = await self.storage.read(rows, counted)
             everything, groups = np.ones(len(rows), bool), batch.groups.tolist()
             self._count_tokens(batch, rows, everything, groups, np.ones(len(groups), bool))
-
-
-def _forget_oldest(remembered: dict[Any, Any]) -> None:
-    while len(remembered) > REMEMBERED:
-        del remembered[next(iter(remembered))]
 
 
 def _num_rows(metas: Iterable[GroupMeta]) -> int:

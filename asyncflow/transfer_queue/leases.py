@@ -9,11 +9,11 @@ import msgspec
 from asyncflow.types import GroupMeta, RunError, crosses
 
 Pick = list[tuple[int, list[int]]]
-"""What a sampler chose for a request: group numbers and, for each, its rows. It is to be handed out or put back."""
+"""What a sampler chose for a request: group numbers and, for each, its rows. It is to be handed out."""
 
 
 class Want(msgspec.Struct, frozen=True):
-    """What a request asks for: limits (0: none), of which one at least is to be given, and what may be in it."""
+    """What a request asks for: limits (0: none), of which a table needs one at least, and what may be in it."""
 
     groups: int = 0
     """Groups touched."""

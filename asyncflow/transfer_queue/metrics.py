@@ -44,7 +44,7 @@ def run_metrics(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]
         for metric, key in RUN_METRICS.items():
             row[f"queue/{metric}/{name}"] = float(task.counts[key])
         row[f"queue/oldest_ready_seconds/{name}"] = task.oldest_ready_seconds
-    row["queue/held_bytes"] = float(sum(unit.held_bytes for unit in units.values()))
+    row["queue/stored_bytes"] = float(sum(unit.stored_bytes for unit in units.values()))
     row["queue/rows"] = float(sum(unit.rows for unit in units.values()))
     row["queue/admission_wait_seconds"] = sum(unit.room.waited_seconds for unit in units.values())
     return row
@@ -77,7 +77,7 @@ class _Collector(Collector):
     def _units_families(self) -> Iterator[Metric]:
         gauges: dict[str, tuple[str, Callable[[UnitStatus], float]]] = {
             "rows_held": ("Rows on a storage unit", lambda unit: unit.rows),
-            "held_bytes": ("Bytes of values on a storage unit", lambda unit: unit.held_bytes),
+            "stored_bytes": ("Bytes of values on a storage unit", lambda unit: unit.stored_bytes),
             "reserved_bytes": ("Bytes reserved at admission", lambda unit: unit.room.reserved_bytes),
             "reserved_rows": ("Rows reserved at admission", lambda unit: unit.room.reserved_rows),
             "admissions_waiting": ("Admissions that wait for room", lambda unit: unit.room.waiting),

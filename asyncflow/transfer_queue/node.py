@@ -13,7 +13,7 @@ from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.directory import Directory, Places, remote_directory
 from asyncflow.transfer_queue.queue import follow_all
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transfer_queue.unit import AS_USUAL, StorageUnit, UnitOptions
 from asyncflow.transport import Arena, Credentials, Peer, Server
 
 
@@ -23,25 +23,15 @@ async def serve_unit(
     storage: Storage,
     address: str | Path,
     *,
+    options: UnitOptions = AS_USUAL,
     credentials: Credentials | None = None,
-    notify_timeout_seconds: float = 5.0,
-    capacity_rows: int | None = None,
-    capacity_bytes: int | None = None,
-    snapshot_dir: Path | None = None,
     arena: Arena | None = None,
     on_listening: Callable[[str], None] = lambda at: None,
 ) -> None:
     """Be unit `number` of the queue whose directory is served at `hub`, until the hub has gone. `on_listening` is told where."""
     peer, directory = await _join(hub, f"unit/{number}", credentials)
     turn = await directory.turn()
-    unit = StorageUnit(
-        storage,
-        (await directory.describe(-1)).schema,
-        notify_timeout_seconds=notify_timeout_seconds,
-        capacity_rows=capacity_rows,
-        capacity_bytes=capacity_bytes,
-        snapshot_dir=snapshot_dir,
-    )
+    unit = StorageUnit(storage, (await directory.describe(-1)).schema, options)
     await unit.open()
     server = Server({f"unit/{number}": unit}, credentials=credentials, arena=arena)
     try:
@@ -75,7 +65,7 @@ async def serve_controller(
 
     async def join() -> None:
         for number in places.units:  # a controller that knows nothing yet would have everybody wait for a moment
-            await controller.caught_up(number)
+            await controller.following.caught_up(number)
         at = await server.start(address)
         await directory.register(name, at, turn)
         on_listening(at)

@@ -1,8 +1,7 @@
-"""The rows of one task, without a Python object per row or per group: pages of flat arrays, and the queues of what is ready. Pure.
+"""The rows of one task, without a Python object per row or per group: pages of flat arrays. Pure.
 
-    page      2^page_bits rows and their groups; made by the first group admitted into it, freed with its last row
-    kind      (step, is evaluation, interval low, interval high, purpose): what requests tell groups apart by. A page holds the
-              number of each group's kind; a kind holds the queue of its ready groups.
+    page      2^page_bits rows and their groups; made by the first group admitted into it, freed with its last row. It holds the
+              number of each group's kind, whose queue has those that are ready (`ready.py`).
     move      the one way in which a row changes its state. It keeps every count, and every queue, in agreement.
 
 A column has two faces on the same memory: the singular is an `array.array`, whose items are read and written three times faster
@@ -12,21 +11,17 @@ than numpy's; the plural is a numpy array for whole batches. Up to `SCALAR` rows
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from itertools import pairwise
 
 import numpy as np
 
-from asyncflow.types import Array, GroupMeta, Interval
+from asyncflow.transfer_queue.ready import Kind, KindKey, ReadyQueues
+from asyncflow.types import Array, GroupMeta
 
 SCALAR = 16
 MIN_PAGE_BITS = 12
-CHUNK = 1024
-CHUNK_SECONDS = 0.1  # groups that became ready within it may share a timestamp
-KindKey = tuple[int, bool, int, int, str]  # step, is evaluation, interval low, interval high, purpose
 
 
 class State(IntEnum):
@@ -89,58 +84,6 @@ def span(positions: Array) -> slice | Array:
 _FIRST = np.zeros(1, np.int64)
 
 
-class _Chunk:
-    """Groups of a queue in order; those before `head` have been taken. `since`: when the first of them became ready."""
-
-    __slots__ = ("groups", "head", "since")
-
-    def __init__(self, groups: Iterable[int], since: float) -> None:
-        self.groups = array("q", groups)
-        self.head = 0
-        self.since = since
-
-
-class Kind:
-    """The groups of one key, and the queue of the ready ones among them.
-
-    An entry of the queue counts if its group's `queued` flag is set: a group chosen out of turn leaves its entry behind, to be
-    passed over. `num_entries` counts entries, `num_queued` groups whose flag is set, `num_available` the ready rows in these.
-    """
-
-    __slots__ = ("chunks", "interval", "key", "num_available", "num_entries", "num_groups", "num_queued", "number")
-
-    def __init__(self, number: int, key: KindKey) -> None:
-        self.number, self.key, self.interval = number, key, Interval(key[2], key[3])
-        self.chunks: deque[_Chunk] = deque()
-        self.num_groups = self.num_entries = self.num_queued = self.num_available = 0
-
-    def push(self, groups: Sequence[int] | array[int], now: float, is_first: bool) -> None:
-        self.num_entries += len(groups)
-        if is_first:  # no earlier time may be behind a later one: the head tells how long anything has waited
-            self.chunks.appendleft(_Chunk(groups, min(now, self.chunks[0].since) if self.chunks else now))
-            return
-        last = self.chunks[-1] if self.chunks else None
-        if last is not None and now - last.since <= CHUNK_SECONDS and len(last.groups) < CHUNK:
-            last.groups.extend(groups)
-        else:
-            self.chunks.append(_Chunk(groups, now))
-
-    def entries(self) -> Iterator[int]:
-        for chunk in self.chunks:
-            yield from chunk.groups[chunk.head :] if chunk.head else chunk.groups
-
-    def head(self) -> int:
-        chunk = self.chunks[0]
-        return chunk.groups[chunk.head]
-
-    def pop(self) -> None:
-        chunk = self.chunks[0]
-        chunk.head += 1
-        self.num_entries -= 1
-        if chunk.head == len(chunk.groups):
-            self.chunks.popleft()
-
-
 class Pages:
     """All rows of a task. `on_leave(lease, rows, tokens)` hears that rows of these tokens have left a lease."""
 
@@ -149,13 +92,11 @@ class Pages:
         self.page_bits = max(MIN_PAGE_BITS, group_bits)
         self.counts = [0] * (len(State) + 1)  # rows by state; the first is of no meaning
         self.totals = [0] * (len(State) + 1)  # how many rows ever came into each state
-        self.num_kinds_made = 0
         self._whole = whole_groups
         self._on_leave = on_leave
         self._pages: dict[int, Page] = {}
-        self._kinds: dict[int, Kind] = {}
-        self._kind_of: dict[KindKey, Kind] = {}
-        self._active: list[KindKey] = []  # sorted: the keys of kinds that have ready groups
+        self.queues = ReadyQueues(self._is_queued)
+        self._kinds = self.queues.kinds
 
     # -- finding ------------------------------------------------------------------------------------------------------------
 
@@ -209,7 +150,7 @@ class Pages:
         position = group - page.first_group
         if page.kind[position]:
             return
-        kind = self._kind(key)
+        kind = self.queues.kind(key)
         kind.num_groups += 1
         page.kind[position], page.unit[position] = kind.number, unit
         page.size[position] = page.known[position] = page.live[position] = size
@@ -229,7 +170,7 @@ class Pages:
             positions, size = positions[new], size[new]
             if not len(positions):
                 continue
-            kind = self._kind(key)
+            kind = self.queues.kind(key)
             kind.num_groups += len(positions)
             page.kinds[positions], page.units[positions] = kind.number, unit
             page.sizes[positions] = page.knowns[positions] = page.lives[positions] = size
@@ -239,16 +180,28 @@ class Pages:
             page.num_rows += len(slots)
             self.counts[WAITING] += len(slots)
 
+    def narrow(self, page: Page, group: int, low: int, now: float) -> None:
+        """Let no version below `low` generate a group; whoever has it already keeps it. Nothing if it is unknown."""
+        position = group - page.first_group
+        if not page.kind[position]:
+            return
+        old, was_queued = self._kinds[page.kind[position]], page.queued[position]
+        if old.key[2] >= low:
+            return
+        if was_queued:
+            page.queued[position] = 0
+            old.num_available -= page.ready[position]
+            self.queues.unqueue(old, 1)
+        step, is_evaluation, _, high, purpose = old.key
+        new = self.queues.kind((step, is_evaluation, low, high, purpose))
+        new.num_groups += 1
+        page.kind[position] = new.number
+        self.queues.forget(old, 1)
+        self.settle(page, [group], now)
+
     def _new_page(self, number: int) -> Page:
         page = self._pages[number] = Page(number, self.page_bits, self.group_bits)
         return page
-
-    def _kind(self, key: KindKey) -> Kind:
-        kind = self._kind_of.get(key)
-        if kind is None:
-            self.num_kinds_made += 1
-            kind = self._kind_of[key] = self._kinds[self.num_kinds_made] = Kind(self.num_kinds_made, key)
-        return kind
 
     # -- moving -------------------------------------------------------------------------------------------------------------
 
@@ -292,12 +245,12 @@ class Pages:
             elif not is_ready and page.queued[position]:
                 page.queued[position] = 0
                 self._kinds[number].num_available -= num_ready
-                self._unqueue(self._kinds[number], 1)
+                self.queues.unqueue(self._kinds[number], 1)
             if number and not page.known[position]:
                 page.kind[position] = 0
-                self._forget_groups(self._kinds[number], 1)
+                self.queues.forget(self._kinds[number], 1)
         for number, of_kind in ready.items():
-            self._queue(self._kinds[number], of_kind, now, is_first)
+            self.queues.queue(self._kinds[number], of_kind, now, is_first)
         self._free_if_empty(page)
 
     def move_many(self, page: Page, slots: Array, old: Array, new: Array, now: float, *, is_first: bool = False) -> None:
@@ -347,11 +300,11 @@ class Pages:
                 kind.num_available += int(num_ready[here].sum(where=now_ready)) - int(num_before[here].sum(where=was))
                 fresh = touched[here][now_ready & ~was]
                 if len(fresh):
-                    self._queue(kind, array("q", (fresh + page.first_group).tobytes()), now, is_first)
+                    self.queues.queue(kind, array("q", (fresh + page.first_group).tobytes()), now, is_first)
                 if num_off := int((was & ~now_ready).sum()):
-                    self._unqueue(kind, num_off)
+                    self.queues.unqueue(kind, num_off)
                 if is_gone is not None and (num_gone := int(is_gone[here].sum())):
-                    self._forget_groups(kind, num_gone)
+                    self.queues.forget(kind, num_gone)
         self._free_if_empty(page)
 
     def pick(self, page: Page, group: int, slots: list[int]) -> list[int]:
@@ -372,7 +325,7 @@ class Pages:
             page.queued[position] = 0
             if kind.head() == group:
                 kind.pop()
-            self._unqueue(kind, 1)
+            self.queues.unqueue(kind, 1)
         first = page.first
         return [first + slot for slot in slots]
 
@@ -384,43 +337,11 @@ class Pages:
         for lease, n, weight in zip(found.tolist(), rows.tolist(), weights.tolist(), strict=True):
             self._on_leave(lease, int(n), int(weight))
 
-    def _queue(self, kind: Kind, groups: Sequence[int] | array[int], now: float, is_first: bool) -> None:
-        if not kind.num_queued:
-            insort(self._active, kind.key)
-        kind.num_queued += len(groups)
-        kind.push(groups, now, is_first)
-
-    def _unqueue(self, kind: Kind, num_groups: int) -> None:
-        kind.num_queued -= num_groups
-        if not kind.num_queued:
-            kind.chunks.clear()
-            kind.num_entries = 0
-            del self._active[bisect_left(self._active, kind.key)]
-        elif kind.num_entries > 2 * kind.num_queued + CHUNK:
-            kept = dict.fromkeys(group for group in kind.entries() if self._is_queued(kind, group))
-            kind.chunks = deque([_Chunk(kept, kind.chunks[0].since)])
-            kind.num_entries = len(kept)
-
-    def _forget_groups(self, kind: Kind, num_groups: int) -> None:
-        kind.num_groups -= num_groups
-        if not kind.num_groups:
-            del self._kinds[kind.number], self._kind_of[kind.key]
-
     def _free_if_empty(self, page: Page) -> None:
         if not page.num_rows:
             self._pages.pop(page.first >> self.page_bits, None)
 
     # -- what is ready ------------------------------------------------------------------------------------------------------
-
-    def matching(self, step: int | None, installed: int | None) -> Iterator[Kind]:
-        """Kinds with ready groups, first things first. The kind just yielded may lose its last one meanwhile, others may not."""
-        i = 0 if step is None else bisect_left(self._active, (step,))
-        while i < len(self._active) and (step is None or self._active[i][0] == step):
-            key = self._active[i]
-            if installed is None or key[2] <= installed <= key[3]:
-                yield self._kind_of[key]
-            if i < len(self._active) and self._active[i] is key:
-                i += 1
 
     def head(self, kind: Kind) -> tuple[Page, int]:
         """The first ready group of a kind that has one, and its page."""
@@ -458,10 +379,12 @@ class Pages:
         return [slot for slot in range(start, stop) if state[slot] == READY]
 
     def since(self) -> float | None:
-        """When the ready group that has waited longest became ready (to within `CHUNK_SECONDS`); None without one."""
-        for key in self._active:
-            self.head(self._kind_of[key])
-        return min((self._kind_of[key].chunks[0].since for key in self._active), default=None)
+        """When the ready group that has waited longest became ready (to within `ready.CHUNK_SECONDS`); None without one."""
+        oldest = None
+        for kind in self.queues.matching(None, None):
+            self.head(kind)
+            oldest = min(oldest if oldest is not None else kind.since, kind.since)
+        return oldest
 
     def _is_queued(self, kind: Kind, group: int) -> bool:
         page = self._pages.get(group >> (self.page_bits - self.group_bits))

@@ -35,7 +35,7 @@ import torch.multiprocessing  # tensors between processes: in shared memory
 from torch import Tensor
 
 from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.leases import Lease
+from asyncflow.transfer_queue.leases import Lease, Want
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.tensors import Padding, TensorColumn, to_tensors
 from asyncflow.transport import Credentials
@@ -47,7 +47,7 @@ CONNECT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class StreamSource:
     """Where to read what, and how. Pickled for the reader processes."""
 
     address: str
@@ -55,6 +55,7 @@ class Source:
     task: str
     columns: tuple[str, ...] | None
     credentials: Path | None
+    timeout_seconds: float
     padding: Padding | None
 
     async def connect(self, role: str) -> TransferQueueClient:
@@ -97,12 +98,12 @@ class Ahead:
         self._permits = asyncio.Semaphore(prefetch)
         self._under_way: asyncio.Queue[asyncio.Future[Fetched | None] | None] = asyncio.Queue()
 
-    async def run(self, task: str, wanted: dict[str, Any]) -> None:
+    async def run(self, task: str, want: Want) -> None:
         """Until the step or the task ends. Its failure, too, is what `take` comes to."""
         try:
             while True:
                 await self._permits.acquire()
-                leased = await self._client.lease(task, columns=(), **wanted)
+                leased = await self._client.lease(task, want, columns=())
                 if leased is None:
                     self._under_way.put_nowait(None)
                     return
@@ -135,10 +136,10 @@ def _see(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-class Feed:
+class StreamFeed:
     """The thread. Calls are from the consumer's thread. `schema`: the queue's."""
 
-    def __init__(self, source: Source, *, prefetch: int, num_workers: int) -> None:
+    def __init__(self, source: StreamSource, *, prefetch: int, num_workers: int) -> None:
         """Raises what connecting raises: `ConnectionLost`, `UserError`."""
         self._source, self._prefetch = source, prefetch
         self._ahead: Ahead | None = None
@@ -157,14 +158,26 @@ class Feed:
         """Start a coroutine over there."""
         return asyncio.run_coroutine_threadsafe(call(self._client), self._loop)
 
-    def begin(self, wanted: dict[str, Any]) -> Future[None]:
-        """Start a pass, when the one before is over. `wanted`: what `lease` takes."""
+    def wait(self, future: Future[T], what: str, seconds: float | None = None) -> T:
+        """Its result. Raises `TimeoutError` saying what took too long: `source.timeout_seconds`, or these."""
+        concurrent.futures.wait([future], self._source.timeout_seconds if seconds is None else seconds)
+        if not future.done():
+            future.cancel()
+            raise TimeoutError(f"{what} took more than {self._source.timeout_seconds:g} s (loader {self._source.name!r})")
+        return future.result()
+
+    def call(self, call: Callable[[TransferQueueClient], Coroutine[Any, Any, T]], what: str) -> T:
+        """Run a coroutine over there. Raises what `wait` does."""
+        return self.wait(self.submit(call), what)
+
+    def begin(self, want: Want) -> Future[None]:
+        """Start a pass, when the one before is over."""
 
         async def start(client: TransferQueueClient) -> None:
             self._ahead = Ahead(client, self._fetch, self._prefetch)
             if self._failure is not None:
                 self._ahead.fail(self._failure)
-            self._running = asyncio.create_task(self._ahead.run(self._source.task, wanted))
+            self._running = asyncio.create_task(self._ahead.run(self._source.task, want))
 
         return self.submit(start)
 
@@ -223,7 +236,7 @@ class Feed:
 class _Reader:
     """What a reader process is: it fetches what it is told to, on a connection of its own that holds no lease."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: StreamSource) -> None:
         self._source = source
         self._loop = asyncio.new_event_loop()
         self._client: TransferQueueClient | None = None
@@ -240,7 +253,7 @@ class _Reader:
 _reader: _Reader | None = None
 
 
-def _become_reader(source: Source) -> None:
+def _become_reader(source: StreamSource) -> None:
     global _reader
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the consumer decides
     torch.set_num_threads(1)

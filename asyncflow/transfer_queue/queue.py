@@ -17,7 +17,6 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -29,13 +28,13 @@ from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path, sync_directory
 from asyncflow.transfer_queue.storage.base import Storage
-from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transfer_queue.unit import AS_USUAL, StorageUnit, UnitOptions
 from asyncflow.transport import Credentials, remote
 
 log = logging.getLogger(__name__)
 
 
-class Manifest(msgspec.Struct):
+class SnapshotManifest(msgspec.Struct):
     """A snapshot of a whole queue: one file for each unit. It is written last, so without it there is no snapshot."""
 
     name: str
@@ -43,7 +42,7 @@ class Manifest(msgspec.Struct):
 
 
 class TransferQueue:
-    """`callbacks`: by task, the keyword arguments `on_done`, `on_dead` and `on_lost` of its controller."""
+    """`callbacks`: by task, what its controller tells of: `on_done`, `on_dead` and so on (see `Controller`)."""
 
     def __init__(
         self,
@@ -52,25 +51,16 @@ class TransferQueue:
         *,
         tasks: Sequence[str] | None = None,
         callbacks: Mapping[str, Mapping[str, Callable[..., None]]] | None = None,
-        notify_timeout_seconds: float = 5.0,
-        capacity_rows: int | None = None,
-        capacity_bytes: int | None = None,
-        snapshot_dir: Path | None = None,
+        unit_options: UnitOptions = AS_USUAL,
         patience_seconds: float = 60.0,
         credentials: Credentials | None = None,
     ) -> None:
         """`storages`: one for each unit of this process, maybe none. `tasks`: whose controllers run in this process (all).
 
-        `capacity_rows` and `capacity_bytes` are each unit's. `credentials`: to reach units that are served over TLS elsewhere.
+        `unit_options`: each unit's. `credentials`: to reach units that are served over TLS elsewhere.
         """
         self.schema = schema
-        self._unit_options: dict[str, Any] = {
-            "notify_timeout_seconds": notify_timeout_seconds,
-            "capacity_rows": capacity_rows,
-            "capacity_bytes": capacity_bytes,
-            "snapshot_dir": snapshot_dir,
-        }
-        self._snapshot_dir = snapshot_dir
+        self._unit_options = unit_options
         self.directory = Directory(schema)
         self.services: dict[str, object] = {"directory": self.directory, "queue": self}
         self._here: dict[str, object] = {}
@@ -88,7 +78,7 @@ class TransferQueue:
             self._serve(f"controller/{name}", self.controllers[name])
         self.units: list[StorageUnit] = []
         for storage in storages:
-            self._add(StorageUnit(storage, schema, **self._unit_options))
+            self._add(StorageUnit(storage, schema, unit_options))
 
     async def open(self) -> None:
         """Open the units' storages."""
@@ -134,7 +124,7 @@ class TransferQueue:
 
     async def add_unit(self, storage: Storage) -> int:
         """Let a unit join the live queue: groups put from now on go to it too. Returns its number."""
-        unit = StorageUnit(storage, self.schema, **self._unit_options)
+        unit = StorageUnit(storage, self.schema, self._unit_options)
         await unit.open()
         return self._add(unit)
 
@@ -144,14 +134,14 @@ class TransferQueue:
             controller.abandon(client)
 
     @remote
-    async def snapshot(self, name: str) -> Manifest:
+    async def snapshot(self, name: str) -> SnapshotManifest:
         """Write all rows of all units to the snapshot directory, without stopping the queue. Leases are not in it."""
         path = self._manifest(name)
         before = path.read_bytes() if path.exists() else None
         units = [(number, self.places.get(StorageUnit, f"unit/{number}")) for number in self.places.units]
         new = uuid.uuid4().hex[:8]  # the files of an earlier one of this name stay whole until the new manifest is there
         files = await asyncio.gather(*(unit.snapshot(f"{name}.{new}.unit-{number}") for number, unit in units))
-        manifest = Manifest(name, list(files))
+        manifest = SnapshotManifest(name, list(files))
         partial = path.with_name(path.name + ".partial")
         with partial.open("wb") as file:
             file.write(msgspec.json.encode(manifest))
@@ -160,7 +150,7 @@ class TransferQueue:
         partial.rename(path)
         sync_directory(path.parent)
         if before is not None:
-            for old in msgspec.json.decode(before, type=Manifest).files:
+            for old in msgspec.json.decode(before, type=SnapshotManifest).files:
                 await asyncio.gather(*(unit.forget_snapshot(old.name) for _, unit in units))
         return manifest
 
@@ -171,7 +161,7 @@ class TransferQueue:
         Raises `ValueError` when there is no whole snapshot of this name.
         """
         try:
-            manifest = msgspec.json.decode(self._manifest(name).read_bytes(), type=Manifest)
+            manifest = msgspec.json.decode(self._manifest(name).read_bytes(), type=SnapshotManifest)
         except (OSError, msgspec.MsgspecError) as error:
             raise ValueError(f"there is no snapshot {name!r}: {error}") from error
         numbers, count = self.places.units, 0
@@ -195,7 +185,7 @@ class TransferQueue:
             controller.replace()  # clients find the other one in the directory
 
     def _manifest(self, name: str) -> Path:
-        return snapshot_path(self._snapshot_dir, f"{name}.json")
+        return snapshot_path(self._unit_options.snapshot_dir, f"{name}.json")
 
     def _add(self, unit: StorageUnit) -> int:
         number = self.directory.next_unit()
@@ -216,7 +206,7 @@ async def follow_all(controller: Controller, places: Places) -> None:
         async with asyncio.TaskGroup() as tasks:
             async for units in places.changes():
                 for number in set(units) - followed:
-                    tasks.create_task(controller.follow(number, places.get(StorageUnit, f"unit/{number}")))
+                    tasks.create_task(controller.following.follow(number, places.get(StorageUnit, f"unit/{number}")))
                 followed.update(units)
     except* Superseded as group:
         raise Superseded(f"task {controller.spec.name!r}: another controller has taken it over") from group

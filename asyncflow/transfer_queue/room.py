@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -24,6 +25,7 @@ class Room:
     def __init__(self, capacity_rows: int | None, capacity_bytes: int | None) -> None:
         self._capacity_rows, self._capacity_bytes = capacity_rows, capacity_bytes
         self._rows = self._bytes = 0
+        self._each: dict[int, int] = {}  # group -> what every row of it has reserved
         self._waiting: deque[tuple[int, int, float, asyncio.Future[None]]] = deque()
         self._waited_seconds = self._longest_wait_seconds = 0.0
 
@@ -55,6 +57,17 @@ class Room:
             waited = loop.time() - entry[2]
             self._waited_seconds += waited
             self._longest_wait_seconds = max(self._longest_wait_seconds, waited)
+
+    def book(self, groups: Iterable[int], each: int) -> None:
+        """Every row of these groups has reserved so many bytes, which `leave` gives back."""
+        self._each.update((group, each) for group in groups)
+
+    def leave(self, num_rows: Mapping[int, int], gone: Iterable[int]) -> None:
+        """So many rows of these groups have gone; of the groups that are `gone`, all."""
+        num_bytes = sum(self._each.get(group, 0) * count for group, count in num_rows.items())
+        for group in gone:
+            self._each.pop(group, None)
+        self.release(sum(num_rows.values()), num_bytes)
 
     def take(self, rows: int, num_bytes: int) -> None:
         """Count what is there already, whether it fits or not (recovered rows)."""

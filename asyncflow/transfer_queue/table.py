@@ -10,44 +10,22 @@ task gets whichever rows of a group are ready. What is ready goes lowest step fi
 after the other) in the order of readiness; rows given back go first. Groups that one notice makes ready count as ready in the order
 of their numbers.
 
-The rows themselves are in `pages.py`. Here: what a notice means, and the leases.
+The rows themselves are in `pages.py`, the leases in `held.py`. Here: what a notice means, and who gets what.
 """
 
 from __future__ import annotations
 
-import heapq
-from array import array
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from asyncflow.transfer_queue.held import HeldLeases
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Pick, ReadyGroup, StaleToken, Token, Want
 from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, State, span
 from asyncflow.transfer_queue.schema import DEAD as DEAD_MARK
 from asyncflow.transfer_queue.schema import FILTERED as FILTERED_MARK
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import Array, GroupMeta
-
-
-class _Load:
-    """What a worker holds."""
-
-    __slots__ = ("leases", "num_rows", "num_tokens")
-
-    def __init__(self) -> None:
-        self.leases: set[int] = set()
-        self.num_rows = self.num_tokens = 0
-
-
-class _Held:
-    """A lease: the rows handed out (whether one is still held, its page says) and what is left of them."""
-
-    __slots__ = ("deadline", "num_rows", "num_tokens", "rows", "worker")
-
-    def __init__(self, worker: str, deadline: float) -> None:
-        self.worker, self.deadline = worker, deadline
-        self.rows = array("q")
-        self.num_rows = self.num_tokens = 0
 
 
 class Table:
@@ -59,17 +37,12 @@ class Table:
         self.is_closed = False
         self.ended_steps: set[int] = set()
         self.dead: dict[int, str] = {}
-        self.num_redelivered = self.num_expired = 0
-        self._pages = Pages(schema.group_bits, spec.whole_groups, self._leave)
+        self.num_redelivered = 0
+        self.leases = HeldLeases(spec, incarnation)
+        self._pages = Pages(schema.group_bits, spec.whole_groups, self.leases.leave)
         self._bits = schema.group_bits
         self._reads, self._outputs = schema.mask(spec.reads), schema.mask(spec.outputs)
         self._dead_mark, self._filtered_mark = schema.mask([DEAD_MARK]), schema.mask([FILTERED_MARK])
-        self._leases: dict[int, _Held] = {}
-        self._loads: dict[str, _Load] = {}
-        self._deadlines: list[
-            tuple[float, int]
-        ] = []  # one entry per lease, which may be earlier than its deadline; also of past leases
-        self._next_lease = 0
         self._now = 0.0  # the latest time heard of, for what comes without one
 
     # -- what there is ------------------------------------------------------------------------------------------------------
@@ -102,6 +75,11 @@ class Table:
             for row in rows.tolist():
                 self.dead.pop(row, None)
 
+    def narrow(self, group: int, lowest_version: int) -> None:
+        """From now on no version below this one may generate the group. Nothing if it is unknown."""
+        if (page := self._pages.page_of_group(group)) is not None:
+            self._pages.narrow(page, group, lowest_version, self._now)
+
     def end_step(self, step: int) -> None:
         """No more of this step's rows will come."""
         self.ended_steps.add(step)
@@ -116,18 +94,18 @@ class Table:
 
     def ready_for_none_after(self, version: int) -> int:
         """Rows that are ready and that no policy version after `version` may generate. As many operations as kinds of groups."""
-        return sum(kind.num_available for kind in self._pages.matching(None, None) if kind.interval.high <= version)
+        return sum(kind.num_available for kind in self._pages.queues.matching(None, None) if kind.interval.high <= version)
 
     def last_version_of_ready(self, at_least: int) -> int | None:
         """The lowest upper end of the ready rows' intervals, but not below `at_least`; None without any. As many operations."""
-        return min((k.interval.high for k in self._pages.matching(None, None) if k.interval.high >= at_least), default=None)
+        return min((k.interval.high for k in self._pages.queues.matching(None, None) if k.interval.high >= at_least), default=None)
 
     # -- choosing -----------------------------------------------------------------------------------------------------------
 
     def available(self, want: Want, at_most: int) -> int:
         """Rows that the want could have but for its limits, counted up to `at_most`. As many operations as kinds of groups."""
         count = 0
-        for kind in self._pages.matching(want.step, want.installed):
+        for kind in self._pages.queues.matching(want.step, want.installed):
             count += kind.num_available
             if count >= at_most:
                 return at_most
@@ -136,7 +114,7 @@ class Table:
     def peek(self, want: Want, count: int) -> list[ReadyGroup]:
         """The first `count` groups that the want could have but for its limits, in order."""
         pages, found = self._pages, list[ReadyGroup]()
-        for kind in pages.matching(want.step, want.installed):
+        for kind in pages.queues.matching(want.step, want.installed):
             for group in pages.first(kind, count - len(found)):
                 page = pages.page_of_group(group)
                 assert page is not None
@@ -156,7 +134,7 @@ class Table:
             raise ValueError("a request needs a limit: groups, rows or tokens")
         pages, pick = self._pages, Pick()
         groups, rows_left, tokens_left = (limit or _NO_LIMIT for limit in (want.groups, want.rows, want.tokens))
-        for kind in pages.matching(want.step, want.installed):
+        for kind in pages.queues.matching(want.step, want.installed):
             while kind.num_queued:
                 if len(pick) == groups:
                     return pick
@@ -205,17 +183,11 @@ class Table:
             self._pages.pick(page, group, [row - page.first for row in chosen])
         return pick
 
-    def put_back(self, pick: Pick) -> None:
-        """A pick that is not handed out after all: its rows are ready again, ahead of the others."""
-        rows = [row for _, rows in pick for row in rows]
-        self._move(_array(rows), READY, lease=0, is_first=True)
-
     def hand_out(self, worker: str, now: float, pick: Pick) -> Lease:
         """Lease what was picked to a worker. Rows that were done, dead, filtered or dropped since are left out."""
         self._now = max(self._now, now)
-        self._next_lease += 1
-        number = self._next_lease
-        held = _Held(worker, now + self.spec.lease_seconds)
+        held = self.leases.open(worker, now)
+        number = held.number
         lease = Lease(Token(self.spec.name, self.incarnation, number), [], [], [], [])
         for group, rows in pick:
             page = self._pages.page_of_group(group)
@@ -240,25 +212,14 @@ class Table:
                 lease.units.append(page.unit[group - page.first_group])
         held.num_rows = len(held.rows)
         if held.num_rows:
-            self._leases[number] = held
-            load = self._loads.get(worker)
-            if load is None:
-                load = self._loads[worker] = _Load()
-            load.leases.add(number)
-            load.num_rows += held.num_rows
-            load.num_tokens += held.num_tokens
-            heapq.heappush(self._deadlines, (held.deadline, number))
+            self.leases.add(held)
         return lease
 
     # -- leases -------------------------------------------------------------------------------------------------------------
 
-    def renew(self, token: Token, now: float) -> None:
-        """Put the lease's deadline off. Raises `StaleToken`."""
-        self._held(token).deadline = now + self.spec.lease_seconds  # its entry among the deadlines follows when it comes up
-
     def check(self, token: Token, rows: Iterable[int]) -> None:
         """That the lease is alive and holds these rows, none of them done or dropped meanwhile. Raises `StaleToken`."""
-        self._held(token)
+        self.leases.of(token)
         for row in rows:
             page = self._pages.page_of(row)
             if page is None or page.lease[row - page.first] != token.lease:
@@ -266,7 +227,7 @@ class Table:
 
     def fail(self, token: Token, rows: Iterable[int], error: str, now: float) -> list[DeadRow]:
         """Give rows of a lease back after a failure. Returns those that have now failed too often. Raises `StaleToken`."""
-        self._held(token)
+        self.leases.of(token)
         self._now = max(self._now, now)
         again: list[int] = []
         dead: list[DeadRow] = []
@@ -288,43 +249,24 @@ class Table:
     def expire(self, now: float) -> list[int]:
         """Deliver again what is held beyond its deadline; silence is no failure. Returns the leases that have ended so."""
         self._now = max(self._now, now)
-        ended: list[int] = []
-        while (deadline := self.next_deadline) is not None and deadline <= now:
-            ended.append(heapq.heappop(self._deadlines)[1])
-        self.num_expired += sum(self._leases[lease].num_rows for lease in ended)
+        ended = self.leases.expired(now)
         self._release(ended)
         return ended
 
     def give_back(self, token: Token) -> list[int]:
         """Deliver what a lease holds again, without a failure and last. Returns its number, or nothing if it is over."""
-        if token.incarnation != self.incarnation or token.lease not in self._leases:
+        if token not in self.leases:
             return []
         self._release([token.lease], is_first=False)  # its asker could not use it: others come first
         return [token.lease]
 
     def abandon(self, worker: str) -> list[int]:
         """Deliver again all that a worker holds (it has gone). Returns the leases that have ended so."""
-        load = self._loads.get(worker)
-        ended = sorted(load.leases) if load is not None else []
+        ended = self.leases.of_worker(worker)
         self._release(ended)
         return ended
 
     # -- looking ------------------------------------------------------------------------------------------------------------
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When the next lease runs out."""
-        deadlines = self._deadlines
-        while deadlines:
-            deadline, lease = deadlines[0]
-            held = self._leases.get(lease)
-            if held is None:
-                heapq.heappop(deadlines)
-            elif held.deadline > deadline:
-                heapq.heapreplace(deadlines, (held.deadline, lease))
-            else:
-                return deadline
-        return None
 
     def state_of(self, row: int) -> State | None:
         """None for a row that is not known. A row that is picked and not handed out yet counts as leased."""
@@ -363,22 +305,13 @@ class Table:
             "dead_total": totals[DEAD],
             "filtered_total": totals[FILTERED],
             "redelivered": self.num_redelivered,
-            "expired": self.num_expired,
+            "expired": self.leases.num_expired,
         }
 
     def oldest_ready(self, now: float) -> float:
         """For how many seconds the rows that have waited longest have been ready, to within a tenth; 0 if none are."""
         since = self._pages.since()
         return max(0.0, now - since) if since is not None else 0.0
-
-    def holders(self) -> dict[str, int]:
-        """Rows held by each worker that holds any."""
-        return {worker: load.num_rows for worker, load in self._loads.items()}
-
-    def outstanding(self, worker: str) -> tuple[int, int]:
-        """The rows that a worker holds, and their tokens."""
-        load = self._loads.get(worker)
-        return (load.num_rows, load.num_tokens) if load is not None else (0, 0)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
@@ -395,7 +328,7 @@ class Table:
             now_there = masks[slot] = masks[slot] | mask
             if weights is not None and weights[i] > page.token[slot]:
                 if page.lease[slot]:
-                    self._leave(page.lease[slot], 0, page.token[slot] - weights[i])
+                    self.leases.leave(page.lease[slot], 0, page.token[slot] - weights[i])
                 page.token[slot] = weights[i]
             new = max(old, self._state(now_there))
             if new != old:
@@ -476,37 +409,13 @@ class Table:
             raise ValueError(f"group {group} is not ready for task {self.spec.name!r}")
         return page
 
-    def _held(self, token: Token) -> _Held:
-        held = self._leases.get(token.lease) if token.incarnation == self.incarnation else None
-        if held is None:
-            raise StaleToken(f"lease {token.lease} of task {token.task!r} is over")
-        return held
-
-    def _leave(self, lease: int, num_rows: int, num_tokens: int) -> None:
-        """Rows and tokens less for a lease, and for its worker. What holds nothing any more is forgotten."""
-        held = self._leases[lease]
-        load = self._loads[held.worker]
-        held.num_rows -= num_rows
-        held.num_tokens -= num_tokens
-        load.num_rows -= num_rows
-        load.num_tokens -= num_tokens
-        if not held.num_rows:
-            del self._leases[lease]
-            load.leases.discard(lease)
-            if not load.leases:
-                del self._loads[held.worker]
-            if len(self._deadlines) > 2 * len(self._leases) + _SLACK:
-                self._deadlines = [(held.deadline, lease) for lease, held in self._leases.items()]
-                heapq.heapify(self._deadlines)
-
     def _release(self, leases: list[int], *, is_first: bool = True) -> None:
         for lease in reversed(leases):  # each goes to the front: the first of them last
-            rows = np.frombuffer(self._leases[lease].rows, np.int64)
+            rows = np.frombuffer(self.leases[lease].rows, np.int64)
             self.num_redelivered += self._move(_sorted_once(rows, None)[0], READY, lease=lease, is_first=is_first)
 
 
 _NO_LIMIT = 1 << 62
-_SLACK = 64  # deadlines of past leases that may lie about
 
 
 def _array(rows: list[int]) -> Array:

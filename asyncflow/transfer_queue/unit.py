@@ -12,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.batches import WireBatch
-from asyncflow.transfer_queue.holdings import REMEMBERED, Holdings
+from asyncflow.transfer_queue.facts import forget_oldest
+from asyncflow.transfer_queue.holdings import Holdings
 from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, NoticeLog
 from asyncflow.transfer_queue.room import Room, RoomState
@@ -35,30 +37,34 @@ class UnitStatus(msgspec.Struct):
     """`away`: the tasks whose controllers are silent."""
 
     rows: int
-    held_bytes: int
+    stored_bytes: int
     away: list[str]
     room: RoomState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitOptions:
+    """What may be chosen for a unit. `snapshot_dir`: where snapshots are written; without it there are none."""
+
+    notify_timeout_seconds: float = 5.0
+    capacity_rows: int | None = None
+    capacity_bytes: int | None = None
+    snapshot_dir: Path | None = None
+
+
+AS_USUAL = UnitOptions()
 
 
 class StorageUnit:
     """One unit over one storage backend. `open` first, `close` at the end."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        schema: Schema,
-        *,
-        notify_timeout_seconds: float = 5.0,
-        capacity_rows: int | None = None,
-        capacity_bytes: int | None = None,
-        snapshot_dir: Path | None = None,
-    ) -> None:
-        """`snapshot_dir`: where snapshots are written; without it there are none."""
+    def __init__(self, storage: Storage, schema: Schema, options: UnitOptions = AS_USUAL) -> None:
         self.schema = schema
-        self.holdings = Holdings(storage, schema, Room(capacity_rows, capacity_bytes), lambda notice: self._log.post(notice))
-        self._log = NoticeLog(uuid.uuid4().hex[:12], notify_timeout_seconds, NOTICES_KEPT, self.holdings.everything)
+        room = Room(options.capacity_rows, options.capacity_bytes)
+        self.holdings = Holdings(storage, schema, room, lambda notice: self._log.post(notice))
+        self._log = NoticeLog(uuid.uuid4().hex[:12], options.notify_timeout_seconds, NOTICES_KEPT, self.holdings.everything)
         self._ended_leases: dict[str, dict[int, None]] = {}  # task -> leases that are over, oldest first
-        self._snapshot_dir = snapshot_dir
+        self._snapshot_dir = options.snapshot_dir
         self._interest = {t.name: schema.mask((*t.reads, *t.outputs, DEAD, FILTERED)) for t in schema.tasks}
 
     async def open(self) -> None:
@@ -171,8 +177,7 @@ class StorageUnit:
         if leases:
             ended = self._ended_leases.setdefault(task, {})
             ended.update(dict.fromkeys(leases))
-            while len(ended) > REMEMBERED:
-                del ended[next(iter(ended))]
+            forget_oldest(ended)
 
     # -- snapshots ----------------------------------------------------------------------------------------------------------
 

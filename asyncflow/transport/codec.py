@@ -27,7 +27,7 @@ import numpy as np
 
 from asyncflow.transport.arena import Arena, ArenaReader, Place, receive_buffer
 from asyncflow.transport.frames import LARGE_BYTES, Buffer
-from asyncflow.types import ARRAY_DTYPES, RunError
+from asyncflow.types import ARRAY_DTYPES, CROSSING, RunError
 
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
 
@@ -57,6 +57,18 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
     arena: str = ""
     """Path of the file that the server hands arrays over in; empty: it does not."""
+
+
+def error_name(error: BaseException) -> str:
+    """What an exception is called on the wire: by a class that the caller knows, if it is of one."""
+    return next((base.__name__ for base in type(error).__mro__ if base.__name__ in CROSSING), type(error).__name__)
+
+
+def raised(service: str, method: str, name: str, message: str) -> Exception:
+    """What the caller raises: the exception itself where it crosses, or one that names it."""
+    if name in CROSSING:
+        return CROSSING[name](message)
+    return RemoteError(f"{service}.{method} failed: {name}: {message}")
 
 
 class Request(msgspec.Struct, array_like=True, tag="request", gc=False):

@@ -24,7 +24,6 @@ from asyncflow.transport import codec
 from asyncflow.transport.arena import Arena
 from asyncflow.transport.frames import Frame, FrameParser, Limits, encode_frame, new_buffer
 from asyncflow.transport.stream import Stream
-from asyncflow.types import CROSSING
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class House:
     on_disconnect: Callable[[str], None] | None
     arena: Arena | None
     limits: Limits
-    room: Room
+    room: ReceiveRoom
     connections: set[Connection]
 
 
@@ -49,7 +48,7 @@ SMALL_FRAME_BYTES = 4 << 20
 _numbers = itertools.count()  # of all connections of this process
 
 
-class Room:
+class ReceiveRoom:
     """What arriving frames may take together; first come, first served."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -285,9 +284,8 @@ class Connection:
             self._held[number] = self._loop.call_later(self._limits.hold_seconds, self._let_go, number, *held)
 
     def _fail(self, number: int, error: BaseException) -> None:
-        name = next((base.__name__ for base in type(error).__mro__ if base.__name__ in CROSSING), type(error).__name__)
         message = f"{error}"[: min(_MESSAGE_CHARACTERS, self._limits.header_bytes // 8)]
-        self._send(codec.Reply(number, error=name, message=message.encode(errors="replace").decode()))
+        self._send(codec.Reply(number, error=codec.error_name(error), message=message.encode(errors="replace").decode()))
 
     def _send(self, message: msgspec.Struct, held: list[np.ndarray] | None = None) -> None:
         if self._is_closed or self._stream is None:

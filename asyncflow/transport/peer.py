@@ -23,11 +23,11 @@ import numpy as np
 
 from asyncflow.transport import codec
 from asyncflow.transport.arena import ArenaReader, receive_buffer
-from asyncflow.transport.codec import ConnectionLost, RemoteError
+from asyncflow.transport.codec import ConnectionLost
 from asyncflow.transport.credentials import Credentials
 from asyncflow.transport.frames import Frame, FrameParser, Limits, encode_frame
 from asyncflow.transport.stream import Stream, TlsStream, UnixStream, parse_address, socket_path
-from asyncflow.types import CROSSING, UserError
+from asyncflow.types import UserError
 
 T = TypeVar("T")
 _Answer = tuple[codec.ReceivedReply, Sequence[np.ndarray]]
@@ -129,9 +129,7 @@ class Peer:
         finally:
             del self._pending[number]
         if reply.error:
-            if reply.error in CROSSING:
-                raise CROSSING[reply.error](reply.message)
-            raise RemoteError(f"{service}.{method} failed: {reply.error}: {reply.message}")
+            raise codec.raised(service, method, reply.error, reply.message)
         if (arena := self._arena) is None:
             return codec.decode(result, reply.result, buffers, is_writeable=True)
         has_copied = False

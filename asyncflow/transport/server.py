@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 from asyncflow.transport.arena import Arena
-from asyncflow.transport.connection import Connection, House, Room
+from asyncflow.transport.connection import Connection, House, ReceiveRoom
 from asyncflow.transport.credentials import Credentials
 from asyncflow.transport.frames import Limits
 from asyncflow.transport.stream import TlsStream, UnixStream, listen, parse_address
@@ -45,7 +45,7 @@ class Server:
         """
         self.services = services
         self.limits = limits or Limits()
-        self._house = House(self.services, on_disconnect, arena, self.limits, Room(self.limits.assembly_bytes), set())
+        self._house = House(self.services, on_disconnect, arena, self.limits, ReceiveRoom(self.limits.assembly_bytes), set())
         self._credentials = credentials
         self._listeners: list[socket.socket] = []
         self._tls_doors: list[asyncio.Server] = []

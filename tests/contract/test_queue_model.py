@@ -17,10 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller
-from asyncflow.transfer_queue.leases import Lease, StaleToken
+from asyncflow.transfer_queue.leases import Lease, StaleToken, Want
 from asyncflow.transfer_queue.queue import TransferQueue, follow_all
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
 from tests.contract.queue_model import MAX_FAILURES, Model, Row
 
@@ -58,7 +59,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _open(self, num_units: int) -> None:
         storages = [MemoryStorage() for _ in range(num_units)]
-        self.queue = TransferQueue(SCHEMA, storages, snapshot_dir=Path(self.folder.name))
+        self.queue = TransferQueue(SCHEMA, storages, unit_options=UnitOptions(snapshot_dir=Path(self.folder.name)))
         self.do(self.queue.open())
         self.turns = 0
         self.client: TransferQueueClient = self.queue.client()
@@ -70,7 +71,7 @@ class QueueMachine(RuleBasedStateMachine):
             controller = self.queue.controllers[task]
             self.following[task] = asyncio.create_task(follow_all(controller, self.queue.places))
             for number in self.queue.places.units:
-                await controller.caught_up(number)
+                await controller.following.caught_up(number)
 
         self.do(follow())
 
@@ -116,7 +117,7 @@ class QueueMachine(RuleBasedStateMachine):
         ready = self.model.may_be_leased(task)
 
         async def lease() -> Any:
-            asked = asyncio.create_task(self.client.lease(task, groups=groups))
+            asked = asyncio.create_task(self.client.lease(task, Want(groups=groups)))
             for _ in range(20):
                 await asyncio.sleep(0)
             if ready:
@@ -271,7 +272,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert found == {row: (self.model.rows[row].value, [self.model.rows[row].value] * 3) for row in values}
         groups = {row >> 2 for row in self.model.rows}
         prompts = sum(8 * group for group in groups)
-        marks = sum(unit.held_bytes for unit in units.values()) - prompts - 32 * len(values)
+        marks = sum(unit.stored_bytes for unit in units.values()) - prompts - 32 * len(values)
         assert 0 <= marks <= 40 * len(self.model.rows), "nothing that has been dropped is still held"
 
 

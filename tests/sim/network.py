@@ -22,8 +22,7 @@ import numpy as np
 
 from asyncflow.cluster.clock import VirtualLoop, current_process
 from asyncflow.transport import codec
-from asyncflow.transport.codec import ConnectionLost, RemoteError, client_name
-from asyncflow.types import CROSSING
+from asyncflow.transport.codec import ConnectionLost, client_name
 
 NOT_TWICE = ("follow", "describe")  # parked for ever by one asker at a time: never twice on one connection
 
@@ -177,9 +176,7 @@ class SimPeer:
         finally:
             del self._pending[number]
         if reply.error:
-            if reply.error in CROSSING:
-                raise CROSSING[reply.error](reply.message)
-            raise RemoteError(f"{service}.{method} failed: {reply.error}: {reply.message}")
+            raise codec.raised(service, method, reply.error, reply.message)
         return codec.decode(result, reply.result, buffers, is_writeable=True)
 
     # -- faults -------------------------------------------------------------------------------------------------------------
@@ -303,7 +300,7 @@ class SimPeer:
         if number < 0:
             return
         if error is not None:
-            name = next((base.__name__ for base in type(error).__mro__ if base.__name__ in CROSSING), type(error).__name__)
+            name = codec.error_name(error)
             header, buffers = _encoded(codec.Reply(number, error=name, message=str(error)))
             self.network.counts[f"raised {name}"] += 1
         else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncflow.cluster.clock import current_process
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.transfer_queue.leases import StaleToken
+from asyncflow.transfer_queue.leases import StaleToken, Want
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged, RunError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Roller(Loop):
                 at_least = 2
             installed = self.world.version if self.plan.follows_versions else None
             try:
-                leased = await self.queue.lease("rollout", at_least=at_least, installed=installed, **want)
+                leased = await self.queue.lease("rollout", Want(at_least=at_least, installed=installed, **want))
             except RunError as error:
                 if type(error) is not RunError:
                     raise
@@ -231,7 +231,7 @@ class StepTrainer(Trainer):
         closing = asyncio.ensure_future(self.world.closed(step))
         while not closing.done():
             wanted = step if self.is_first else None
-            leasing = asyncio.ensure_future(self.insist(lambda s=wanted: self.queue.lease("train", step=s)))
+            leasing = asyncio.ensure_future(self.insist(lambda s=wanted: self.queue.lease("train", Want(step=s))))
             waiting = [leasing] if self.is_first else [leasing, closing]  # the queue says when a step that it is asked for is over
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not leasing.done():
@@ -281,7 +281,7 @@ class StreamTrainer(Trainer):
                 want = {"rows": rng.randint(1, 6)}
             else:
                 want = {"tokens": rng.randint(1, 30)}
-            leased = await self.insist(lambda w=want: self.queue.lease("train", **w))
+            leased = await self.insist(lambda w=want: self.queue.lease("train", Want(**w)))
             if leased is None:
                 if self.world.is_closed:
                     return

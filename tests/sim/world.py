@@ -39,7 +39,7 @@ from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.table import State
-from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.transport import ConnectionLost, remote
 from asyncflow.types import Column, GroupMeta, RunError
 from tests.sim.books import Books
@@ -113,6 +113,9 @@ class Plan:
         """(number, size)"""
         first = sum(len(sizes) for sizes in self.sizes[:step])
         return [(first + i, size) for i, size in enumerate(self.sizes[step])]
+
+    def unit_options(self) -> UnitOptions:
+        return UnitOptions(notify_timeout_seconds=self.notify_timeout, capacity_rows=self.capacity_rows)
 
     def schema(self) -> Schema:
         columns = [
@@ -288,7 +291,9 @@ class World:
         for process, controller in self.controllers:
             if process.is_alive:
                 states = {row: getattr(controller.table.state_of(row), "name", None) for row in left}
-                lines.append(f"{controller.spec.name}: {states}, holders {controller.table.holders()}, parked {controller._parked}")
+                lines.append(
+                    f"{controller.spec.name}: {states}, holders {controller.table.leases.holders()}, parked {controller._parked}"
+                )
         return "\n".join(lines) + "\n" + self.loop.waiting()
 
     def _look_at_errors(self) -> None:
@@ -354,8 +359,7 @@ class World:
                 self.schema,
                 [self._storage(number) for number, (_, where) in enumerate(plan.units) if where == "hub"],
                 tasks=plan.hub_tasks,
-                notify_timeout_seconds=plan.notify_timeout,
-                capacity_rows=plan.capacity_rows,
+                unit_options=plan.unit_options(),
             )
             try:
                 await hub.open()
@@ -371,8 +375,7 @@ class World:
             number,
             self._storage(number),
             f"unit/{number}@{self.lives[f'unit/{number}']}",
-            notify_timeout_seconds=self.plan.notify_timeout,
-            capacity_rows=self.plan.capacity_rows,
+            options=self.plan.unit_options(),
         )
 
     async def _controller(self, task: str) -> None:
@@ -512,7 +515,7 @@ class World:
     def is_known_to_have_ended(self, step: int) -> bool:
         """Whether anybody who is alive can still tell of it: then everybody is to hear of it."""
         tables = [c.table for process, c in self.controllers if process.is_alive and c.spec.name == "train"]
-        facts = [unit.holdings._facts for unit in self.units.values() if unit.process.is_alive]
+        facts = [unit.holdings.facts.now for unit in self.units.values() if unit.process.is_alive]
         return any(step in table.ended_steps for table in tables) or any(step in f.ended_steps.get("train", ()) for f in facts)
 
     def close_step(self, step: int) -> None:
@@ -620,7 +623,7 @@ class World:
         counts["filtered"] += len(books.filtered)
         counts["lost"] += len(books.lost)
         for _, controller in self.controllers:
-            counts["expired"] += controller.table.num_expired
+            counts["expired"] += controller.table.leases.num_expired
             counts["redelivered"] += controller.table.num_redelivered
         for at in self.units.values():
             counts["admission wait"] += at.holdings.room.state(self.loop.time()).longest_wait_seconds > 0
@@ -651,6 +654,7 @@ class SimController(Controller):
             books.named[task].update(rows)
 
         super().__init__(task, schema, on_done=on_done, on_lost=on_lost, **callbacks)
+        self._taken, self.following.take = self.following.take, self._take  # type: ignore[method-assign]
         world.controllers.append((current_process(), self))
 
     def _take(self, unit: int, news: News, *, is_new_life: bool) -> None:
@@ -667,14 +671,14 @@ class SimController(Controller):
         for notice in news.notices:
             if notice.is_drop:  # should the unit die before the drop is over, the rows are there again, done as they were
                 self.done.difference_update(np.frombuffer(notice.rows, np.int64).tolist())
-        super()._take(unit, news, is_new_life=is_new_life)
+        self._taken(unit, news, is_new_life=is_new_life)
 
 
 class SimUnit(StorageUnit):
     """A unit that the world knows."""
 
-    def __init__(self, storage: Storage, schema: Schema, **options: Any) -> None:
-        super().__init__(storage, schema, **options)
+    def __init__(self, storage: Storage, schema: Schema, options: UnitOptions) -> None:
+        super().__init__(storage, schema, options)
         assert isinstance(storage, Witness)
         World.active.units[storage.number] = self
         self.number, self.over, self.process = storage.number, set[Token](), current_process()

@@ -26,7 +26,7 @@ BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class KeyPlaces:
     """Where tokens lie in the cache of any layer."""
 
     keys: Tensor  # int64 [T * K * D]: elements of the layer's keys
@@ -37,7 +37,7 @@ class Places:
 class Step:
     """Where one decode step writes and reads: the same for every layer. Rows to read are int32, half as many bytes as int64."""
 
-    new: Places
+    new: KeyPlaces
     key_rows: Tensor  # int32 [M * D]: rows of the keys of each block
     key_offsets: Tensor  # int32 [N * H * B]: where each block begins in `key_rows`; a block that does not exist has no rows
     value_rows: Tensor  # int32 [M * BLOCK]: rows of the values of each block
@@ -67,15 +67,15 @@ class SlotCache:
         used = self.tensor[:, :, :, :, : -(-length // BLOCK)]
         used[:, :, first : first + count] = used[:, :, source : source + 1]
 
-    def places(self, slots: Array, positions: Array) -> Places:
+    def places(self, slots: Array, positions: Array) -> KeyPlaces:
         """Those of tokens at `positions` (int64 [T]) of `slots` (int64 [T])."""
         heads, dims = np.arange(self._kv_heads), np.arange(self._head_dim)
         blocks_TK = (slots[:, None] * self._kv_heads + heads) * self._blocks + (positions // BLOCK)[:, None]
         lanes_T1 = (positions % BLOCK)[:, None]
         keys_TKD = (blocks_TK[:, :, None] * self._head_dim + dims) * BLOCK + lanes_T1[:, :, None]
-        return Places(self._on_device(keys_TKD), self._on_device(blocks_TK * BLOCK + lanes_T1))
+        return KeyPlaces(self._on_device(keys_TKD), self._on_device(blocks_TK * BLOCK + lanes_T1))
 
-    def store(self, layer: int, places: Places, k_TKD: Tensor, v_TKD: Tensor) -> None:
+    def store(self, layer: int, places: KeyPlaces, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """The keys and values of one layer for the tokens at `places`."""
         self._keys[layer].view(-1).index_copy_(0, places.keys, k_TKD.reshape(-1))
         self._values[layer].index_copy_(0, places.values, v_TKD.flatten(0, 1))

@@ -21,7 +21,7 @@ class Sampler(Protocol):
         """Which parked requests (worker name, want; oldest first) can be served now, and with what: position, pick.
 
         Called after every change, so it is to be cheap when nothing can be served. Each pick is out of the ready rows when it is
-        yielded: the caller hands it out or puts it back. No position comes twice, no pick is empty.
+        yielded: the caller hands it out. No position comes twice, no pick is empty.
         """
         ...
 

@@ -22,7 +22,7 @@ class ShortestQueue:
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         open_ = [position for position, (_, want) in enumerate(wants) if is_enough(table, want)]
-        load = {wants[position][0]: table.outstanding(wants[position][0]) for position in open_}
+        load = {wants[position][0]: table.leases.outstanding(wants[position][0]) for position in open_}
         given: dict[int, Pick] = {position: [] for position in open_}
         spent = dict.fromkeys(open_, (0, 0))
         while open_:

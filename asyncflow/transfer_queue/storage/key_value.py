@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from asyncflow.transfer_queue.batches import taken
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Stored
 from asyncflow.transfer_queue.storage.memory import groups_of
@@ -292,7 +293,7 @@ class KeyValueStorage:
         metas, batch = self._unpacked(value.key, (await self._store.get_many([value.key]))[0])
         left = np.array([at for row, (at, _) in value.rows.items() if row not in dropped], np.int64)
         names = value.columns if len(left) else value.group_columns
-        columns = {n: batch.columns[n] if n in value.group_columns else _taken(batch.columns[n], left) for n in names}
+        columns = {n: batch.columns[n] if n in value.group_columns else taken(batch.columns[n], left) for n in names}
         part = Batch(batch.indices[left], batch.groups, columns)
         return _Value(self._new_key(group), part, value.has_meta, self._schema), b"".join(pack(part, metas))
 
@@ -320,10 +321,6 @@ def _entry_bytes(values: Values) -> Array:
     return np.full(len(values), values.itemsize * prod(values.shape[1:]), np.int64)
 
 
-def _taken(values: Values, where: Array) -> Values:
-    return values.take(where) if isinstance(values, Ragged) else values[where]
-
-
 def _by_group(batch: Batch, schema: Schema) -> Iterator[tuple[int, Batch]]:
     """Each group's part of a batch, with one entry of the group columns."""
     of_rows = batch.indices >> schema.group_bits
@@ -336,7 +333,7 @@ def _by_group(batch: Batch, schema: Schema) -> Iterator[tuple[int, Batch]]:
         for name, values in batch.columns.items():
             where = rows if schema.column(name).per == "row" else itself
             if len(where):
-                columns[name] = _taken(values, where)
+                columns[name] = taken(values, where)
         yield group, Batch(batch.indices[rows], batch.groups[itself], columns)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.cluster import local
+from asyncflow.cluster import base
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.types import UserError
@@ -68,7 +68,7 @@ def cluster(tmp_path: Path) -> LocalCluster:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts come after 0.05 s at first."""
-    monkeypatch.setattr(local, "RESTART_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(base, "RESTART_SECONDS", (0.05, 0.1))
 
 
 def spec(tmp_path: Path, function: str, name: str = "w", *, max_restarts: int = 0) -> WorkerSpec:
@@ -158,7 +158,7 @@ async def test_a_mistake_of_the_users_is_not_tried_again(cluster: LocalCluster, 
 async def test_nobody_is_started_again_once_the_cluster_is_stopped(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "RESTART_SECONDS", (0.3, 0.3))
+    monkeypatch.setattr(base, "RESTART_SECONDS", (0.3, 0.3))
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
     waiting = asyncio.create_task(cluster.wait(deaths))

@@ -11,7 +11,9 @@ import pytest
 
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.clock import VirtualLoop
-from asyncflow.cluster.simulated import Faults, SimulatedCluster, SimulatedPeer, Wire
+from asyncflow.cluster.faults import Faults
+from asyncflow.cluster.simulated import SimulatedCluster
+from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.transport import ConnectionLost, RemoteError, client_key, client_name, proxy, remote
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.directory import Places
-from asyncflow.transfer_queue.leases import Lease, Token
+from asyncflow.transfer_queue.leases import Lease, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import Column, GroupMeta, Interval
 
@@ -51,7 +51,7 @@ class Parts:
 async def test_what_was_withdrawn_while_it_was_fetched_is_not_asked_for_again() -> None:
     parts = Parts()
     client = TransferQueueClient(cast(Places, parts))
-    leasing = asyncio.create_task(client.lease("rollout", installed=0))
+    leasing = asyncio.create_task(client.lease("rollout", Want(installed=0)))
     while not parts.num_leases:
         await asyncio.sleep(0)
     await client.withdraw("rollout")

@@ -14,7 +14,8 @@ from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, W
 from asyncflow.transfer_queue.notices import News, Notice
 from asyncflow.transfer_queue.schema import DEAD, Schema, TaskSpec
 from asyncflow.transport import ConnectionLost, client_name
-from asyncflow.types import Column, GroupMeta, Interval
+from asyncflow.types import Column, GroupMeta
+from tests.builders import meta, turns
 
 ONE = Want(groups=1)
 
@@ -62,7 +63,7 @@ class Follows:
         self.schema = schema(**options)
         self.controller, self.unit = Controller("t", self.schema, **callbacks), Unit()
         self.table = self.controller.table
-        self._following = asyncio.create_task(self.controller.follow(0, self.unit))  # type: ignore[arg-type]
+        self._following = asyncio.create_task(self.controller.following.follow(0, self.unit))  # type: ignore[arg-type]
 
     def notice(self, rows: list[int], *columns: str, metas: list[GroupMeta] | None = None, **fields: Any) -> Notice:
         return Notice(metas or [], np.array(rows, np.int64).tobytes(), self.schema.mask(columns), **fields)
@@ -89,17 +90,8 @@ async def follows() -> Any:
         await each.stop()
 
 
-def meta(group: int, step: int = 0) -> GroupMeta:
-    return GroupMeta(group, 2, step, Interval(step, step))
-
-
 def rows(group: int) -> list[int]:
     return [2 * group, 2 * group + 1]
-
-
-async def turns() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def parked(request: Awaitable[Lease | None]) -> asyncio.Task[Lease | None]:
@@ -270,7 +262,7 @@ async def test_a_lease_that_is_not_renewed_expires_by_itself_and_one_that_is_doe
     assert again is not None and again.rows == [rows(0)] and again.attempts == [[1, 1]]
     with pytest.raises(StaleToken):
         await f.controller.renew(held.token)
-    assert f.table.num_redelivered == f.table.num_expired == 2
+    assert f.table.num_redelivered == f.table.leases.num_expired == 2
     for group in (1, 2):
         await f.ready(meta(group))
     assert [ended for _, _, ended in f.unit.asked[-2:]] == [[held.token.lease], []]  # the unit is told, once
@@ -283,7 +275,7 @@ async def test_what_a_gone_worker_held_goes_to_who_waits_and_the_units_are_told(
     waiting = await parked(as_worker("alive", f.controller))
     f.controller.abandon("gone")
     assert (await answer(waiting)).rows == [rows(0)]  # type: ignore[union-attr]
-    assert f.table.holders() == {"alive": 2}
+    assert f.table.leases.holders() == {"alive": 2}
     await f.ready(meta(1))
     assert f.unit.asked[-1][2] == [gone.token.lease]  # type: ignore[union-attr]
 
@@ -297,7 +289,7 @@ async def test_a_request_that_is_cancelled_takes_nothing_and_costs_its_worker_no
     cancelled.cancel()
     await f.ready(meta(1))
     assert (await answer(other)).rows == [rows(1)]  # type: ignore[union-attr]
-    assert f.table.holders() == {"w": 2, "other": 2} and f.table.num_redelivered == 0
+    assert f.table.leases.holders() == {"w": 2, "other": 2} and f.table.num_redelivered == 0
     await f.controller.check(held.token, rows(0))
 
 
@@ -308,7 +300,7 @@ async def test_the_books_are_told_once_of_what_is_done(follows: Any) -> None:
     await leased(f.controller)
     for _ in range(2):
         await f.unit.tell(f.notice([1], "out"))
-    assert done == [1] and f.table.holders() == {"driver": 1}
+    assert done == [1] and f.table.leases.holders() == {"driver": 1}
 
 
 async def test_tokens_of_another_task_or_life_settle_nothing(follows: Any) -> None:
@@ -330,7 +322,7 @@ async def test_following_acknowledges_by_asking_for_more(follows: Any) -> None:
     await f.ready(meta(0))
     await f.ready(meta(1))
     assert f.unit.asked == [("", 0, []), ("first life", 1, []), ("first life", 2, [])]
-    await asyncio.wait_for(f.controller.caught_up(0), 1)
+    await asyncio.wait_for(f.controller.following.caught_up(0), 1)
 
 
 async def test_a_connection_that_is_lost_is_made_again_from_where_it_was_and_tells_the_rest(follows: Any) -> None:
@@ -364,7 +356,7 @@ async def test_what_one_unit_does_not_tell_says_nothing_of_the_rows_of_another(f
     lost: list[tuple[int, list[int]]] = []
     f = follows(on_lost=lambda unit, rows: lost.append((unit, rows)))
     other = Unit()
-    following = asyncio.create_task(f.controller.follow(1, other))  # type: ignore[arg-type]
+    following = asyncio.create_task(f.controller.following.follow(1, other))  # type: ignore[arg-type]
     await f.ready(meta(0))
     await other.tell(f.notice(rows(1), "a", metas=[meta(1)]))
     f.unit.epoch = "second life"

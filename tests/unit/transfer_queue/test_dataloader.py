@@ -298,7 +298,7 @@ def test_failed_rows_come_again_and_are_given_up_in_the_end(queue: ServedQueue) 
         kept = loader.complete(rest, {"score": np.ones(3, np.float32), "logprobs": [[0.5] * length(row) for row in rest]})
         assert kept is not None and kept.all()
         with pytest.raises(ValueError, match="writes score, logprobs"):
-            loader._held[0] = loader._held.get(0, None)  # type: ignore[assignment]
+            loader._held._lease_of[0] = loader._held._lease_of.get(0, None)  # type: ignore[assignment]
             loader.done([0])
         stream.close()
 
@@ -516,7 +516,7 @@ def test_close_does_not_wait_for_a_unit_that_hangs(queue: ServedQueue) -> None:
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(next, stream)
         until(lambda: queue.counts("train").get("leased", 0) == 4 and queue.counts("train").get("done", 0) == 4)
-        feed = loader._feed
+        feed = loader._held.feed
         assert feed is not None
         closing = threading.Thread(target=feed.close, daemon=True)
         closing.start()

@@ -14,7 +14,7 @@ from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.table import State
-from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, RunError
 
 BITS = 2
@@ -164,7 +164,7 @@ async def test_a_dropped_row_stays_away_when_the_storage_could_not_free_it() -> 
 
 
 async def test_a_row_that_a_drop_names_twice_counts_once() -> None:
-    unit = StorageUnit(MemoryStorage(), SCHEMA, capacity_rows=4)
+    unit = StorageUnit(MemoryStorage(), SCHEMA, UnitOptions(capacity_rows=4))
     await unit.open()
     await put(unit)
     await unit.drop(np.array([6, 5, 6, 6, 6]))
@@ -175,7 +175,7 @@ async def test_a_row_that_a_drop_names_twice_counts_once() -> None:
 
 async def test_a_unit_that_ends_in_the_middle_of_a_write_waits_for_no_controller() -> None:
     storage = SlowMemory()
-    unit = StorageUnit(storage, SCHEMA, notify_timeout_seconds=60.0)
+    unit = StorageUnit(storage, SCHEMA, UnitOptions(notify_timeout_seconds=60.0))
     await unit.open()
     await unit.follow("train", "one", "", 0, [])  # and nothing more is heard of it
     storage.gate.set()
@@ -203,7 +203,7 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
         if not life:
             await rewarded(unit, 5, 6)
         news = await unit.follow("train", controller.table.incarnation, "", 0, [])
-        controller._take(0, news, is_new_life=life > 0)
+        controller.following.take(0, news, is_new_life=life > 0)
     assert lost == [4, 5, 6, 7]
     assert {controller.table.state_of(row) for row in (4, 5, 6, 7, 8)} == {State.WAITING}
     controller.close()

@@ -52,7 +52,7 @@ def test_prometheus_finds_every_number_where_it_belongs() -> None:
     for number, status in UNITS.items():
         of_unit = {
             "rows_held": status.rows,
-            "held_bytes": status.held_bytes,
+            "stored_bytes": status.stored_bytes,
             "reserved_rows": status.room.reserved_rows,
             "reserved_bytes": status.room.reserved_bytes,
             "admissions_waiting": status.room.waiting,
@@ -74,5 +74,5 @@ def test_the_runs_own_metrics_are_per_task_and_add_up_over_units() -> None:
         for metric, key in RUN_METRICS.items():
             assert row[f"queue/{metric}/{name}"] == status.counts[key]
         assert row[f"queue/oldest_ready_seconds/{name}"] == status.oldest_ready_seconds
-    assert (row["queue/rows"], row["queue/held_bytes"], row["queue/admission_wait_seconds"]) == (3000, 3002, 3011)
+    assert (row["queue/rows"], row["queue/stored_bytes"], row["queue/admission_wait_seconds"]) == (3000, 3002, 3011)
     assert all(isinstance(value, float) for value in row.values())

@@ -100,7 +100,7 @@ def test_each_group_goes_to_the_worker_with_the_fewest_tokens_outstanding() -> N
     add(table, [[30], [30], [15], [1]], first=1)
     served = serve(table, sampler("shortest_queue"), ("a", Want(groups=9)), ("b", Want(groups=9)))
     assert rows(served) == {0: [[24]], 1: [[8], [16], [32]]}
-    assert table.outstanding("a")[1] == 65 and table.outstanding("b")[1] == 61
+    assert table.leases.outstanding("a")[1] == 65 and table.leases.outstanding("b")[1] == 61
 
 
 def test_tokens_count_before_rows() -> None:
@@ -160,7 +160,7 @@ def test_a_round_waits_until_there_is_enough_for_all_unless_the_step_has_ended()
     assert serve(table, chosen, *wants) == {}
     served = serve(ended(table, 0), chosen, *wants)
     assert sorted(row for lease in served.values() for row in lease.indices) == [0, 8, 16]
-    assert sorted(table.outstanding(f"w{rank}")[1] for rank in range(2)) == [5, 7]
+    assert sorted(table.leases.outstanding(f"w{rank}")[1] for rank in range(2)) == [5, 7]
     add(table, [[3]], first=7)
     assert len(serve(table, chosen, *wants)) == 1  # a rank that would get nothing is not served
 
@@ -191,7 +191,7 @@ def test_ranks_get_equal_weights_of_lognormal_rows(spec: TaskSpec, sigma: float,
         admitted += num_new
         served = serve(table, chosen, *of_ranks(ranks, rows=8))
         assert [len(served[rank].indices) for rank in range(ranks)] == [8] * ranks
-        weights = [table.outstanding(f"w{rank}")[1] for rank in range(ranks)]
+        weights = [table.leases.outstanding(f"w{rank}")[1] for rank in range(ranks)]
         heaviest, mean = heaviest + max(weights), mean + sum(weights) / ranks
         rounds.append(max(weights) * ranks / sum(weights))
         done = np.sort([row for lease in served.values() for row in lease.indices])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.table import State, Table
-from asyncflow.types import Array, Column, GroupMeta, Interval
+from asyncflow.types import Array, Column, GroupMeta
+from tests import builders
+
+meta = partial(builders.meta, low=0, high=9)
 
 BITS = 2
 WHOLE = TaskSpec("train", ("a", "b"), lease_seconds=10, max_failures=3)
@@ -26,10 +30,6 @@ SIZES = [1, 16, 17, 300]
 
 def schema_of(spec: TaskSpec, bits: int = BITS) -> Schema:
     return Schema(COLUMNS, (WHOLE, PARTIAL) if spec.name in ("train", "rollout") else (WHOLE, spec), bits)
-
-
-def meta(group: int, *, size: int = 2, step: int = 0, low: int = 0, high: int = 9, purpose: str = "train") -> GroupMeta:
-    return GroupMeta(group, size, step, Interval(low, high), purpose)
 
 
 def rows(group: int, size: int = 2) -> list[int]:
@@ -121,12 +121,12 @@ def test_batches_of_every_size_do_the_same(spec: TaskSpec, size: int) -> None:
     found = lease(table, rows=size, groups=0)
     assert found.indices == [*range(first, first + size)] and found.units == [3] * size
     weight = sum(max(100, i) for i in range(size))
-    assert table.outstanding("w") == (size, weight)
+    assert table.leases.outstanding("w") == (size, weight)
     for _ in range(2):
         table.notify(ids(backwards), 0, np.maximum(tokens, 100) + 7, 0)
-        assert table.outstanding("w") == (size, weight + 7 * size)
+        assert table.leases.outstanding("w") == (size, weight + 7 * size)
     assert table.notify(ids(backwards), schema.mask(spec.outputs), None, 0) == [*range(first, first + size)]
-    assert counts(table) == (0, 0, 0, size, 0, 0) and table.outstanding("w") == (0, 0)
+    assert counts(table) == (0, 0, 0, size, 0, 0) and table.leases.outstanding("w") == (0, 0)
     table.drop(ids([5, *backwards]))
     assert counts(table) == (0, 0, 0, 0, 0, 0) and table.counts()["done_total"] == size
     assert not table._pages._pages and not table._pages._kinds and table.state_of(first) is None
@@ -154,6 +154,21 @@ def test_only_groups_that_the_installed_version_may_generate_are_leased() -> Non
     assert table.available(Want(groups=1, installed=4), EVERYTHING) == 2
     assert numbers(lease(table, groups=9, installed=4)) == [1]
     assert numbers(lease(table, groups=9, installed=2)) == [0]
+
+
+def test_a_group_that_is_narrowed_goes_to_no_older_version_whoever_has_it() -> None:
+    table = table_of(PARTIAL, meta(0), meta(1), meta(2))
+    held = lease(table, installed=0)
+    assert numbers(held) == [0]
+    for group in (0, 1, 7):  # one in somebody's hands, one that is ready, one that nobody knows
+        table.narrow(group, 3)
+    table.narrow(1, 2)  # no version comes back
+    assert numbers(lease(table, installed=0)) == [2]
+    table.give_back(held.token)
+    assert any_lease(table, installed=2) is None
+    assert numbers(lease(table, groups=9, installed=3)) == [1, 0]
+    table.drop(ids(rows(0) + rows(1) + rows(2)))
+    assert counts(table) == (0, 0, 0, 0, 0, 0)
 
 
 def test_a_lease_of_one_step_takes_no_other() -> None:
@@ -229,27 +244,13 @@ def test_tokens_are_totals_and_are_counted_for_who_holds_the_rows() -> None:
     table = weighed(PARTIAL, [5, 7])
     notify(table, rows(0), [], tokens=[5, 3])
     taken = lease(table)
-    assert table.outstanding("w") == (2, 12) and table.outstanding("nobody") == (0, 0)
+    assert table.leases.outstanding("w") == (2, 12) and table.leases.outstanding("nobody") == (0, 0)
     notify(table, [1, 1], [], tokens=[8, 9])
-    assert table.outstanding("w") == (2, 14)
+    assert table.leases.outstanding("w") == (2, 14)
     notify(table, [1], ["out"], tokens=[20])
-    assert table.outstanding("w") == (1, 5)
+    assert table.leases.outstanding("w") == (1, 5)
     table.fail(taken.token, [0], "x", 0)
-    assert table.outstanding("w") == (0, 0)
-
-
-def test_a_pick_that_is_put_back_goes_first_and_was_never_delivered() -> None:
-    for spec in (WHOLE, PARTIAL):
-        table = weighed(spec, [5, 5], [5, 5])
-        for want in (Want(groups=2), Want(rows=1), Want(groups=1)):
-            pick = table.take(want)
-            assert pick is not None
-            assert table.state_of(0) is State.LEASED and table.holders() == {}
-            table.put_back(pick)
-            assert counts(table) == (0, 4, 0, 0, 0, 0)
-        found = lease(table, groups=2)
-        assert found.rows == [[0, 1], [4, 5]] and found.attempts == [[0, 0], [0, 0]]
-        assert table.counts()["redelivered"] == 0
+    assert table.leases.outstanding("w") == (0, 0)
 
 
 def test_groups_chosen_out_of_turn_are_not_handed_out_again_and_leave_nothing_behind() -> None:
@@ -262,7 +263,7 @@ def test_groups_chosen_out_of_turn_are_not_handed_out_again_and_leave_nothing_be
     table.fail(back.token, rows(2), "again", 0)
     assert [group.group for group in table.peek(Want(rows=1), 9)] == [2, 0, 4]
     assert numbers(lease(table, groups=9)) == [2, 0, 4]
-    assert not table._pages._active
+    assert not table._pages.queues._active
     for group in range(10, 5010):  # what is ready never runs out, yet the entries left behind do not pile up
         table.admit([meta(group)], 0)
         notify(table, rows(group), WHOLE.reads)
@@ -291,11 +292,11 @@ def test_outputs_make_a_row_done_and_the_last_one_ends_the_lease() -> None:
     table = table_of(PARTIAL, meta(0))
     taken = lease(table)
     assert notify(table, [0], ["out"]) == [0]
-    assert table.holders() == {"w": 1}
+    assert table.leases.holders() == {"w": 1}
     assert notify(table, [1], ["out"]) == [1]
-    assert table.holders() == {} and counts(table) == (0, 0, 0, 2, 0, 0) and table.counts()["redelivered"] == 0
+    assert table.leases.holders() == {} and counts(table) == (0, 0, 0, 2, 0, 0) and table.counts()["redelivered"] == 0
     with pytest.raises(StaleToken, match="is over"):
-        table.renew(taken.token, 1)
+        table.leases.renew(taken.token, 1)
     assert table.expire(1e9) == []
 
 
@@ -336,8 +337,8 @@ def test_marked_rows_are_out_whatever_their_state(mark: str, size: int) -> None:
     assert table.notify(everything, schema.mask([mark]), None, 0) == []
     assert table.counts()[mark] == table.counts()[f"{mark}_total"] == 5 * size == sum(counts(table))
     with pytest.raises(StaleToken):
-        table.renew(taken.token, 0)
-    assert table.hand_out("w", 0, pick).rows == [] and table.holders() == {}
+        table.leases.renew(taken.token, 0)
+    assert table.hand_out("w", 0, pick).rows == [] and table.leases.holders() == {}
     assert any_lease(table) is None and table.available(Want(rows=1), 1) == 0
     table.notify(everything, schema.mask(["prompt", "out"]), None, 0)
     assert table.counts()[mark] == 5 * size
@@ -395,10 +396,10 @@ def test_expiry_delivers_again_without_limit_and_counts_no_failure() -> None:
         now = attempt * 10.0
         taken = lease(table, now=now)
         assert taken.attempt == attempt
-        assert table.next_deadline == now + 10
+        assert table.leases.next_deadline == now + 10
         assert table.expire(now + 9.9) == []
         assert table.expire(now + 10.0) == [taken.token.lease]
-    assert table.next_deadline is None and table.counts()["expired"] == 40
+    assert table.leases.next_deadline is None and table.counts()["expired"] == 40
     taken = lease(table)
     assert table.fail(taken.token, rows(0), "first failure", 200) == [] and table.counts()["redelivered"] == 42
 
@@ -407,13 +408,13 @@ def test_renewing_puts_the_deadline_off() -> None:
     table = table_of(WHOLE, meta(0))
     taken = lease(table, now=0)
     for now in range(1000):
-        table.renew(taken.token, now / 125)
-    table.renew(taken.token, 8)
-    assert table.next_deadline == 18 and len(table._deadlines) == 1
+        table.leases.renew(taken.token, now / 125)
+    table.leases.renew(taken.token, 8)
+    assert table.leases.next_deadline == 18 and len(table.leases._deadlines) == 1
     assert table.expire(12) == []
     assert table.expire(18) == [taken.token.lease]
     with pytest.raises(StaleToken):
-        table.renew(taken.token, 18)
+        table.leases.renew(taken.token, 18)
 
 
 def test_what_a_worker_held_is_delivered_again_when_it_goes() -> None:
@@ -421,7 +422,7 @@ def test_what_a_worker_held_is_delivered_again_when_it_goes() -> None:
     gone, alive, more = lease(table, "gone", groups=2), lease(table, "alive"), lease(table, "gone")
     assert table.abandon("nobody") == []
     assert table.abandon("gone") == [gone.token.lease, more.token.lease]
-    assert table.holders() == {"alive": 2} and table.counts()["expired"] == 0
+    assert table.leases.holders() == {"alive": 2} and table.counts()["expired"] == 0
     assert numbers(lease(table, groups=9)) == [0, 1, 3]
     table.check(alive.token, rows(2))
     with pytest.raises(StaleToken):
@@ -460,7 +461,7 @@ def test_stale_tokens_are_refused() -> None:
     taken = lease(table)
     other = Token("train", "an earlier incarnation", taken.token.lease)
     for token in (other, Token("train", "now", 99)):
-        for use in (lambda t: table.renew(t, 0), lambda t: table.fail(t, [0], "x", 0), lambda t: table.check(t, [0])):
+        for use in (lambda t: table.leases.renew(t, 0), lambda t: table.fail(t, [0], "x", 0), lambda t: table.check(t, [0])):
             with pytest.raises(StaleToken):
                 use(token)
     table.check(taken.token, rows(0))
@@ -491,7 +492,7 @@ def test_a_row_given_back_and_leased_again_is_not_the_first_lease_s_any_more() -
     assert table.fail(first.token, [0], "x", 0) == [] and table.state_of(0) is State.LEASED
     assert table.abandon("w") == [first.token.lease]
     table.check(second.token, [0])
-    assert table.holders() == {"other": 1}
+    assert table.leases.holders() == {"other": 1}
 
 
 def test_dropping_the_rows_that_are_missing_makes_the_rest_of_the_group_ready() -> None:
@@ -520,7 +521,7 @@ def test_a_group_that_was_dropped_and_is_admitted_again_begins_anew(size: int) -
     table.notify(of_0, schema.mask(WHOLE.reads), None, 0)
     for failure in range(3):
         again = lease(table)
-        assert again.attempt == failure and table.outstanding("w") == (size, 0)
+        assert again.attempt == failure and table.leases.outstanding("w") == (size, 0)
         assert len(table.fail(again.token, of_0.tolist(), "x", 0)) == (size if failure == 2 else 0)
 
 
@@ -549,7 +550,7 @@ def test_a_group_vanishes_with_its_last_row_even_where_it_waited_or_was_leased()
     assert numbers(of_2) == [2]
     assert table.expire(10) == [of_2.token.lease]
     with pytest.raises(StaleToken):
-        table.renew(taken.token, 10)
+        table.leases.renew(taken.token, 10)
     assert counts(table) == (0, 2, 0, 0, 0, 0) and table.counts()["redelivered"] == 2
 
 
@@ -564,9 +565,9 @@ def test_nothing_is_left_behind_by_many_steps() -> None:
         table.drop(ids(rows(step * 100)))
         table.expire(step * 0.001)
     inside = table._pages
-    left = [inside._active, inside._kinds, inside._kind_of, inside._pages, table._leases, table._loads]
-    assert [len(kept) for kept in left] == [0] * 6 and len(table._deadlines) < 100
-    assert table.next_deadline is None and not table._deadlines
+    left = [inside.queues._active, inside._kinds, inside.queues._kind_of, inside._pages, table.leases._held, table.leases._loads]
+    assert [len(kept) for kept in left] == [0] * 6 and len(table.leases._deadlines) < 100
+    assert table.leases.next_deadline is None and not table.leases._deadlines
 
 
 def test_deadlines_of_past_leases_do_not_pile_up_behind_one_that_lives() -> None:
@@ -575,8 +576,8 @@ def test_deadlines_of_past_leases_do_not_pile_up_behind_one_that_lives() -> None
     for group in range(1, 500):
         lease(table, now=1)
         notify(table, rows(group), ["done/train"])
-    assert len(table._deadlines) < 100
-    assert table.expire(10) == [alive.token.lease] and table.next_deadline is None
+    assert len(table.leases._deadlines) < 100
+    assert table.expire(10) == [alive.token.lease] and table.leases.next_deadline is None
 
 
 def test_the_oldest_ready_row_tells_how_long_it_has_waited() -> None:
@@ -755,9 +756,8 @@ class TableAgainstModel(RuleBasedStateMachine):
         installed=st.sampled_from([None, None, None, 0, 1, 2]),
         step=st.sampled_from([None, None, None, 0, 1]),
         worker=st.sampled_from(["w0", "w1"]),
-        is_put_back=st.sampled_from([False, False, False, True]),
     )
-    def lease(self, limits: dict[str, int], installed: int | None, step: int | None, worker: str, is_put_back: bool) -> None:
+    def lease(self, limits: dict[str, int], installed: int | None, step: int | None, worker: str) -> None:
         held = self.held()
         ready = {
             group: free
@@ -770,9 +770,6 @@ class TableAgainstModel(RuleBasedStateMachine):
         pick = self.table.take(want)
         if pick is None:
             assert not ready
-            return
-        if is_put_back:
-            self.table.put_back(pick)
             return
         taken = self.table.hand_out(worker, self.now, pick)
         order = [(m.step, m.purpose != "train", m.interval.low) for m in taken.groups]
@@ -822,19 +819,19 @@ class TableAgainstModel(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
     def expire(self, seconds: float) -> None:
         self.now += seconds
-        assert self.table.next_deadline == min((deadline for _, deadline, _ in self.leases.values()), default=None)
+        assert self.table.leases.next_deadline == min((deadline for _, deadline, _ in self.leases.values()), default=None)
         over = [token for token, (_, deadline, _) in self.leases.items() if deadline <= self.now]
         assert set(self.table.expire(self.now)) == {token.lease for token in over}
         for token in over:
             self.give_back(token, self.leases[token][0])
             with pytest.raises(StaleToken):
-                self.table.renew(token, self.now)
+                self.table.leases.renew(token, self.now)
 
     @precondition(lambda self: self.leases)
     @rule(choose=st.data())
     def renew(self, choose: st.DataObject) -> None:
         token = self.one_lease(choose)
-        self.table.renew(token, self.now)
+        self.table.leases.renew(token, self.now)
         self.leases[token] = (self.leases[token][0], self.now + 10, self.leases[token][2])
 
     @rule(worker=st.sampled_from(["w0", "w1"]))
@@ -884,8 +881,8 @@ class TableAgainstModel(RuleBasedStateMachine):
         assert self.table.rows_of(0).tolist() == sorted(self.columns)
         for worker in ("w0", "w1"):
             of = [row for taken, _, w in self.leases.values() if w == worker for row in taken]
-            assert self.table.outstanding(worker) == (len(of), sum(self.tokens[row] for row in of))
-            assert self.table.holders().get(worker, 0) == len(of)
+            assert self.table.leases.outstanding(worker) == (len(of), sum(self.tokens[row] for row in of))
+            assert self.table.leases.holders().get(worker, 0) == len(of)
         assert sum(len(taken) for taken, _, _ in self.leases.values()) == len(held)
 
 

@@ -1,0 +1,229 @@
+"""The embedded rollout engine: continuous batching over slots (`slots.py`), in one thread of its own.
+
+    generate -> inbox -> [ thread: calls from the inbox; admit + prefill; one decode step for all active slots; ... ] -> responses
+
+consumes: requests (one prompt, several samples), installs, cancellations and pauses, in the order in which they were handed in
+waits for: a call, while it is paused, or no slot is active and no sample waits
+is unblocked by: `generate`, `install`, `resume`, leaving a `generate` early, `close`
+
+Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
+and values that it already has, or has them computed again (`kv_on_install`). While the engine is paused, calls run and steps do
+not. At start-up probe.py looks whether this machine keeps the promise that a response's bits depend on nothing but itself.
+
+Not here: sharing the prompt's keys between the slots of a group (each slot has a copy), chunked prefill (a long prompt holds the
+others up for one pass), preemption (a slot is big enough for prompt and response from the start).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.devices import check_device
+from asyncflow.engines.rollout.config import DecoderConfig
+from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.noise import stream_keys
+from asyncflow.engines.rollout.probe import find_dependence
+from asyncflow.engines.rollout.slots import SlotRequest, Slots
+from asyncflow.threads import ComputeThread
+from asyncflow.types import Array
+
+T = TypeVar("T")
+
+
+class SlotEngine:
+    """`RolloutEngine` over `num_slots` slots; the event loop's half. Leaving a `generate` early frees its slots."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        num_slots: int,
+        max_context: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str = "cpu",
+        num_threads: int = 1,
+        version: int = 0,
+        stop_ids: Iterable[int] | None = None,
+        kv_on_install: Literal["keep", "recompute"] = "keep",
+    ) -> None:
+        """Load a Hugging Face checkpoint as policy `version`.
+
+        `kv_on_install`: whether responses under way go on with the keys and values that they have when weights are installed, or
+        have them computed again.
+
+        `max_context`: prompt and response tokens of one slot. `stop_ids`: instead of the end tokens of the model's files; an empty
+        one makes every response `max_new_tokens` long. Raises `ValueError` when the model is not one that the decoder implements.
+        """
+        check_device(device, "rollout.device")
+        self.num_slots, self.max_context = num_slots, max_context
+        fields = json.loads((model_path / "config.json").read_text())
+        self._vocab_size = fields["vocab_size"]
+        self._decoder = decoder = Decoder(
+            DecoderConfig.from_fields(fields),
+            num_slots=num_slots,
+            max_context=max_context,
+            dtype=getattr(torch, dtype),
+            device=torch.device(device),
+        )
+        decoder.install(load_tensors(model_path))
+        stop_ids = read_stop_ids(model_path) if stop_ids is None else stop_ids
+        self._slots = Slots(
+            decoder,
+            num_slots=num_slots,
+            max_context=max_context,
+            stop_ids=stop_ids,
+            version=version,
+            recomputes=kv_on_install == "recompute",
+        )
+        self._is_closed = False
+        self._prepared: tuple[int | None, list[Tensor | None] | None] = (None, None)
+        self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
+        self._thread.start()
+        if device != "cpu":
+            self.why_not_deterministic = f"no bits are promised on {device}"
+        elif num_threads != 1:
+            self.why_not_deterministic = f"{num_threads} threads divide a sum between them: bits are promised for one"
+        else:
+            probe = partial(find_dependence, decoder, num_slots=num_slots, max_context=max_context)
+            self.why_not_deterministic = self._hand_in(probe).result()
+        self.is_deterministic = not self.why_not_deterministic
+
+    @property
+    def installed_version(self) -> int:
+        return self._slots.version
+
+    def generate(
+        self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
+    ) -> AsyncGenerator[Response, None]:
+        """See `RolloutEngine`; also a `ValueError` for an empty prompt, an unknown token or impossible sampling."""
+        prompt_ids = np.asarray(prompt_ids, np.int64)
+        if not len(prompt_ids) or prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
+            raise ValueError(f"the prompt of {len(prompt_ids)} tokens is empty or has a token outside 0..{self._vocab_size - 1}")
+        if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf:
+            raise ValueError(f"impossible sampling: {sampling}")
+        if len(prompt_ids) + sampling.max_new_tokens > self.max_context:
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
+                f" the engine's context of {self.max_context}"
+            )
+        return self._generate(prompt_ids, sampling, samples, stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)))
+
+    async def _generate(
+        self, prompt_ids: Array, sampling: Sampling, samples: Sequence[int], keys: Array
+    ) -> AsyncGenerator[Response, None]:
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
+
+        def deliver(item: Response | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        request = SlotRequest(prompt_ids, sampling, deque(zip(samples, keys, strict=True)), deliver)
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+        remaining = len(samples)
+        self._inbox.put(partial(self._slots.submit, request))
+        try:
+            while remaining:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise RuntimeError(f"generation ended: {item}") from item
+                remaining -= 1
+                yield item
+        finally:
+            if remaining:
+                self._inbox.put(partial(self._slots.cancel, request))
+
+    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `RolloutEngine`. Runs in a thread of its own, beside the one that generates."""
+        self._prepared = (version, await self._preparing.run(self._decoder.prepare, tensors))
+
+    async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """See `RolloutEngine`. Happens between two decode steps."""
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+        prepared_version, packed = self._prepared
+        call = partial(self._slots.install, version, tensors, packed if prepared_version == version else None)
+        self._prepared = (None, None)
+        await asyncio.wrap_future(self._hand_in(call))
+
+    async def pause(self) -> None:
+        """See `RolloutEngine`. The step under way is finished first."""
+        await self._set_paused(True)
+
+    async def resume(self) -> None:
+        """See `RolloutEngine`."""
+        await self._set_paused(False)
+
+    async def _set_paused(self, is_paused: bool) -> None:
+        if self._is_closed:
+            raise RuntimeError("the rollout engine is closed")
+        await asyncio.wrap_future(self._hand_in(partial(setattr, self._slots, "is_paused", is_paused)))
+
+    async def close(self) -> None:
+        """See `RolloutEngine`."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._preparing.close()
+            failed = self._hand_in(partial(self._slots.fail, RuntimeError("the rollout engine is closed")))
+            self._inbox.put(None)
+            await asyncio.wrap_future(failed)
+
+    def _hand_in(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Have the thread run `call` between two steps, even if nobody awaits the future any more."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def settle() -> None:
+            is_awaited = future.set_running_or_notify_cancel()
+            try:
+                result = call()
+            except Exception as error:
+                if is_awaited:
+                    future.set_exception(error)
+            else:
+                if is_awaited:
+                    future.set_result(result)
+
+        self._inbox.put(settle)
+        return future
+
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # counts for the thread that sets it
+        with torch.inference_mode():
+            while True:
+                while self._slots.is_paused or not self._slots.is_busy or not self._inbox.empty():
+                    call = self._inbox.get()
+                    if call is None:
+                        return
+                    call()
+                try:
+                    self._slots.step()
+                except Exception as error:  # whatever it is, those who wait must hear of it
+                    self._slots.fail(error)
+
+
+def read_stop_ids(model_path: Path) -> set[int]:
+    """The end tokens that `generate()` of transformers would use: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        file = model_path / name
+        stop_ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        if stop_ids is not None:
+            return {stop_ids} if isinstance(stop_ids, int) else set(stop_ids)
+    return set()

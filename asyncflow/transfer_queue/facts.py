@@ -1,0 +1,111 @@
+"""What a storage unit has to know again after its process has died, and that is no column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncflow.transfer_queue.notices import Notice
+from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.types import Array
+
+REMEMBERED = 65536
+GONE_KEPT = 2048  # of these, in the facts: as many as may go while a lost answer is asked for again
+FACTS = "facts"
+
+
+class Facts(msgspec.Struct):
+    """Per task the steps that have ended, and whether it is closed; the rows that have been dropped from groups that are still
+    there; the groups that went last (int64), should a put of theirs be repeated."""
+
+    ended_steps: dict[str, list[int]] = {}
+    closed: list[str] = []
+    dropped: dict[int, set[int]] = {}
+    gone: bytes = b""
+
+    @classmethod
+    def decoded(cls, encoded: bytes) -> Facts:
+        return msgspec.msgpack.decode(encoded, type=cls)
+
+    def dropped_rows(self) -> Array:
+        """int64 [n]."""
+        return np.array([row for rows in self.dropped.values() for row in rows], np.int64)
+
+
+class KeptFacts:
+    """The facts, and the storage that keeps them: `keep` after every change. `gone`: groups that went, the latest ones."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.now = Facts()
+        self.gone: dict[int, None] = {}
+        self._storage = storage
+        self._have_changed = False
+
+    async def open(self) -> None:
+        """Those of an earlier process."""
+        if (facts := await self._storage.kept(FACTS)) is not None:
+            self.now = Facts.decoded(facts)
+            self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
+
+    async def keep(self) -> None:
+        """If they have changed, and something outlives this process."""
+        has_changed, self._have_changed = self._have_changed, False
+        if has_changed and self._storage.is_durable:
+            try:
+                await self._storage.keep(FACTS, self.encoded())
+            except BaseException:
+                self._have_changed = True
+                raise
+
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self.now)
+
+    def told(self) -> list[Notice]:
+        """What controllers are to know of them, but for dropped rows."""
+        ended = [Notice(task=task, ended_step=step) for task, steps in self.now.ended_steps.items() for step in steps]
+        return ended + [Notice(task=task, is_closed=True) for task in self.now.closed]
+
+    def end_step(self, task: str, step: int) -> None:
+        ended = self.now.ended_steps.setdefault(task, [])
+        if step not in ended:
+            ended.append(step)
+            self._have_changed = True
+
+    def close_task(self, task: str) -> None:
+        if task not in self.now.closed:
+            self.now.closed.append(task)
+            self._have_changed = True
+
+    def merge(self, others: Facts) -> None:
+        """The ends in them."""
+        for task, steps in others.ended_steps.items():
+            for step in steps:
+                self.end_step(task, step)
+        for task in others.closed:
+            self.close_task(task)
+
+    def drop(self, rows_of: Iterable[tuple[int, int]], gone: Iterable[int]) -> None:
+        """(group, row) of the rows that have been dropped, and the groups of which nothing is left."""
+        going = dict.fromkeys(gone)
+        for group, row in rows_of:
+            if group not in going:
+                self.now.dropped.setdefault(group, set()).add(row)
+                self._have_changed = True
+        self.gone.update(going)
+        forget_oldest(self.gone)
+        if going and self._storage.is_durable:
+            self.now.gone = np.array(list(self.gone)[-GONE_KEPT:], np.int64).tobytes()
+            self._have_changed = True
+
+    def freed(self, groups: Iterable[int]) -> None:
+        """Nothing of these groups is in the storage any more."""
+        for group in groups:
+            self._have_changed |= self.now.dropped.pop(group, None) is not None
+
+
+def forget_oldest(remembered: dict[Any, Any]) -> None:
+    while len(remembered) > REMEMBERED:
+        del remembered[next(iter(remembered))]

@@ -1,0 +1,130 @@
+"""The leases of one task: who holds what, until when. Pure. The rows of one that ends are the table's affair (`table.py`)."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+
+from asyncflow.transfer_queue.leases import StaleToken, Token
+from asyncflow.transfer_queue.schema import TaskSpec
+
+_SLACK = 64  # deadlines of past leases that may lie about
+
+
+class Held:
+    """A lease: the rows handed out (whether one is still held, its page says), and how much is left of them."""
+
+    __slots__ = ("deadline", "num_rows", "num_tokens", "number", "rows", "worker")
+
+    def __init__(self, number: int, worker: str, deadline: float) -> None:
+        self.number, self.worker, self.deadline = number, worker, deadline
+        self.rows = array("q")
+        self.num_rows = self.num_tokens = 0
+
+
+class _Load:
+    """What a worker holds."""
+
+    __slots__ = ("leases", "num_rows", "num_tokens")
+
+    def __init__(self) -> None:
+        self.leases: set[int] = set()
+        self.num_rows = self.num_tokens = 0
+
+
+class HeldLeases:
+    """By number, by worker, and by deadline."""
+
+    def __init__(self, spec: TaskSpec, incarnation: str) -> None:
+        self.num_expired = 0  # rows
+        self._lease_seconds, self._incarnation = spec.lease_seconds, incarnation
+        self._held: dict[int, Held] = {}
+        self._loads: dict[str, _Load] = {}
+        self._deadlines: list[tuple[float, int]] = []  # one for each lease, maybe earlier than its own; also of past leases
+        self._last = 0
+
+    def open(self, worker: str, now: float) -> Held:
+        """A new lease, to be filled and added."""
+        self._last += 1
+        return Held(self._last, worker, now + self._lease_seconds)
+
+    def add(self, held: Held) -> None:
+        """One that has rows."""
+        self._held[held.number] = held
+        load = self._loads.get(held.worker)
+        if load is None:
+            load = self._loads[held.worker] = _Load()
+        load.leases.add(held.number)
+        load.num_rows += held.num_rows
+        load.num_tokens += held.num_tokens
+        heapq.heappush(self._deadlines, (held.deadline, held.number))
+
+    def leave(self, lease: int, num_rows: int, num_tokens: int) -> None:
+        """Rows and tokens less for a lease, and for its worker. What holds nothing any more is forgotten."""
+        held = self._held[lease]
+        load = self._loads[held.worker]
+        held.num_rows -= num_rows
+        held.num_tokens -= num_tokens
+        load.num_rows -= num_rows
+        load.num_tokens -= num_tokens
+        if not held.num_rows:
+            del self._held[lease]
+            load.leases.discard(lease)
+            if not load.leases:
+                del self._loads[held.worker]
+            if len(self._deadlines) > 2 * len(self._held) + _SLACK:
+                self._deadlines = [(held.deadline, lease) for lease, held in self._held.items()]
+                heapq.heapify(self._deadlines)
+
+    def renew(self, token: Token, now: float) -> None:
+        """Put the lease's deadline off. Raises `StaleToken`."""
+        self.of(token).deadline = now + self._lease_seconds  # its entry among the deadlines follows when it comes up
+
+    def expired(self, now: float) -> list[int]:
+        """The leases that are over by now. They are to be let go."""
+        ended: list[int] = []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            ended.append(heapq.heappop(self._deadlines)[1])
+        self.num_expired += sum(self._held[lease].num_rows for lease in ended)
+        return ended
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the next lease runs out."""
+        deadlines = self._deadlines
+        while deadlines:
+            deadline, lease = deadlines[0]
+            held = self._held.get(lease)
+            if held is None:
+                heapq.heappop(deadlines)
+            elif held.deadline > deadline:
+                heapq.heapreplace(deadlines, (held.deadline, lease))
+            else:
+                return deadline
+        return None
+
+    def __getitem__(self, lease: int) -> Held:
+        return self._held[lease]
+
+    def __contains__(self, token: Token) -> bool:
+        return token.incarnation == self._incarnation and token.lease in self._held
+
+    def of(self, token: Token) -> Held:
+        """Raises `StaleToken` if it is over."""
+        if token not in self:
+            raise StaleToken(f"lease {token.lease} of task {token.task!r} is over")
+        return self._held[token.lease]
+
+    def of_worker(self, worker: str) -> list[int]:
+        """Its leases, sorted."""
+        load = self._loads.get(worker)
+        return sorted(load.leases) if load is not None else []
+
+    def holders(self) -> dict[str, int]:
+        """Rows held by each worker that holds any."""
+        return {worker: load.num_rows for worker, load in self._loads.items()}
+
+    def outstanding(self, worker: str) -> tuple[int, int]:
+        """The rows that a worker holds, and their tokens."""
+        load = self._loads.get(worker)
+        return (load.num_rows, load.num_tokens) if load is not None else (0, 0)
