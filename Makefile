@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ADAPTERS ?= .venv-adapters
 
-.PHONY: quickstart test soak servers lint types layers unit install install-dev clean
+.PHONY: quickstart test test-adapters soak servers lint types layers unit install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
@@ -24,6 +25,16 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+# DeepSpeed and Megatron-Core want an environment of their own. The first is built here from source (some seconds, no compiler).
+$(ADAPTERS)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(ADAPTERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[deepspeed,megatron]'
+	touch $@
+
+test-adapters: $(ADAPTERS)/installed
+	$(ADAPTERS)/bin/python -m pytest tests/contract/test_train_engine.py tests/contract/test_train_engine_ranks.py
 
 soak: install-dev
 	$(BIN)/python -m tests.sim.run --seeds 0:20000 --processes 2
@@ -48,4 +59,4 @@ unit: install-dev
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ADAPTERS) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

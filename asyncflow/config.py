@@ -274,6 +274,17 @@ class EvalConfig(Section):
     """Also one greedy response per prompt."""
 
 
+class CheckpointConfig(Section):
+    """What a run can be gone on with from, by `--resume`."""
+
+    every_steps: PositiveInt | None = None
+    """How often a checkpoint is written, besides at the run's end, whatever ends it in order."""
+    keep: Annotated[int, Field(ge=0)] = 2
+    """How many checkpoints stay, the newest ones. 0: none are written."""
+    stop_grace_seconds: PositiveFloat = 30.0
+    """How long a run that is ended by SIGTERM may take to write one, if that is more than `run.stop_grace_seconds`."""
+
+
 class LayoutConfig(Section):
     """How training is cut over devices: dp x tp x pp of them."""
 
@@ -310,6 +321,7 @@ class Config(Section):
     """`local`: one process per worker on this machine. `inline`: everything in this process, for debugging."""
     telemetry: TelemetryConfig = TelemetryConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
@@ -321,6 +333,11 @@ class Config(Section):
                 f"{group % pieces}; take one of {', '.join(str(d) for d in range(1, group + 1) if group % d == 0)}"
             )
         workers, prompts = self.rollout.num_workers, self.train.prompts_per_step
+        if workers < self.rollout.min_healthy_workers:
+            raise ValueError(
+                f"rollout.min_healthy_workers={self.rollout.min_healthy_workers} is more than rollout.num_workers={workers}: take "
+                f"{workers} or less"
+            )
         if prompts < self.plan.train.dp:
             raise ValueError(
                 f"plan.train.dp={self.plan.train.dp} groups of devices have nothing to share in a step of {prompts} prompts: take "
@@ -373,6 +390,11 @@ def parse(tree: Mapping[str, Any]) -> Config:
         raise UserError("; ".join(_sentence(dict(e)) for e in error.errors())) from error
 
 
+def parse_dumped(text: str) -> Config:
+    """The configuration that `dump` wrote. Raises `UserError`."""
+    return parse(yaml.load(text, _Loader))
+
+
 def dump(config: Config) -> str:
     """The resolved configuration as YAML that `load` takes."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
@@ -404,7 +426,10 @@ def _sentence(error: dict[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         known = _keys(error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here are {', '.join(known)}"
+        elsewhere = [f"{section}.{error['loc'][-1]}" for section in _keys(()) if error["loc"][-1] in _keys((section,))]
+        hint = f"known here are {', '.join(known)}"
+        if near or elsewhere:
+            hint = f"did you mean {(near or elsewhere)[0]!r}?"
         return f"unknown key {where!r}: {hint}"
     if error["type"] == "missing":
         return f"{where!r} is missing"

@@ -15,24 +15,27 @@ import os
 import shutil
 import signal
 import tempfile
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from asyncflow.build.driver import KEY_FILE, Driver, control_socket
+from asyncflow.build.driver import Driver
+from asyncflow.build.fleet import threads, trainers, training
 from asyncflow.build.prepare import Prepared, prepare, tasks_before_training, tokenize
-from asyncflow.build.workers import CONFIG_FILE, JOB_FILE, JobFile, copy_tokenizer
+from asyncflow.build.record import Told
+from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, read_driver
+from asyncflow.build.saving import checkpoints_of
+from asyncflow.build.workers import JobFile, copy_tokenizer
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
 from asyncflow.data.datasets import check_columns, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.base import RANKS_STORE
 from asyncflow.registry import load
+from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
@@ -41,16 +44,6 @@ from asyncflow.types import RunError, UserError
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows.evaluation import Row
 from asyncflow.workflows.signal import Signal
-
-MARKER_FILE = ".asyncflow-run"
-SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS_PREFIX = "asyncflow-"
-# Micro-batches allocate and free the same megabytes over and over: glibc is to keep them, not to map zeroed pages each time.
-KEEP_FREED_MEMORY = {
-    "MALLOC_TRIM_THRESHOLD_": str(10**9),
-    "MALLOC_MMAP_THRESHOLD_": str(10**9),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
 
 
 class Listener:
@@ -82,18 +75,26 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class Job:
-    """One run. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is."""
+    """One run. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
 
-    def __init__(self, config: Config, listener: Listener | None = None, *, evaluate_only: bool = False) -> None:
+    With `resume` it goes on from its newest whole checkpoint, or begins if it never has.
+    """
+
+    def __init__(
+        self, config: Config, listener: Listener | None = None, *, evaluate_only: bool = False, resume: bool = False
+    ) -> None:
         self.config = config
         self.listener = listener or Listener()
         self.rows: dict[int, Mapping[str, float]] = {}
         self.evaluations: list[Row] = []
         self.certificate: Certificate | None = None  # at the end
-        self._evaluate_only = evaluate_only
+        self.ended_by: int | None = None  # the signal that has interrupted it
+        self._evaluate_only, self._resume = evaluate_only, resume
         self._interrupted = asyncio.Event()
+        self._has_failed = False
         self._changed = Signal()
         self._loops: list[asyncio.Task[Any]] = []
+        self._folder = RunDir(config.run_dir)
         self._weights_dir: Path | None = None
         self.driver: Driver | None = None
 
@@ -102,24 +103,29 @@ class Job:
         config = self.config
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
         try:
-            await self._check_run_dir()
-            prepared = self._claim_run_dir(await self._prepare(scratch), scratch)
+            await self._check_not_live()
+            resumed = await self._last_checkpoint()
+            if resumed is None:
+                self._folder.check(may_overwrite=config.run.overwrite or (self._resume and self._folder.is_run()))
+            prepared = await self._prepare(scratch, resumed)
+            if resumed is None:
+                prepared = self._begin_anew(prepared, scratch)
+            else:
+                await self._go_back(prepared, resumed)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         self._prepared = prepared
-        self._sweep_shared_memory()
-        self._weights_dir = self._make_weights_dir()
+        sweep_shared_memory()
+        self._weights_dir = self._folder.make_weights_dir()
         job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir), launch_of(os.environ))
-        (config.run_dir / JOB_FILE).write_bytes(msgspec.json.encode(job))
+        if resumed is not None:
+            job = msgspec.structs.replace(job, first=resumed.state.version, checkpoint=str(resumed.folder.resolve()))
+        replace(config.run_dir / JOB_FILE, msgspec.json.encode(job))
+        self.job_file = job
         listener = self.listener
-        driver = Driver(
-            config,
-            prepared,
-            on_group=listener.group,
-            on_step=self._on_step,
-            on_evaluation=self._on_evaluation,
-            says=listener.says,
-        )
+        told = Told(listener.group, self._on_step, self._on_evaluation, listener.says)
+        driver = Driver(config, prepared, told, resumed)
+        driver.saves.on_settled = self._changed.notify
         self._server, self._cluster = self._place(driver, self._weights_dir)
         self.driver = driver
         await driver.transfer_queue.open()
@@ -147,6 +153,9 @@ class Job:
                 if workers in done and not reached.done():
                     raise RunError("every worker has ended, but the run has not")
             return reached.done()
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             for future in (reached, interrupted, workers):
                 future.cancel()
@@ -156,14 +165,15 @@ class Job:
         try:
             await self.start()
             assert self.driver is not None
-            self.driver.ledger.limit = 0 if self._evaluate_only else self.config.run.steps
-            self.driver.ledger.changed()
+            steps = 0 if self._evaluate_only else self.config.run.steps
+            self.driver.ledger.allow(steps, steps)
             return await self.until(self._is_done)
         finally:
             await self.stop()
 
-    def interrupt(self) -> None:
-        """End the run early: the model as of the last commit and the report are written."""
+    def interrupt(self, by: int | None = None) -> None:
+        """End the run early, by a signal perhaps: a checkpoint, the model as of the last commit and the report are written."""
+        self.ended_by = by
         self._interrupted.set()
 
     async def stop(self) -> None:
@@ -178,7 +188,7 @@ class Job:
                 self._weights_dir = None
 
     async def _stop(self, driver: Driver) -> None:
-        grace = self.config.run.stop_grace_seconds
+        grace = self._grace_seconds()
         await driver.stop()
         for name in await self._cluster.stop(grace):
             self.listener.says(f"worker {name} did not end within {grace:g} s and was killed")
@@ -191,7 +201,7 @@ class Job:
             self._rescue_model(driver.board.newest)
         await driver.close()
         if not self._evaluate_only:
-            self.certificate = driver.certificate()
+            self.certificate = driver.record.certificate()
             self.certificate.write(self.config.run_dir)
         self._write_report()
 
@@ -242,9 +252,10 @@ class Job:
 
     # -- where it runs: a simulation has its own --------------------------------------------------------------------------------
 
-    async def _prepare(self, scratch: Path) -> Prepared:
+    async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs, checked."""
-        return await prepare(self.config, scratch, evaluate_only=self._evaluate_only)
+        made = self._folder.initial_model if resumed is not None else None
+        return await prepare(self.config, scratch, evaluate_only=self._evaluate_only, made=made)
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         """What serves the workers, and what runs them."""
@@ -253,64 +264,62 @@ class Job:
 
     # -- the run directory --------------------------------------------------------------------------------------------------
 
-    async def _check_run_dir(self) -> None:
-        run_dir, run = self.config.run_dir, self.config.run
+    async def _check_not_live(self) -> None:
+        run_dir = self.config.run_dir
         if control_socket(run_dir).exists():
             with contextlib.suppress(ConnectionLost):  # the socket of a run that was killed
                 await (await Peer.connect(control_socket(run_dir), "check", timeout_seconds=1.0)).close()
                 raise UserError(f"a run is live in {run_dir}: wait for its end, interrupt it, or give this one another run.name")
-        if run_dir.exists() and any(run_dir.iterdir()):
-            if not run.overwrite:
-                raise UserError(
-                    f"{run_dir} holds an earlier run: give this one another run.name, remove that one by run.overwrite=true, or "
-                    f"move it away"
-                )
-            if not (run_dir / MARKER_FILE).is_file():
-                raise UserError(f"{run_dir} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
 
-    def _claim_run_dir(self, prepared: Prepared, scratch: Path) -> Prepared:
-        """Make the run's folder anew; a model made in `scratch` moves into it."""
-        run_dir = self.config.run_dir
-        if run_dir.exists():
-            shutil.rmtree(run_dir)
-        run_dir.mkdir(parents=True, mode=0o700)
-        (run_dir / MARKER_FILE).touch()
-        (run_dir / CONFIG_FILE).write_text(dump(self.config))
+    async def _last_checkpoint(self) -> Resumed | None:
+        """What the run is to go on from; None if it is to begin. Raises `RunError` where all that there is is damaged."""
+        if not self._resume:
+            return None
+        checkpoints = checkpoints_of(self.config)
+        version = await asyncio.to_thread(checkpoints.newest, self.listener.says)
+        if version is not None:
+            return await asyncio.to_thread(read_driver, checkpoints.path(version))
+        if checkpoints.versions():
+            raise RunError(f"none of the checkpoints in {self._folder.checkpoints} is whole: begin anew by run.overwrite=true")
+        self.listener.says(f"there is no checkpoint in {self._folder.checkpoints}: the run begins at its start")
+        return None
+
+    def _begin_anew(self, prepared: Prepared, scratch: Path) -> Prepared:
+        """Make the run's folder; a model made in `scratch` moves into it."""
+        self._folder.claim(dump(self.config))
         if prepared.model.is_relative_to(scratch):
-            model = Path(shutil.move(prepared.model, run_dir / "initial-model"))
+            model = Path(shutil.move(prepared.model, self._folder.initial_model))
             return Prepared(model, prepared.prompts, prepared.held_out, prepared.max_context)
         return prepared
 
-    def _make_weights_dir(self) -> Path:
-        """Shared memory where there is any, named after this process so that a later run can sweep what a killed one left."""
-        if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-            folder = SHARED_MEMORY / f"{WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        else:
-            folder = self.config.run_dir / "weights"
-        folder.mkdir(mode=0o700)
-        return folder
-
-    def _sweep_shared_memory(self) -> None:
-        """Remove what runs of processes that are gone have left."""
-        for folder in SHARED_MEMORY.glob(f"{WEIGHTS_PREFIX}*-*"):
-            pid = folder.name.removeprefix(WEIGHTS_PREFIX).split("-")[0]
-            if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
+    async def _go_back(self, prepared: Prepared, resumed: Resumed) -> None:
+        """Let the run's folder be as it was when the checkpoint was written. Raises `UserError` for what does not go on with it."""
+        version, run_dir = resumed.state.version, self.config.run_dir
+        check_fits(self.config, resumed.state, await asyncio.to_thread(data_hash, prepared.prompts))
+        self.listener.says(f"going on from {resumed.folder}: {version} of {self.config.run.steps} steps are done")
+        checkpoints = checkpoints_of(self.config)
+        await asyncio.to_thread(checkpoints.forget_after, version)
+        await asyncio.to_thread(checkpoints.sweep)
+        now = asyncio.get_running_loop().time()
+        rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
+        self.rows = {row.pop("step"): row for row in rows}
+        (run_dir / KEY_FILE).unlink(missing_ok=True)
+        replace(run_dir / CONFIG_FILE, dump(self.config).encode())
 
     def _rescue_model(self, published: Manifest | None) -> None:
         """If the trainer could not save in time: the last version that it published is a safetensors file with the same names."""
-        model = self.config.run_dir / "model"
-        if model.exists():
+        if self._folder.model.exists():
             return
-        shutil.rmtree(self.config.run_dir / "model.partial", ignore_errors=True)
         if published is None:
             self.listener.says("no step was committed, so there is no model to save")
             return
-        model.mkdir()
-        shutil.copyfile(published.address, model / "model.safetensors")
-        shutil.copyfile(self._prepared.model / "config.json", model / "config.json")
-        copy_tokenizer(self._prepared.model, model)
-        self.listener.says(f"the trainer could not save in time: {model} holds the last published weights")
+        with self._folder.saving_model() as folder:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            shutil.copyfile(published.address, folder / "model.safetensors")
+            shutil.copyfile(self._prepared.model / "config.json", folder / "config.json")
+            copy_tokenizer(self._prepared.model, folder)
+        self.listener.says(f"the trainer could not save in time: {self._folder.model} holds the last published weights")
 
     def _write_report(self) -> None:
         write_trace(self.config.run_dir)
@@ -319,36 +328,34 @@ class Job:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _workers(self) -> list[WorkerSpec]:
-        rollout, train, tasks = self.config.rollout, self.config.train, tasks_before_training(self.config)
+        rollout, tasks = self.config.rollout, tasks_before_training(self.config)
         mains = "asyncflow.build.workers"
         specs = [
-            WorkerSpec(f"rollout/{i}", f"{mains}:rollout_worker", _threads(rollout.num_threads), rollout.max_restarts)
+            WorkerSpec(f"rollout/{i}", f"{mains}:rollout_worker", threads(rollout.num_threads), rollout.max_restarts)
             for i in range(rollout.num_workers)
         ]
         if "reward" in tasks:
-            specs.append(WorkerSpec("reward", f"{mains}:reward_worker", _threads(1)))
+            specs.append(WorkerSpec("reward", f"{mains}:reward_worker", threads(1)))
         if not self._evaluate_only:
-            environment = _threads(train.num_threads) | KEEP_FREED_MEMORY
-            size = self.config.layout.size
             if not launch_of(os.environ):  # else they are there already
-                specs += [
-                    WorkerSpec(f"trainer/{rank}", f"{mains}:train_worker", environment | self._rank(rank, size))
-                    for rank in range(size)
-                ]
+                assert self._weights_dir is not None
+                specs += trainers(self.config, f"{mains}:train_worker", self._weights_dir)
             if "reference" in tasks:
-                specs.append(WorkerSpec("reference", f"{mains}:reference_worker", environment))
+                specs.append(WorkerSpec("reference", f"{mains}:reference_worker", training(self.config)))
         return specs
-
-    def _rank(self, rank: int, size: int) -> dict[str, str]:
-        """What tells a trainer which part of the engine it is, and where it finds the others; torchrun's names."""
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        return {name: str(number) for name, number in numbers.items()} | {RANKS_STORE: f"file://{self._weights_dir}/ranks"}
 
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps
         held_out = self.driver.held_out if self.driver is not None else None
         evaluated = held_out is None or not held_out.is_due(steps) or any(row["step"] == steps for row in self.evaluations)
-        return len(self.rows) >= steps and evaluated
+        saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
+        return len(self.rows) >= steps and evaluated and saved
+
+    def _grace_seconds(self) -> float:
+        """How long workers may take to end: who is not in a hurry lets them write a checkpoint."""
+        grace, patience = self.config.run.stop_grace_seconds, self.config.checkpoint.stop_grace_seconds
+        is_hasty = self._has_failed or self.ended_by == signal.SIGINT or not self.config.checkpoint.keep
+        return grace if is_hasty else max(grace, patience)
 
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
         self.rows[step] = row
@@ -366,20 +373,14 @@ class Job:
         limit, loop = self.config.run.stall_timeout_seconds, asyncio.get_running_loop()
         while True:
             await asyncio.sleep(max(0.05, self.driver.last_progress + limit - loop.time()))
-            if loop.time() - self.driver.last_progress >= limit:
+            if self.driver.ledger.is_held:
+                self.driver.progress()  # who drives the run by hand may take his time
+            elif loop.time() - self.driver.last_progress >= limit:
                 status = await self.status()
                 raise RunError(
                     f"nothing has moved for {limit:g} s (run.stall_timeout_seconds). "
                     f"Workers: {'; '.join(status.workers) or 'none yet'}. Waited for: {'; '.join(status.waits) or 'nothing'}"
                 )
-
-
-def _threads(count: int) -> dict[str, str]:
-    """Set before the interpreter starts: numerical libraries read them at import."""
-    return {name: str(count) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} | {
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 async def run_with_signals(job: Job, work: Coroutine[Any, Any, bool]) -> bool:
@@ -390,7 +391,7 @@ async def run_with_signals(job: Job, work: Coroutine[Any, Any, bool]) -> bool:
     def handle(number: int) -> None:
         seen.append(number)
         if len(seen) == 1:
-            job.interrupt()
+            job.interrupt(number)
         else:
             task.cancel()
 

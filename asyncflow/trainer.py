@@ -24,18 +24,19 @@ T = TypeVar("T")
 class Trainer:
     """A run driven step by step. Its event loop lives in a thread of its own; every method blocks until it is done."""
 
-    def __init__(self, config: Config, listener: Listener | None = None) -> None:
+    def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
+        """With `resume` the run goes on from its newest whole checkpoint, or begins if it never has."""
         self.config = config
-        self._listener = listener
+        self._listener, self._resume = listener, resume
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="asyncflow", daemon=True)
         self._job: Job | None = None
         self._steps_done = 0
 
     @classmethod
-    def from_config(cls, config: str | Path | Mapping[str, Any], *overrides: str) -> Trainer:
+    def from_config(cls, config: str | Path | Mapping[str, Any], *overrides: str, resume: bool = False) -> Trainer:
         """From a YAML file with `key.path=value` overrides, or from nested mappings. Raises `UserError`."""
-        return cls(parse(config) if isinstance(config, Mapping) else load(Path(config), overrides))
+        return cls(parse(config) if isinstance(config, Mapping) else load(Path(config), overrides), resume=resume)
 
     def start(self) -> None:
         """Check everything and start the workers. Raises `UserError` before anything is started."""
@@ -44,6 +45,7 @@ class Trainer:
         self._thread.start()
         self._job = self._call(self._make_job())
         self._call(self._job.start())
+        self._steps_done = self._job.job_file.first
 
     def step(self) -> Mapping[str, float] | None:
         """Train one step and return its metrics; None when `run.steps` are done. Starts the run if it is not running.
@@ -61,7 +63,7 @@ class Trainer:
     def push_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows (the columns of `data.prompt_template`, and those that the reward reads) before the data set's.
 
-        They enter with the next step that is not admitted yet: prompts are admitted up to one step ahead. Raises `UserError` for a
+        They enter with the next step that is not admitted yet: prompts are admitted as far ahead as the schedule generates. Raises `UserError` for a
         row that lacks a column or is too long.
         """
         self._call(self._push(rows))
@@ -98,7 +100,7 @@ class Trainer:
         return self._job
 
     async def _make_job(self) -> Job:
-        return Job(self.config, self._listener)
+        return Job(self.config, self._listener, resume=self._resume)
 
     async def _push(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._started.push(rows)
@@ -107,8 +109,7 @@ class Trainer:
         job = self._started
         if job.driver is None:
             raise RunError("this run has stopped")
-        job.driver.ledger.limit = step + 1
-        job.driver.ledger.changed()
+        job.driver.ledger.allow(step + 1, self.config.run.steps)
         if not await job.until(lambda: step in job.rows):
             raise RunError(f"the run was interrupted in step {step}")
 
@@ -118,11 +119,16 @@ class Trainer:
             raise RunError("this run has stopped")
         version, board = driver.ledger.ledger.committed, driver.board
         try:
-            await asyncio.wait_for(board.all_serve(version), timeout_seconds)
+            await asyncio.wait_for(board.all_serve(version, self.config.rollout.num_workers), timeout_seconds)
         except TimeoutError as error:
-            behind = ", ".join(f"{name} serves {v}" for name, v in sorted(board.serving.items()) if v < version)
-            why = f"version {version} is not served by all within {timeout_seconds:g} s: {behind or 'it is not published yet'}"
-            raise RunError(why) from error
+            serving, why = board.serving, []
+            for name in (f"rollout/{i}" for i in range(self.config.rollout.num_workers)):
+                if name in board.stale:
+                    why.append(f"{name} could not get it ({board.stale[name]})")
+                elif name not in board.given_up and serving.get(name, -1) < version:
+                    why.append(f"{name} serves {serving[name]}" if name in serving else f"{name} is not there")
+            told = "; ".join(why) or "it is not published yet"
+            raise RunError(f"version {version} is not served by all within {timeout_seconds:g} s: {told}") from error
         return version
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:

@@ -43,6 +43,13 @@ def crosses(error: type[E]) -> type[E]:
     return error
 
 
+def first_error(error: BaseException) -> BaseException:
+    """What an exception group is about: loops run in task groups, and the first failure is the cause of the others."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 ARRAY_DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
 )  # fmt: skip
@@ -205,8 +212,8 @@ class WeightSource(Protocol):
     """
 
     specs: Mapping[str, TensorSpec]
-    """By Hugging Face names, known before any tensor is there, the same in every process. It is the order in which they come: sorted
-    by name is the order in which a file of one dtype is written, and therefore the fastest."""
+    """By Hugging Face names, known before any tensor is there, the same in every process. They come in its order: sorted by name is
+    how a file of one dtype is written, and therefore the fastest."""
 
     are_lasting: bool
     """Whether they are there without having been gathered, so that they cost nothing to keep until the next `optim_step`."""

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from asyncflow.data import arithmetic
-from asyncflow.engines.rollout.slots import Request, SlotEngine
+from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.slots import SlotRequest
 from asyncflow.engines.train.random_model import make_random_model
 from asyncflow.types import Array
 
@@ -27,7 +28,7 @@ class LognormalSlots(SlotEngine):
         super().__init__(model_path, stop_ids=(), **options)
         slots, occupy = self._slots, self._slots._occupy
 
-        def occupy_for_a_while(request: Request, count: int) -> None:
+        def occupy_for_a_while(request: SlotRequest, count: int) -> None:
             taken = slice(slots._num_active, slots._num_active + count)
             occupy(request, count)
             slots._limits[taken] = np.minimum(slots._limits[taken], lengths(slots._keys[taken], median, sigma))

@@ -42,7 +42,8 @@ from transformers.generation import ContinuousBatchingConfig
 
 from asyncflow.engines.base import SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import Decoder, padded
-from asyncflow.engines.rollout.slots import PREFILL_TOKENS, SlotEngine
+from asyncflow.engines.rollout.engine import SlotEngine
+from asyncflow.engines.rollout.slots import PREFILL_TOKENS
 
 NUM_REQUESTS = 64
 MAX_CONTEXT = 192

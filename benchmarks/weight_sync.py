@@ -10,7 +10,8 @@ include the hash. Then, in the same repeat and over the same number of bytes:
     TLS         the same by TLS, as `network` travels
 
 A ratio is the median of the ratios within each repeat; the first repeat, which allocates, is dropped. `bfloat16` casts the same
-weights on their way; its rates count the bytes of float32. The broadcast goes through gloo on loopback.
+weights on their way; its rates count the bytes of float32. `one by one` are tensors that would have to be gathered: each is written
+before the next one is there. The broadcast goes through gloo on loopback.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,11 +62,20 @@ FIELDS = {
 VARIANTS = {
     "shared memory": ("shared_memory", None),
     "shared memory, bfloat16": ("shared_memory", "bfloat16"),
+    "shared memory, one by one": ("shared_memory", None),
     "collective": ("collective", None),
     "network": ("network", None),
     "network, bfloat16": ("network", "bfloat16"),
 }
 CHUNK_BYTES = 1 << 20
+
+
+class OneByOne(HeldWeights):
+    """Weights as they come when they have to be gathered; that takes no time."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.are_lasting = False
 
 
 def new_decoder() -> Decoder:
@@ -88,6 +98,7 @@ def sync(variant: str, folder: Path) -> WeightSync:
 async def serve(variant: str, folder: Path) -> None:
     """The sender's process: publishes at each number that it reads, and writes the seconds and the manifest; or calls `send`."""
     tensors = weights(new_decoder())
+    source = OneByOne(tensors) if variant.endswith("one by one") else HeldWeights(tensors)
     sender, num_bytes = sync(variant, folder).sender("benchmark"), sum(tensor.nbytes for tensor in tensors.values())
     payload, server = memoryview(bytearray(num_bytes)), socket.create_server(("127.0.0.1", 0))
     context = Credentials.load(folder / "key.pem").server_context
@@ -97,7 +108,7 @@ async def serve(variant: str, folder: Path) -> None:
             send(server, payload, context if line.strip() == "TLS" else None)
             continue
         start = time.perf_counter()
-        manifest = await sender.publish(int(line), HeldWeights(tensors))
+        manifest = await sender.publish(int(line), source)
         seconds = time.perf_counter() - start
         print(seconds, msgspec.json.encode(manifest).decode(), flush=True)
 

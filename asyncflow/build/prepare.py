@@ -17,7 +17,7 @@ from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.config import Choice, Config
 from asyncflow.data.datasets import Row, check_columns, load_rows, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer, read_json
-from asyncflow.engines.families import check_family
+from asyncflow.engines.families import check_family, check_layout
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.registry import build, resolve
@@ -161,8 +161,8 @@ def reward_pool(config: Config, name: str) -> RewardPool:
     )
 
 
-async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False) -> Prepared:
-    """Load and check the data, the model and the reward. `scratch` is where a `random:` model is made."""
+async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False, made: Path | None = None) -> Prepared:
+    """Load and check the data, the model and the reward. A `random:` model is made in `scratch`, unless it was `made` before."""
     check_choices(config)
     rows = load_rows(config.data.path, seed=config.run.seed, split="train", limit=config.data.limit)
     columns = template_columns(config.data.prompt_template)
@@ -176,7 +176,9 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False)
     pool = reward_pool(config, "check")
     await pool.start()
     await pool.close()
-    model = await model_folder(config, rows, scratch)
+    is_made = made is not None and config.model.path.startswith("random:")
+    model = made if made is not None and is_made else await model_folder(config, rows, scratch)
+    check_layout(read_json(model / "config.json"), config.layout)
     tokenizer = CheckpointTokenizer(model)
     prompts, held_out_prompts = (tokenize(config, tokenizer, chosen) for chosen in (rows, held_out))
     everything = [*prompts, *held_out_prompts]

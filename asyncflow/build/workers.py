@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from asyncflow.build.driver import KEY_FILE, control_socket
 from asyncflow.build.prepare import TOKENIZER_FILES, make_algorithm, reward_pool, shape_of
+from asyncflow.build.resume import TRAINER_DIR, VERSIONS_DIR, version_of
+from asyncflow.build.saving import Saves, Saving, checkpoints_of
 from asyncflow.config import Config, load
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine, TrainEngineOptions
@@ -25,18 +26,19 @@ from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.delays import delayed
+from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
 from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Peer, proxy
-from asyncflow.types import Array, UserError
+from asyncflow.types import Array, HeldWeights, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSync, WeightSyncOptions
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService
-from asyncflow.workflows.loop import train
+from asyncflow.workflows.loop import publish, train
 from asyncflow.workflows.rollout import Rollout
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Shape
 from asyncflow.workflows.schedule import Schedule
@@ -44,9 +46,6 @@ from asyncflow.workflows.tasks import refer, reward, serve
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-CONFIG_FILE = "config.yaml"
-JOB_FILE = "job.json"
 
 
 class JobFile(msgspec.Struct, frozen=True):
@@ -56,6 +55,8 @@ class JobFile(msgspec.Struct, frozen=True):
     max_context: int
     weights_dir: str
     launch: str = ""  # of torchrun, if it has started the trainers
+    first: int = 0  # the step that the run begins with: committed before, in earlier lives
+    checkpoint: str = ""  # the folder that it goes on from
 
 
 def launch_in(job_file: Path) -> str:
@@ -73,6 +74,7 @@ class Connection:
     queue: TransferQueueClient
     ledger: LedgerService
     board: Board
+    saves: Saves
     reporter: Reporter
 
 
@@ -95,8 +97,8 @@ async def joined(peer: Peer, name: str, config: Config, job: JobFile, device: st
     queue, clock = TransferQueueClient(places), asyncio.get_running_loop().time
     reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
     async with _beside(reporter.run(), queue.renew_held()):
-        ledger, board = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board")
-        yield Connection(config, job, shape_of(config), queue, ledger, board, reporter)
+        ledger, board, saves = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board"), proxy(Saves, peer, "saves")
+        yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter)
     await reporter.flush()
     await places.close()
     await peer.close()
@@ -108,7 +110,7 @@ async def rollout_worker(name: str, run_dir: Path) -> None:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(_rollout_engine, run)
         receiver = _weight_sync(run, run.config.rollout.device).receiver(name)
-        original = partial(_original_weights, Path(run.job.model))
+        original = partial(_tensors, Path(run.job.model))
         await roll_out(run, engine, receiver, original, score, CheckpointTokenizer(Path(run.job.model)).decode)
 
 
@@ -165,23 +167,40 @@ async def train_worker(name: str, run_dir: Path) -> None:
             await engine.follow(make_algorithm(run.config), spans.busy)
             return
         sender = _weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex) if rank == 0 else None
-        await train_steps(run, engine, sender)
-        with spans.busy("save"):
-            await engine.save(run_dir / "model.partial")
+        saving = await train_steps(run, engine, sender)
+        with spans.busy("save"), RunDir(run_dir).saving_model(is_first=rank == 0) as folder:
+            await engine.save(folder)
             if rank == 0:
-                copy_tokenizer(Path(run.job.model), run_dir / "model.partial")
-                (run_dir / "model.partial").rename(run_dir / "model")  # whole or not at all
+                copy_tokenizer(Path(run.job.model), folder)
+        spans.waiting("checkpoint")
+        await saving.written()
         spans.waiting("stop")
         if sender is not None:
             await sender.close()
         await engine.close()
 
 
-async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender | None) -> None:
-    """A leading trainer's work, with what was built for it; the first one of them has a `sender`."""
+async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender | None) -> Saving:
+    """A leading trainer's work, with what was built for it; the first one of them has a `sender`.
+
+    Returns when the last checkpoint is staged; it is yet to be written.
+    """
+    first, last, settings = run.job.first, run.config.run.steps, run.config.checkpoint
+    saving = Saving(
+        run.saves,
+        checkpoints_of(run.config),
+        settings,
+        engine,
+        run.reporter.recorder,
+        first=first,
+        last=last,
+        is_first=sender is not None,
+    )
+    if run.job.checkpoint:
+        await _go_on(run, engine, sender)
     rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
     fingerprints = FingerprintLog(run.config.run_dir / fingerprints_file(rank) if has_log else None)
-    await train(
+    version = await train(
         run.queue,
         run.ledger,
         run.board,
@@ -192,7 +211,23 @@ async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender
         run.shape,
         run.reporter.recorder,
         fingerprints,
+        saving,
+        first,
     )
+    await saving.save(version)
+    return saving
+
+
+async def _go_on(run: Connection, engine: TrainEngine, sender: WeightSender | None) -> None:
+    """Be where the run's checkpoint was written. The rollout workers get its weights, and older ones that are still needed."""
+    folder, spans = Path(run.job.checkpoint), run.reporter.recorder
+    with spans.busy("load_state", version=run.job.first):
+        await engine.load_state(folder / TRAINER_DIR)
+    with spans.busy("publish", version=run.job.first):
+        for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
+            weights = HeldWeights(_tensors(path) if (path / "model.safetensors").stat().st_size else {})
+            await publish(version_of(path), weights, sender, run.board)
+        await publish(run.job.first, await engine.export_weights(), sender, run.board)
 
 
 async def reference_worker(name: str, run_dir: Path) -> None:
@@ -245,8 +280,8 @@ def _schedule(run: Connection) -> Schedule:
     return cast(Schedule, build("schedule", chosen.name, chosen.options, SCHEDULES))
 
 
-def _original_weights(model: Path) -> Mapping[str, Tensor]:
-    """The tensors of version 0."""
+def _tensors(model: Path) -> Mapping[str, Tensor]:
+    """Those of a model's files."""
     read: Callable[[Path], Mapping[str, Tensor]] = load_named("function", "asyncflow.engines.rollout.decoder:load_tensors")
     return read(model)
 

@@ -1,7 +1,8 @@
-"""`asyncflow check`: the machine, the versions, and what is missing for which feature."""
+"""`asyncflow check`: the machine, the versions, and what is missing for which feature; or what a layer of a model costs here."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import platform
@@ -9,11 +10,16 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from asyncflow.config import load
+from asyncflow.types import UserError
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
 USED = {
@@ -30,14 +36,65 @@ RESERVED = {
 }
 
 
-def check() -> None:
-    """Show the machine, versions, devices and ports, and what is missing for which feature."""
+def check(
+    overrides: Annotated[list[str] | None, typer.Argument(help="With --profile: key.path=value, as many as you like.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A run's YAML file: time a layer of its model, under its layout, instead.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="With --profile: packed tokens of the micro-batches to try.")] = "256,1024,4096",
+    repeats: Annotated[int, typer.Option(min=1, help="With --profile: how often each piece of work is timed.")] = 5,
+    deadline: Annotated[float, typer.Option(min=1.0, help="With --profile: seconds until it is given up.")] = 600.0,
+) -> None:
+    """Show the machine, versions, devices and ports, and what is missing for which feature.
+
+    With --profile CONFIG: time one layer of the configuration's model under `plan.train` (forward, backward, optimiser,
+    collectives, weights), and keep it as a trace in runs/NAME-profile.
+    """
+    if profile is not None:
+        _profile(profile, overrides or [], _token_counts(tokens), repeats, deadline)
+    elif overrides:
+        raise UserError(f"asyncflow check takes {overrides[0]!r} with --profile CONFIG alone")
+    else:
+        _show()
+
+
+def _show() -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for title, rows in (("Machine", _machine()), ("Devices", _devices()), ("Versions", _versions()), ("Extras", _extras())):
         table = Table(title=title, show_header=False, box=None, title_justify="left", title_style="bold")
         for name, value in rows:
             table.add_row(escape(f"  {name}"), escape(value))
         console.print(table)
+
+
+def _token_counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--tokens {text!r} is no list of numbers such as 256,1024") from error
+    if min(counts) < 2:
+        raise UserError(f"--tokens {text!r}: a micro-batch has 2 tokens or more")
+    return counts
+
+
+def _profile(path: Path, overrides: list[str], tokens: tuple[int, ...], repeats: int, deadline_seconds: float) -> None:
+    from asyncflow.build.profile import profile
+    from asyncflow.telemetry.profile import costs, table
+    from asyncflow.telemetry.trace import SPANS_FILE, read_spans
+
+    config = load(path, overrides)
+    folder = asyncio.run(profile(config, tokens=tokens, repeats=repeats, deadline_seconds=deadline_seconds))
+    layout = config.layout
+    print(f"One layer of {config.model.path}, dp {layout.dp} x tp {layout.tp} x pp {layout.pp} on {config.train.device}")
+    shown = Table(box=None)
+    shown.add_column("  what")
+    for name in ("at once", "takes", "that is"):
+        shown.add_column(f"  {name}", justify="right")
+    for row in table(costs(read_spans(folder / SPANS_FILE))):
+        shown.add_row(*(escape(f"  {cell}") for cell in row))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(shown)
+    for name in (SPANS_FILE, "trace.json"):
+        print(f"  {folder / name}")
 
 
 def _machine() -> list[tuple[str, str]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from asyncflow.types import first_error
+
 
 def sentence(group: BaseExceptionGroup) -> str:
     """The first error of a group, in one sentence."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(group)
     return f"{error.filename or 'a file'}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

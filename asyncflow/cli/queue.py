@@ -52,6 +52,7 @@ def serve(
 ) -> None:
     """Serve a queue's controllers, and storage units, until interrupted."""
     from asyncflow.transfer_queue.queue import TransferQueue
+    from asyncflow.transfer_queue.unit import UnitOptions
 
     storages = [_storage(storage, number) for number in range(units)]
     credentials = _credentials(key)
@@ -59,9 +60,7 @@ def serve(
         _schema(schema),
         storages,
         tasks=None if controllers else (),
-        capacity_bytes=capacity_bytes,
-        capacity_rows=capacity_rows,
-        snapshot_dir=snapshot_dir,
+        unit_options=UnitOptions(capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, snapshot_dir=snapshot_dir),
         credentials=credentials,
     )
     _run(_serve(queue, address, restore, credentials))
@@ -80,16 +79,15 @@ def unit(
 ) -> None:
     """Be a storage unit of a queue that is served elsewhere, until that one ends."""
     from asyncflow.transfer_queue.node import serve_unit
+    from asyncflow.transfer_queue.unit import UnitOptions
 
     serving = serve_unit(
         hub,
         number,
         _storage(storage, number),
         address,
+        options=UnitOptions(capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, snapshot_dir=snapshot_dir),
         credentials=_credentials(key),
-        capacity_rows=capacity_rows,
-        capacity_bytes=capacity_bytes,
-        snapshot_dir=snapshot_dir,
         on_listening=_say,
     )
     _run(serving)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.types import UserError
 
 
@@ -15,7 +16,7 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder, such as run
     from asyncflow.telemetry.report import write_report
     from asyncflow.telemetry.trace import write_trace
 
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is no run's folder: it has no config.yaml")
+    if not (run / CONFIG_FILE).is_file():
+        raise UserError(f"{run} is no run's folder: it has no {CONFIG_FILE}")
     print(write_trace(run))
     print(write_report(run))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import statistics
 import time
 from collections import Counter
@@ -46,13 +47,11 @@ def simulate(
     for outcome in failed:
         print(f"seed {outcome.seed}: {'; '.join(outcome.violations)}")
         again = [
-            "asyncflow simulate",
-            str(config),
-            *(overrides or []),
-            f"--first {outcome.seed}",
+            *("asyncflow", "simulate", str(config), *(overrides or []), "--first", str(outcome.seed)),
             *(["--faults"] if faults else []),
+            *(["--costs", str(costs)] if costs else []),
         ]
-        print(f"  again: {' '.join(again + ([f'--costs {costs}'] if costs else []))}")
+        print(f"  again: {shlex.join(again)}")
     print(f"{len(found)} runs, {len(failed)} of them with violations")
     raise typer.Exit(1 if failed else 0)
 

@@ -20,8 +20,8 @@ def status(
 
 
 async def _status(run: Path, prometheus: bool) -> None:
-    from asyncflow.build.driver import control_socket
     from asyncflow.job import Job
+    from asyncflow.run_dir import control_socket
     from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transport import ConnectionLost, Peer, proxy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import typer
 from asyncflow.cli.display import Display
 from asyncflow.cluster.torchrun import is_rank, run_rank
 from asyncflow.config import Config, dump, load
+from asyncflow.run_dir import JOB_FILE
 
 DRIVER_SECONDS = 120.0
 """How long a process that torchrun has started waits for the run's driver, which checks the run's inputs first."""
@@ -23,6 +25,7 @@ def train(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as many as you like.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print what would run, start nothing.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if it never has.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved configuration, and do nothing else.")] = False,
 ) -> None:
     """Train a model: generation and training side by side."""
@@ -30,21 +33,22 @@ def train(
     if print_config:
         print(dump(resolved), end="")
     elif is_rank():
-        raise typer.Exit(_run_rank(resolved, ["train", str(config), *(overrides or [])]))
+        raise typer.Exit(_run_rank(resolved, ["train", str(config), *(overrides or []), *(["--resume"] if resume else [])]))
     elif dry_run:
         asyncio.run(_dry_run(resolved))
     else:
-        raise typer.Exit(0 if asyncio.run(_train(resolved)) else 130)
+        raise typer.Exit(asyncio.run(_train(resolved, resume)))
 
 
-async def _train(config: Config) -> bool:
+async def _train(config: Config, resume: bool) -> int:
+    """The exit status: 0 at the end, 128 and its number after a signal."""
     from asyncflow.job import Job, run_with_signals
 
     began = time.monotonic()
     with Display(config.run.name, config.run.steps) as display:
         if line := _correction(config):
             display.says(line)
-        job = Job(config, display)
+        job = Job(config, display, resume=resume)
         is_finished = await run_with_signals(job, job.run())
     verb = "finished" if is_finished else "interrupted"
     print(f"{verb} after {len(job.rows)} steps and {time.monotonic() - began:.1f} s")
@@ -52,12 +56,12 @@ async def _train(config: Config) -> bool:
         print(job.certificate.line)
     for name in ("model", "report.html", "trace.json", "certificate.json"):
         print(f"  {config.run_dir / name}")
-    return is_finished
+    return 0 if is_finished else 128 + (job.ended_by or signal.SIGINT)
 
 
 def _run_rank(config: Config, arguments: Sequence[str]) -> int:
     """As a process that torchrun has started."""
-    from asyncflow.build.workers import JOB_FILE, launch_in
+    from asyncflow.build.workers import launch_in
 
     return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, deadline_seconds=DRIVER_SECONDS)
 

@@ -9,7 +9,7 @@ engine, which is also its lock. Cancelling a coroutine abandons the answer, not 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,4 +268,20 @@ class TrainEngine(LogProbEngine, Protocol):
 
     async def save(self, path: Path) -> None:
         """Write the model in Hugging Face format."""
+        ...
+
+    async def save_state(self, folder: Path) -> Awaitable[None]:
+        """Write all that the step depends on that `begin_step` has begun last to files in `folder`.
+
+        Returns when the engine may go on: the files are written beside it. What is returned is awaited before the next state is
+        saved, and raises `OSError` or `RunError` where a file could not be written; that of data-parallel rank 0 is done when the
+        files of all ranks are there. Whatever has been accumulated, or drawn at random, since the step began is not in it.
+        """
+        ...
+
+    async def load_state(self, folder: Path) -> None:
+        """Be where the engine was whose `save_state` wrote `folder`, under whatever layout. Before the first step only.
+
+        Raises `RunError` where that was another model's.
+        """
         ...

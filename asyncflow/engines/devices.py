@@ -18,3 +18,20 @@ def check_device(device: str, key: str) -> None:
         raise UserError(f"{key} is {device!r}, but PyTorch sees no GPU here: set it to cpu.")
     if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise UserError(f"{key} is {device!r}, and torch_npu, which drives NPUs, is not installed: set it to cpu.")
+
+
+def own_device(device: str, local_rank: int, key: str) -> torch.device:
+    """The device of one of several ranks on this machine: `cuda` is the one that has its number.
+
+    Raises `UserError`, naming the configuration's `key`, if there is no such device, or `device` names one for all of them.
+    """
+    check_device(device, key)
+    kind = torch.device(device)
+    if kind.type == "cpu":
+        return kind
+    if kind.index is not None:
+        raise UserError(f"{key} is {device!r}, one device, and several ranks are to compute: set it to {kind.type}.")
+    if local_rank >= (count := torch.accelerator.device_count()):
+        raise UserError(f"{key} is {device!r}, and rank {local_rank} of this machine finds {count} of them: plan for so many.")
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind.type, local_rank)

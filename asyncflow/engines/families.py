@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from asyncflow.types import UserError
+from asyncflow.types import Layout, UserError
 
 MODEL_TYPES: Final = ("qwen2", "qwen3", "llama")
 """Architectures whose forward is known to hand extra arguments on to every attention call and to do nothing else across rows."""
@@ -25,3 +26,33 @@ def check_family(fields: Mapping[str, Any]) -> None:
     rope_type = rope.get("rope_type") or rope.get("type") or "default"
     if rope_type in _LENGTH_DEPENDENT_ROPE:
         raise UserError(f"The trainer cannot pack rows under the rope type {rope_type!r} that this model asks for: choose another.")
+
+
+def check_tensor_parallel(fields: Mapping[str, Any], num_ranks: int) -> None:
+    """Raises `UserError` for a model whose matrices cannot be cut over so many ranks. `fields`: of its `config.json`."""
+    num_heads, vocabulary_size = fields["num_attention_heads"], fields["vocab_size"]
+    num_kv_heads, width = fields.get("num_key_value_heads") or num_heads, fields["intermediate_size"]
+    most = math.gcd(num_heads, num_kv_heads, width)
+
+    def is_possible(parts: int) -> bool:
+        # Every rank has a row of the vocabulary.
+        return not most % parts and -(-vocabulary_size // parts) * (parts - 1) < vocabulary_size
+
+    if not is_possible(num_ranks):
+        possible = [str(parts) for parts in range(1, most + 1) if is_possible(parts)]
+        raise UserError(
+            f"plan.train.tp is {num_ranks}, but the model's {num_heads} attention heads, {num_kv_heads} key and value heads, "
+            f"{width} columns of the MLP and {vocabulary_size} tokens are cut by {', '.join(possible)} alone: set it to that."
+        )
+
+
+def check_pipeline(num_layers: int, num_stages: int) -> None:
+    """Raises `UserError` for a model with fewer layers than a pipeline has stages."""
+    if num_layers < num_stages:
+        raise UserError(f"plan.train.pp is {num_stages}, but the model has {num_layers} layers: set it to {num_layers} at most.")
+
+
+def check_layout(fields: Mapping[str, Any], layout: Layout) -> None:
+    """Raises `UserError` for a model that cannot be cut so. `fields`: of its `config.json`."""
+    check_tensor_parallel(fields, layout.tp)
+    check_pipeline(fields["num_hidden_layers"], layout.pp)

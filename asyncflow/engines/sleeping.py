@@ -19,7 +19,7 @@ import hashlib
 import math
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,7 @@ from asyncflow.types import Array, HeldWeights, Objective, Ragged, WeightSource
 if TYPE_CHECKING:
     from torch import Tensor
 
+STATE_FILE = "updates.txt"
 ROUNDING = 1e-9  # of a decode step: a timer that rings at its end is not too early
 
 
@@ -361,6 +362,19 @@ class SleepingTrainEngine:
     async def save(self, path: Path) -> None:
         """A folder without a model: there is none."""
         path.mkdir(parents=True, exist_ok=True)
+
+    async def save_state(self, folder: Path) -> Awaitable[None]:
+        """See `TrainEngine`: one small file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.data_parallel_rank == 0:
+            (folder / STATE_FILE).write_text(str(self.updates))
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    async def load_state(self, folder: Path) -> None:
+        """See `TrainEngine`."""
+        self.updates = int((folder / STATE_FILE).read_text())
 
     async def close(self) -> None:
         """See `LogProbEngine`."""

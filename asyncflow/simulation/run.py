@@ -10,22 +10,26 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from asyncflow.build.driver import Driver
 from asyncflow.build.prepare import Prepared, check_choices, shape_of
-from asyncflow.build.workers import Connection, JobFile, add_log_probs, joined, roll_out, score_groups, train_steps
+from asyncflow.build.resume import Resumed
+from asyncflow.build.workers import Connection, add_log_probs, joined, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
-from asyncflow.cluster.simulated import Faults, SimulatedCluster, SimulatedPeer, Wire
+from asyncflow.cluster.faults import Faults
+from asyncflow.cluster.simulated import SimulatedCluster
+from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
 from asyncflow.engines.sleeping import Costs, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.job import Job, Listener
@@ -36,7 +40,7 @@ from asyncflow.simulation.audit import Audit
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.transport import Peer, Server
-from asyncflow.types import Array, RunError, UserError
+from asyncflow.types import Array, RunError, UserError, first_error
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
 from asyncflow.workflows import SCHEDULES
@@ -48,6 +52,7 @@ LATE_REWARD = 50.0
 STOP_SECONDS = 60.0
 """Who has not ended by then never will: virtual seconds cost nothing, so a slow worker may end what it is at."""
 NO_FAULTS = Faults()
+NO_CHECKPOINTS: Mapping[str, Any] = {"keep": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +95,50 @@ def simulate(
     return Simulated(seed, loop.now, job.rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
 
 
-def _run(loop: VirtualLoop, job: SimulatedJob) -> None:
-    """To the end. Whatever ends a run before its time, other than a mistake of the user's, is a violation."""
+def simulate_lives(
+    config: Config, ends: Sequence[float], *, costs: Costs | None = None, faults: Faults = NO_FAULTS, seed: int = 0
+) -> Simulated:
+    """The same run in several lives: each is over after so many virtual seconds, all at once, as when the power fails, and the next
+    one goes on from what is on the disk. The last one runs to the end.
+
+    The laws are those of one run: what a life trained beyond the checkpoint that the next one goes on from does not count. Tells of
+    the last life.
+    """
+    check_choices(config)
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+        run_dirs = [Path(scratch) / str(life) / "run" for life in range(len(ends) + 1)]
+        audit: Audit | None = None
+        for life, run_dir in enumerate(run_dirs):
+            variant = _variant(config, seed, run_dir, {"every_steps": config.checkpoint.every_steps or 1})
+            loop = VirtualLoop()
+            job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, resume=life > 0, audit=audit)
+            audit = job.audit
+            try:
+                _run(loop, job, ends[life] if life < len(ends) else None)
+                spans = read_spans(run_dir / SPANS_FILE)
+                if life < len(ends):
+                    shutil.copytree(run_dir, run_dirs[life + 1])  # before anything else is written there
+            finally:
+                loop.finish()
+    return Simulated(seed, loop.now, job.rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
+
+
+def _run(loop: VirtualLoop, job: SimulatedJob, end: float | None = None) -> None:
+    """To the end, or, as it is, until the clock shows `end`. Whatever ends a run before its time, other than a mistake of the
+    user's, is a violation."""
+    running = loop.create_task(job.run(), name="run")
     try:
-        loop.run_until_complete(loop.create_task(job.run(), name="run"))
+        if end is not None:
+            loop.run_until_complete(asyncio.wait([running], timeout=end))
+            if not running.done():
+                return
+        loop.run_until_complete(running)
     except UserError:
         raise
     except RunError as failure:
         job.audit.violated(str(failure))
     except Exception as failure:
-        error: BaseException = failure
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_error(failure)
         job.audit.violated(f"the run ended with {type(error).__name__}: {error}")
     else:
         job.look_at_the_end()
@@ -115,25 +152,35 @@ def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
     return Faults.drawn(config.run.seed + seed, workers, begin, begin + config.run.steps * step)
 
 
-def _variant(config: Config, seed: int, run_dir: Path) -> Config:
+def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS) -> Config:
     """What is the simulation's to choose: where files go, and what would need a machine."""
     tree = config.model_dump(mode="json")
     tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "listen": None}
-    return parse(tree | {"weight_sync": {}})
+    return parse(tree | {"weight_sync": {}, "checkpoint": dict(checkpoint)})
 
 
 class SimulatedJob(Job):
     """A `Job` whose workers, wires and engines are simulated."""
 
     def __init__(
-        self, config: Config, costs: Costs, faults: Faults, loop: VirtualLoop, listener: Listener | None, *, keeps_report: bool
+        self,
+        config: Config,
+        costs: Costs,
+        faults: Faults,
+        loop: VirtualLoop,
+        listener: Listener | None,
+        *,
+        keeps_report: bool,
+        resume: bool = False,
+        audit: Audit | None = None,
     ) -> None:
-        super().__init__(config, listener)
+        """`audit`: of the lives before this one."""
+        super().__init__(config, listener, resume=resume)
         schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
-        self.audit = Audit(schedule, shape_of(config))
+        self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
         self._rng = random.Random(f"{config.run.seed}/wire")
         self._sync = SleepingWeightSync(
@@ -165,7 +212,10 @@ class SimulatedJob(Job):
 
     # -- in the places of what a machine has --------------------------------------------------------------------------------
 
-    async def _prepare(self, scratch: Path) -> Prepared:
+    async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
+        if self._resume:
+            version, rows = (0, None) if resumed is None else (resumed.state.version, resumed.rows)
+            self.audit.go_back(version, set() if rows is None else set(rows.indices.tolist()))
         config, length = self.config, self._costs.lengths.prompt
         prompts = [_prompt(number, length) for number in range(4 * config.train.prompts_per_step)]
         held_out = [_prompt(number, length) for number in range(config.eval.num_prompts if config.eval.path else 0)]
@@ -193,8 +243,7 @@ class SimulatedJob(Job):
 
     @asynccontextmanager
     async def _joined(self, name: str, peer: SimulatedPeer) -> AsyncIterator[Connection]:
-        job = JobFile(self.config.model.path, self._prepared.max_context, "")
-        async with joined(cast(Peer, peer), name, self.config, job, "simulated") as run:
+        async with joined(cast(Peer, peer), name, self.config, self.job_file, "simulated") as run:
             run.reporter.recorder.enter("load")
             await asyncio.sleep(self._costs_of(name).load_seconds)
             yield run
@@ -228,7 +277,8 @@ class SimulatedJob(Job):
                 self._costs_of(name), learning_rate=self.config.train.learning_rate, data_parallel_rank=rank
             )
             sender = self._sync.sender(name) if rank == 0 else None
-            await train_steps(run, engine, sender)
+            saving = await train_steps(run, engine, sender)
+            await saving.written()
             run.reporter.recorder.waiting("stop")
             if sender is not None:
                 await sender.close()

@@ -54,9 +54,9 @@ class SharedMemorySender:
         async with self._one_by_one:
             filling = await self._thread.run(self._begin, version, source.specs)
             arrived: list[tuple[str, Tensor]] = []
-            async for tensor in source.tensors():
-                arrived.append(tensor)
-                del tensor  # `write` is to hold the last reference
+            async for named in source.tensors():
+                arrived.append(named)
+                del named  # `write` is to hold the last reference
                 if not source.are_lasting:
                     await self._thread.run(filling.write, arrived)
             digest = await self._thread.run(filling.finish, arrived)  # lasting ones in one call: one for each would cost time

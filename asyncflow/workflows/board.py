@@ -1,13 +1,14 @@
 """The board: which policy versions are published, and which worker serves which.
 
 A version is a step count: version v is what v committed steps have made. Version 0 is the model that the run started from: every
-worker has it from the same files. The last `max_staleness` + 1 versions are kept, so that rows that are due under an older one can
-be made again when their worker has died: one of those that are past it is called back.
+worker has it from the same files. A run that is gone on with from version `first` begins when the trainer has published that
+version, and those before it that are still needed. The last `max_staleness` + 1 versions are kept, so that rows that are due under
+an older one can be made again when their worker has died: one of those that are past it is called back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 import msgspec
@@ -26,20 +27,25 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Board:
-    """One model's version line. Implements `Fleet`."""
+    """One model's version line. Implements `Fleet`. `is_silent(worker)`: nothing was heard of it for so long that its rows are
+    given to others."""
 
-    def __init__(self, schedule: Schedule, progress: Progress, signal: Signal, clock: Callable[[], float]) -> None:
-        self.published = 0
-        self.serving: dict[str, int] = {}
-        self.installing: dict[str, int] = {}
+    def __init__(
+        self, schedule: Schedule, progress: Progress, signal: Signal, clock: Callable[[], float], *, first: int = 0
+    ) -> None:
+        self.published = -1 if first else 0
+        self._serving: dict[str, int] = {}
+        self._installing: dict[str, int] = {}
         self.stale: dict[str, str] = {}  # workers whose weights could not be brought up to date, and why
+        self._stale_since: dict[str, float] = {}
         self.given_up: set[str] = set()  # workers that have died for the last time
         self.step_seconds: float | None = None
         self.swap_seconds: float | None = None
         self.is_stopping = False
+        self.is_silent: Callable[[str], bool] = lambda worker: False
         self.on_installed: Callable[[int], None] = lambda version: None
         self.on_stale: Callable[[str, str], None] = lambda worker, why: None
-        self._schedule, self._progress, self._signal, self._clock = schedule, progress, signal, clock
+        self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
         self._kept: dict[int, Manifest] = {}
         self._published_at: float | None = None
         self._granted_at: dict[str, float] = {}
@@ -54,10 +60,11 @@ class Board:
         self.published, self._kept[manifest.version] = manifest.version, manifest
         for version in [v for v in self._kept if v < manifest.version - self._schedule.max_staleness]:
             del self._kept[version]
-        now = self._clock()
-        if self._published_at is not None:
-            self.step_seconds = now - self._published_at
-        self._published_at = now
+        if manifest.version >= self._first:
+            now = self._clock()
+            if self._published_at is not None:
+                self.step_seconds = now - self._published_at
+            self._published_at = now
         self._signal.notify()
 
     # -- a rollout worker's -------------------------------------------------------------------------------------------------
@@ -68,20 +75,24 @@ class Board:
 
         None: the run is stopping.
         """
+        await self._signal.until(lambda: self.is_stopping or self.published >= self._first)
         if self.is_stopping:
             return None
         behind = self._behind()
         version = self.published if behind is None else behind
-        self._grant(client_name.get(), version)
+        self._installing[client_name.get()] = version
+        self._signal.notify()
         return Target(version, self._kept.get(version))
 
     @remote
     async def next_target(self, serving: int) -> Target | None:
         """Wait until the calling worker is to serve another version than this one, and say which. None: the run is stopping.
 
-        It may be fetched at once; `may_install` says when it is to be installed.
+        It may be fetched at once; `may_install` says when it is to be installed. One that was stale for another version's sake is
+        told that what it serves is what it is to serve.
         """
-        await self._signal.until(lambda: self.is_stopping or self._target(serving) != serving)
+        worker = client_name.get()
+        await self._signal.until(lambda: self.is_stopping or self._target(serving) != serving or worker in self.stale)
         if self.is_stopping:
             return None
         version = self._target(serving)
@@ -107,10 +118,12 @@ class Board:
     async def installed(self, version: int) -> None:
         """The calling worker serves this version from now on."""
         worker = client_name.get()
-        self.serving[worker] = version
+        self._serving[worker] = version
         self.stale.pop(worker, None)
-        self.installing.pop(worker, None)
-        self.swap_seconds = self._clock() - self._granted_at.pop(worker, self._clock())
+        self._stale_since.pop(worker, None)
+        self._installing.pop(worker, None)
+        if (granted_at := self._granted_at.pop(worker, None)) is not None:  # else it has just begun, which takes longer
+            self.swap_seconds = self._clock() - granted_at
         self.on_installed(version)
         self._signal.notify()
 
@@ -118,8 +131,9 @@ class Board:
     async def failed(self, why: str) -> None:
         """The calling worker could not get the weights that it is to serve: it takes no prompts until it has."""
         worker = client_name.get()
-        self.installing.pop(worker, None)
+        self._installing.pop(worker, None)
         self.stale[worker] = why
+        self._stale_since.setdefault(worker, self._clock())
         self.on_stale(worker, why)
         self._signal.notify()
 
@@ -133,24 +147,45 @@ class Board:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        for book in (self.serving, self.installing, self.stale, self._granted_at):
+        for book in (self._serving, self._installing, self.stale, self._stale_since, self._granted_at):
             book.pop(worker, None)
         self._signal.notify()
 
-    async def all_serve(self, version: int) -> None:
-        """Wait until every worker that is not stale serves this version, or a later one."""
-        await self._signal.until(
-            lambda: self.published >= version and all(v >= version for w, v in self.serving.items() if w not in self.stale)
-        )
+    async def all_serve(self, version: int, num_workers: int) -> None:
+        """Wait until every one of the run's workers, but for those that are given up, serves this version, or a later one."""
+
+        def is_served() -> bool:
+            up_to_date = [w for w, v in self._serving.items() if v >= version and w not in self.stale]
+            return self.published >= version and len(up_to_date) >= num_workers - len(self.given_up)
+
+        await self._signal.until(is_served)
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """See `Fleet`. One that says nothing any more is left out until it does, and so it is from `installing`."""
+        return {worker: version for worker, version in self._serving.items() if not self.is_silent(worker)}
+
+    @property
+    def installing(self) -> dict[str, int]:
+        """See `Fleet`."""
+        return {worker: version for worker, version in self._installing.items() if not self.is_silent(worker)}
 
     @property
     def newest(self) -> Manifest | None:
         """What was published last."""
         return self._kept.get(self.published)
 
-    def num_unhealthy(self) -> int:
-        """Workers that serve nothing, and may not soon: given up, or without the weights that they are to have."""
-        return len(self.given_up | self.stale.keys())
+    def kept(self, versions: Iterable[int]) -> list[Manifest]:
+        """Those of these versions that are kept, and that are not the worker's own files, oldest first."""
+        return [self._kept[version] for version in sorted(versions) if version in self._kept]
+
+    def num_unhealthy(self, patience_seconds: float) -> int:
+        """Workers that serve nothing, and may not soon: given up, or for so long without the weights that they are to have.
+
+        One that is silent may come back any moment; if nobody else can do its work, the run's watchdog notices.
+        """
+        stale = {worker for worker, since in self._stale_since.items() if self._clock() - since >= patience_seconds}
+        return len(self.given_up | stale)
 
     def stop(self) -> None:
         """Nothing more is granted."""
@@ -158,7 +193,7 @@ class Board:
         self._signal.notify()
 
     def _grant(self, worker: str, version: int) -> None:
-        self.installing[worker] = version
+        self._installing[worker] = version
         self._granted_at[worker] = self._clock()
         self._signal.notify()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Array, GroupMeta, Interval
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
@@ -30,12 +31,19 @@ class HeldOut:
         temperature: float,
         greedy: bool,
         on_row: Callable[[Row], None],
+        done: Collection[int] = (),
     ) -> None:
+        """`done`: versions that an earlier life of the run has evaluated, or of which nobody has the weights any more."""
         self._prompts, self._last_version, self._every_steps = list(prompts), last_version, every_steps
         self._samples, self._temperature, self._greedy, self._on_row = samples, temperature, greedy, on_row
+        self._done = frozenset(done)
 
     def is_due(self, version: int) -> bool:
-        """Before the first step, after the last, and every so many in between."""
+        """Before the first step, after the last, and every so many in between; once each."""
+        return self.is_planned(version) and version not in self._done
+
+    def is_planned(self, version: int) -> bool:
+        """Whether the version is one of those, whether it has been evaluated or not."""
         if not self._prompts:
             return False
         regular = self._every_steps is not None and version % self._every_steps == 0 and version < self._last_version
@@ -78,7 +86,7 @@ async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: 
     """Read one evaluation's rows as their groups complete, then hand their rewards over, by group."""
     rewards: dict[int, Array] = {}
     truncated: dict[int, Array] = {}
-    async for leased in queue.stream("eval", version):
+    async for leased in queue.stream("eval", Want(step=version)):
         group = int(leased.batch.groups[0])
         rewards[group] = leased.batch.dense("reward")
         truncated[group] = leased.batch.dense("truncated")

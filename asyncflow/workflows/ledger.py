@@ -96,6 +96,7 @@ class Ledger:
         max_staleness: int = 0,
         num_ranks: int = 1,
         groups_per_turn: int = 1,
+        first: int = 0,
     ) -> None:
         """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
         train, each of them up to `groups_per_turn` groups of rows in a turn."""
@@ -105,7 +106,7 @@ class Ledger:
         self._books: dict[tuple[str, int], _Book] = {}
         self._book_of_group: dict[int, tuple[str, int]] = {}
         self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
-        self.committed = 0
+        self.committed = first
 
     def open(self, metas: Iterable[GroupMeta]) -> None:
         """The groups of a training step, all at once, or of an evaluation. Opening one twice is a `ValueError`."""
@@ -135,23 +136,28 @@ class Ledger:
             if (book := self._book(row)) is not None:
                 book.todo[task].discard(row)
 
-    def claim(self, step: int, group: int) -> bool:
-        """Whether this complete group may be trained in this step, a member of which it becomes if it was one of a later step.
+    def step_of(self, group: int) -> int:
+        """The step that a group is a member of."""
+        return self._book_of_group[group][1]
 
-        It takes the place of an incomplete group there that the later step is not too late for: of the one begun last.
+    def claim(self, step: int, group: int) -> int | None:
+        """Have this complete group trained in this step, a member of which it becomes if it was one of a later step.
+
+        It takes the place of an incomplete group there that the later step is not too late for: of the one begun last, which is
+        returned. The group itself is, if it was the step's already; None if it may not be trained in it.
         """
-        _, later = self._book_of_group[group]
+        later = self.step_of(group)
         if later <= step:
-            return later == step
+            return group if later == step else None
         book = self._books["train", step]
         waiting = {row >> self._group_bits for row in book.todo[self.tasks[-1]]}
         movable = [g for g in waiting if g in self._begun and self._begun[g] + self._max_staleness >= later]
         if not movable:
-            return False
+            return None
         other = max(movable, key=lambda g: (self._begun[g], g))
         self._move(group, later, step)
         self._move(other, step, later)
-        return True
+        return other
 
     def _move(self, group: int, of_step: int, to_step: int) -> None:
         source, target = self._books["train", of_step], self._books["train", to_step]
@@ -239,6 +245,18 @@ class Ledger:
         self.forget("train", step)
         return totals
 
+    def groups(self) -> dict[int, list[int]]:
+        """By open step, the groups that it has had as members, in the order of their numbers."""
+        steps: dict[int, list[int]] = {}
+        for group, (purpose, step) in sorted(self._book_of_group.items()):
+            if purpose == "train":
+                steps.setdefault(step, []).append(group)
+        return steps
+
+    def not_generated(self) -> set[int]:
+        """Rows of open steps that lack something that comes before training."""
+        return {row for (purpose, _), book in self._books.items() if purpose == "train" for row in book.todo[self.tasks[-1]]}
+
     def is_open(self, step: int) -> bool:
         return ("train", step) in self._books
 
@@ -294,14 +312,15 @@ class Ledger:
 
 
 class LedgerService:
-    """The ledger for loops in any process. `limit`: how many steps may be opened; raising it lets a driver step by hand."""
+    """The ledger for loops in any process. `allow` says how many steps may be trained; more of them lets a driver step by hand."""
 
     def __init__(
         self, ledger: Ledger, schedule: Schedule, progress: Progress, signal: Signal, end_step: Callable[[str, int], None]
     ) -> None:
         """`end_step(purpose, step)` is told that a step has closed: nobody is to wait for more of its rows."""
         self.ledger = ledger
-        self.limit = 0
+        self.limit = self._last = 0
+        self.on_displaced: Callable[[int, int], None] = lambda group, lowest_version: None
         self.is_stopping = False
         self.on_opened: Callable[[int], None] = lambda step: None
         self.on_consumed: Callable[[int, Consumed], None] = lambda step, group: None
@@ -318,10 +337,15 @@ class LedgerService:
             self.on_opened(step)
         self.changed()
 
+    def begun(self, versions: Mapping[int, int]) -> None:
+        """See `Ledger.begun`: the version by group, of groups with rows that came with them."""
+        for group, version in versions.items():
+            self.ledger.begun([group], version)
+
     @remote
     async def may_admit(self, step: int) -> bool:
         """Wait until the step's prompts may enter the queue. False: the run is stopping."""
-        return await self._until(lambda: step < self.limit and self._schedule.may_admit(step, self._progress))
+        return await self._until(lambda: step < self._may_be_admitted and self._schedule.may_admit(step, self._progress))
 
     @remote
     async def may_start(self, task: str, step: int) -> bool:
@@ -330,14 +354,19 @@ class LedgerService:
         def has_come() -> bool:  # where membership is first_come, a group may be worked on when the step that it left is over
             return step < self.ledger.committed or self.ledger.is_open(step)
 
-        return await self._until(lambda: has_come() and self._schedule.may_start(task, step, self._progress))
+        def is_allowed() -> bool:
+            return task != "train" or step < self.limit
+
+        return await self._until(lambda: has_come() and is_allowed() and self._schedule.may_start(task, step, self._progress))
 
     @remote
     async def claim(self, step: int, group: int) -> bool:
-        """See `Ledger.claim`."""
-        is_granted = self.ledger.claim(step, group)
+        """See `Ledger.claim`. The group that had to go is made by no version from now on that would be too old where it is."""
+        later, displaced = self.ledger.step_of(group), self.ledger.claim(step, group)
+        if displaced is not None and displaced != group:
+            self.on_displaced(displaced, later - self._schedule.max_staleness)
         self.changed()
-        return is_granted
+        return displaced is not None
 
     @remote
     async def offer(self, step: int, rank: int, group: int, tokens: int) -> None:
@@ -403,6 +432,20 @@ class LedgerService:
         """Told by the rollout task's controller."""
         self.ledger.give_up(dead)
         self.changed()
+
+    def allow(self, steps: int, of: int) -> None:
+        """Let so many steps of a run of `of` be trained; prompts are admitted as far ahead as the schedule's staleness reaches."""
+        self.limit, self._last = steps, of
+        self.changed()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all that was allowed is trained, and more is to come."""
+        return self.limit < self._last and self.ledger.committed >= self.limit
+
+    @property
+    def _may_be_admitted(self) -> int:
+        return min(self._last, self.limit + self._schedule.max_staleness) if self.limit else 0
 
     def stop(self) -> None:
         """Nothing more is opened or begun."""

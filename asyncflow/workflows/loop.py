@@ -23,8 +23,9 @@ from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import Array, GroupMeta, row_index
+from asyncflow.types import Array, GroupMeta, WeightSource, row_index
 from asyncflow.weight_sync.base import WeightSender
+from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService, StepTotals, Update
 from asyncflow.workflows.samples import (
@@ -41,15 +42,9 @@ from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.turns import Turns
 
 
-class PromptSource(Protocol):
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts of the run's order."""
-        ...
-
-
 class EvaluationPlan(Protocol):
     def is_due(self, version: int) -> bool:
-        """Whether this version is evaluated."""
+        """Whether this version is evaluated, and has not been yet."""
         ...
 
     def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]:
@@ -74,26 +69,35 @@ class Producer:
     keep_sample: Callable[[Mapping[str, Any]], None]
 
 
+class Keeper(Protocol):
+    """Keeps what a run can go on from."""
+
+    async def committed(self, version: int) -> None:
+        """So many steps are committed and their weights published; the engine is between two steps."""
+        ...
+
+
 async def feed(
     queue: TransferQueueClient,
     ledger: LedgerService,
     schedule: Schedule,
-    source: PromptSource,
+    admissions: Admissions,
     evaluation: EvaluationPlan,
     shape: Shape,
 ) -> None:
-    """Prompts enter the queue as early as the schedule lets them."""
-    for step in itertools.count():  # 2
+    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first."""
+    for step in itertools.count(max(0, admissions.first - schedule.max_staleness)):  # 2
         if evaluation.is_due(step):
             metas, prompts, temperatures = evaluation.admission(step)
             await ledger.open(metas)
             await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
+        if step < admissions.first:
+            continue
         if not await ledger.may_admit(step):
             return
-        size, interval = shape.prompts_per_step, schedule.interval(step)
-        metas = [GroupMeta(step * size + i, shape.group_size, step, interval) for i in range(size)]
+        metas, batch = admissions.step(step)  # 4: take B prompts
         await ledger.open(metas)
-        batch = admission(metas, source.take(size), [shape.temperature] * size)  # 4: take B prompts
+        ledger.begun(admissions.begun(batch))
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
 
 
@@ -136,40 +140,50 @@ async def train(
     shape: Shape,
     spans: Recorder,
     fingerprints: FingerprintLog,
-) -> None:
+    keeper: Keeper,
+    first: int = 0,
+) -> int:
     """The consumer: gradients add up group by group, in the order in which groups complete; one update per step.
 
-    Each data-parallel group runs this loop. All call their engines alike; the first one, which has the `sender`, commits.
+    Each data-parallel group runs this loop, from step `first` on. All call their engines alike; the first one, which has the
+    `sender`, commits. Returns the version of the weights: how many steps are committed.
     """
     rank = engine.data_parallel_rank or 0
     put_aside: dict[int, Leased] = {}
-    for step in itertools.count():
+    for step in itertools.count(first):
         spans.waiting("batch")
-        if not await ledger.may_start("train", step):
-            return
+        may_start = await ledger.may_start("train", step)
         await engine.begin_step()
+        if not may_start:
+            return step
         spans.waiting("rows")
         async with Turns(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as turns:
             async for turn in turns:  # 11-12: dequeue
-                with spans.busy("forward_backward", step=step, version=step, **turn.figures):
+                with turn.computing(spans, step):
                     results = await engine.forward_backward(turn.micro_batches, algorithm)  # 13-18: O += gradient
                 turns.trained(turn, results, fingerprints)
         totals = await ledger.totals(step)
         if totals is None:
-            return
+            return step
         with spans.busy("optim_step", step=step, version=step):
             update = await apply(engine, algorithm, totals)  # 21
         await fingerprints.step(step, engine)
         if sender is not None:
             await ledger.commit(step, update)
         with spans.busy("publish", step=step, version=step + 1):
-            weights = await engine.export_weights()  # 3: the weights of the next step
-            if sender is not None:
-                await board.publish(await sender.publish(step + 1, weights))
-            else:
-                async for _ in weights.tensors():  # gathered from all, for the one that sends
-                    pass
+            await publish(step + 1, await engine.export_weights(), sender, board)  # 3: the weights of the next step
         await turns.commit()
+        await keeper.committed(step + 1)
+    raise AssertionError("steps do not end")
+
+
+async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: Board) -> None:
+    """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather."""
+    if sender is not None:
+        await board.publish(await sender.publish(version, weights))
+    else:
+        async for _ in weights.tensors():
+            pass
 
 
 async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -> Update:

@@ -20,6 +20,7 @@ from asyncflow.engines.base import Response, RolloutEngine
 from asyncflow.rewards.base import Sample
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Array
 from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
 from asyncflow.workflows.board import Board, Target
@@ -54,7 +55,7 @@ class Rollout:
         spans: Recorder,
         keep_sample: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """`original()` are the tensors of version 0. Without `score`, rewards are another task's."""
+        """`original()` are the tensors of the worker's own files. Without `score`, rewards are another task's."""
         self._queue, self._board, self._schedule = queue, board, schedule
         self._engine, self._receiver, self._original = engine, receiver, original
         self._shape, self._spans = shape, spans
@@ -74,8 +75,8 @@ class Rollout:
     async def run(self) -> None:
         """Until the board says that the run is stopping; what is unfinished then is abandoned."""
         while (target := await self._board.join()) is not None:
-            if target.version == 0:  # what the engine was built with
-                await self._serve(0)
+            if target.manifest is None:  # what the engine was built with
+                await self._serve(target.version)
                 break
             if (tensors := await self._fetched(target)) is not None:
                 await self._install(target.version, tensors)
@@ -91,7 +92,7 @@ class Rollout:
                 self._show_lane()
                 await self._changed.until(lambda: not self._is_installing and not self._is_stale and self._room() > 0)
                 version, self._is_asking = self._installed, True
-                leased = await self._queue.lease("rollout", groups=self._room(), installed=version)
+                leased = await self._queue.lease("rollout", Want(groups=self._room(), installed=version))
                 self._is_asking = False
                 if leased is not None:
                     for request in requests(leased):
@@ -134,6 +135,9 @@ class Rollout:
 
     async def _follow_weights(self) -> None:
         while (target := await self._board.next_target(self._installed)) is not None:
+            if target.version == self._installed:  # what could not be fetched is not needed any more
+                await self._serve(self._installed)
+                continue
             if (tensors := await self._fetched(target)) is None:
                 continue
             if not await self._board.may_install(target.version, self._installed):

@@ -27,7 +27,7 @@ async def serve(task: str, queue: TransferQueueClient, ledger: LedgerService, wo
     """Until the task is closed or the run is stopping."""
     while True:
         spans.waiting("rows")
-        leased = await queue.lease(task, groups=1)
+        leased = await queue.lease(task)
         if leased is None:
             return
         meta = leased.lease.groups[0]

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from asyncflow.algorithms.base import Algorithm
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import Shape, check_interval, consumed, micro_batches
 from asyncflow.workflows.schedule import Schedule
@@ -47,12 +50,17 @@ class Turn:
         """Of all groups, in order."""
         return [piece for work in self.works for piece in work.micro_batches]
 
-    @property
-    def figures(self) -> dict[str, Any]:
-        """What a span says of it."""
-        rows, tokens = sum(len(work.leased.batch) for work in self.works), sum(piece.logical_tokens for piece in self.micro_batches)
-        group = self.works[0].leased.lease.groups[0].group if len(self.works) == 1 else None
-        return {"group": group, "rows": rows, "tokens": tokens}
+    @contextmanager
+    def computing(self, spans: Recorder, step: int) -> Iterator[None]:
+        """The lane shows the turn; where it has several groups, each is told of as well."""
+        began, groups = spans.clock(), [work.leased.lease.groups[0].group for work in self.works]
+        rows = [len(work.leased.batch) for work in self.works]
+        tokens = sum(piece.logical_tokens for piece in self.micro_batches)
+        of_one = {"group": groups[0]} if len(groups) == 1 else {}
+        with spans.busy("forward_backward", step=step, version=step, rows=sum(rows), tokens=tokens, **of_one):
+            yield
+        for group, of_group in zip(groups, rows, strict=True) if not of_one else ():
+            spans.beside("train_group", began, step=step, version=step, group=group, rows=of_group)
 
 
 class Turns:
@@ -115,7 +123,8 @@ class Turns:
 
     async def _take(self) -> None:
         """Make groups ready to train, ahead of the computation, until the step has no more."""
-        async for leased in members(self._queue, self._ledger, self._schedule, self._step, self._put_aside):
+        of_step = members(self._queue, self._ledger, self._schedule, self._step, self._put_aside, self._has_room)
+        async for leased in of_step:
             check_interval(leased, self._step, self._schedule.max_staleness)
             group, batch = leased.lease.groups[0].group, leased.batch
             is_known, self._held[group] = group in self._held, leased
@@ -125,22 +134,39 @@ class Turns:
             pieces = micro_batches(self._step, batch, advantages, self._shape.rows_per_micro_batch)
             self._ready[group] = Work(leased, list(pieces))
             await self._ledger.offer(self._step, self._rank, group, len(batch.ragged("response_ids").values))
-            await self._changed.until(lambda: self._is_over or len(self._ready) < self._shape.groups_ahead)
+
+    async def _has_room(self) -> None:
+        """Wait until one more group may be made ready, or the step is over."""
+        await self._changed.until(lambda: self._is_over or len(self._ready) < self._shape.groups_ahead)
 
 
 async def members(
-    queue: TransferQueueClient, ledger: LedgerService, schedule: Schedule, step: int, put_aside: dict[int, Leased]
+    queue: TransferQueueClient,
+    ledger: LedgerService,
+    schedule: Schedule,
+    step: int,
+    put_aside: dict[int, Leased],
+    room: Callable[[], Awaitable[None]],
 ) -> AsyncIterator[Leased]:
-    """The complete groups of a step, as they come; where those of later steps may come first, it is the ledger that says which."""
+    """The complete groups of a step, as they come; where those of later steps may come first, it is the ledger that says which.
+
+    `room` is waited for before a group is leased. What has been leased is handed on at once: a group that one rank held back would
+    be waited for by all.
+    """
     if schedule.membership == "strict":
-        async for leased in queue.stream("train", step):
+        while (leased := await _lease(queue, room, step=step)) is not None:
             yield leased
         return
     for group in [*put_aside]:
         if await ledger.claim(step, group):
             yield put_aside.pop(group)
-    async for leased in queue.stream("train", until=step):
+    while (leased := await _lease(queue, room, until=step)) is not None:
         group = leased.lease.groups[0].group
         put_aside[group] = leased  # in the place of an expired lease, if it was delivered again
         if await ledger.claim(step, group):
             yield put_aside.pop(group)
+
+
+async def _lease(queue: TransferQueueClient, room: Callable[[], Awaitable[None]], **wanted: int) -> Leased | None:
+    await room()
+    return await queue.lease("train", Want(**wanted))

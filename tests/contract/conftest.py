@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.engines.train.conftest import make_micro_batch, model_path  # noqa: F401  (fixtures)
+
 
 @contextmanager
 def running(command: list[str], log: Path, is_ready: Callable[[], bool]) -> Iterator[None]:

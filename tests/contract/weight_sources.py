@@ -13,29 +13,31 @@ from asyncflow.types import TensorSpec
 
 
 class Gathered:
-    """`WeightSource` of copies, one at a time. `most_alive`: how many of them were there at once."""
+    """`WeightSource` of copies, one at a time. `num_made` have been made, and `most_alive` were there at once."""
 
     are_lasting = False
 
     def __init__(self, tensors: Mapping[str, Tensor], order: Sequence[str] = ()) -> None:
         self._tensors = tensors
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(tensors[name]) for name in order or sorted(tensors)}
-        self.most_alive = self.num_alive = 0
+        self.num_made = self.most_alive = self.num_alive = 0
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
         """See `WeightSource.tensors`. What is still held of the last one is overwritten."""
         for name in self.specs:
             memory = np.empty(self._tensors[name].nbytes + 1, np.uint8)
+            self.num_made += 1
             self.num_alive += 1
             self.most_alive = max(self.most_alive, self.num_alive)
-            last = weakref.ref(memory, self._gone)
+            last = weakref.ref(memory)
+            weakref.finalize(memory, self._gone)
             yield name, filled(memory[:-1], self._tensors[name])
             del memory
             if (held := last()) is not None:
                 held.fill(255)
             del held
 
-    def _gone(self, memory: object) -> None:
+    def _gone(self) -> None:
         self.num_alive -= 1
 
 

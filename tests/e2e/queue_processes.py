@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.node import serve_controller, serve_unit
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
@@ -65,7 +66,7 @@ async def controller(hub: str, task: str, address: str) -> None:
 
 async def rollout(hub: str, name: str) -> None:
     client = await TransferQueueClient.connect(f"unix:{hub}", name)
-    async for leased in client.stream("rollout", groups=2):
+    async for leased in client.stream("rollout", Want(groups=2)):
         await asyncio.sleep(0.002)
         for rows, meta in zip(leased.lease.rows, leased.lease.groups, strict=True):
             ids = Ragged.from_arrays([np.array(ids_of(row), np.int64) for row in rows], "int64")
@@ -78,7 +79,7 @@ async def train(hub: str, name: str, book: str) -> None:
     client = await TransferQueueClient.connect(f"unix:{hub}", name)
     number = os.getpid() << 20
     with open(book, "a", buffering=1) as file:
-        async for leased in client.stream("train", groups=4):
+        async for leased in client.stream("train", Want(groups=4)):
             number, rows = number + 1, leased.lease.indices
             assert [ids.tolist() for ids in leased.batch.ragged("ids")] == [ids_of(row) for row in rows], rows
             file.write(json.dumps(["tries", number, rows]) + "\n")
@@ -91,7 +92,7 @@ async def train(hub: str, name: str, book: str) -> None:
 async def hold(hub: str, name: str) -> None:
     """Lease everything there is, say so, and do nothing more."""
     client = await TransferQueueClient.connect(f"unix:{hub}", name)
-    leased = await client.lease("rollout", groups=1000)
+    leased = await client.lease("rollout", Want(groups=1000))
     assert leased is not None
     print(json.dumps(leased.lease.indices), flush=True)
     await asyncio.Event().wait()

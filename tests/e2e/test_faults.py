@@ -66,7 +66,7 @@ class Sometimes(GRPO):
 BAD_ENGINE = """
 import dataclasses
 import numpy as np
-from asyncflow.engines.rollout.slots import SlotEngine
+from asyncflow.engines.rollout.engine import SlotEngine
 
 class Sometimes(SlotEngine):
     def __init__(self, model_path, *, how, **options):

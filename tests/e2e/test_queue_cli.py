@@ -18,6 +18,7 @@ import pytest
 
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.dataloader import StreamDataLoader
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.transport import ConnectionLost, Credentials
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from tests.e2e.commands import command_line, write_config
@@ -115,7 +116,7 @@ async def test_units_and_controllers_join_over_tls_and_nobody_else(schema: Path,
         await asyncio.wait_for(put(client, 0, 1, 2), 20)
         for _ in range(3):
             await asyncio.wait_for(answer(client), 20)
-        leased = await asyncio.wait_for(client.lease("train", groups=3), 20)
+        leased = await asyncio.wait_for(client.lease("train", Want(groups=3)), 20)
         assert leased is not None and sorted(leased.lease.units) == [0, 0, 1]
         await client.complete_marks([leased.lease])
         await put(client, 3)

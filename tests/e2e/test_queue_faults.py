@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from tests.conftest import ROOT
@@ -101,7 +102,10 @@ class Town:
             await asyncio.sleep(0.01)
 
     async def done(self, task: str = "train") -> int:
-        return (await asyncio.wait_for(self.client.status(), 30))[0][task].counts["done"]
+        async with asyncio.timeout(30):
+            while task not in (tasks := (await self.client.status())[0]):  # its controller is being started
+                await asyncio.sleep(0.1)
+        return tasks[task].counts["done"]
 
     async def until_done(self, count: int, seconds: float = 30.0) -> None:
         deadline, done = time.monotonic() + seconds, -1
@@ -243,7 +247,7 @@ async def test_what_a_killed_consumer_held_goes_to_another_at_once() -> None:
         assert out is not None
         held = json.loads(await asyncio.wait_for(asyncio.to_thread(out.readline), 20))
         assert len(held) == 9
-        waiting = asyncio.create_task(t.client.lease("rollout", groups=9))
+        waiting = asyncio.create_task(t.client.lease("rollout", Want(groups=9)))
         await asyncio.sleep(0.2)
         assert not waiting.done()
         began = time.monotonic()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from asyncflow.build.driver import control_socket
+from asyncflow.run_dir import control_socket
 from asyncflow.job import Job
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans

@@ -22,7 +22,7 @@ Small = Callable[..., dict[str, Any]]
 STEPS, PROMPTS, GROUP_SIZE, GROUP_BITS = 6, 4, 4, 2
 SLOW_ENGINE = """
 import time
-from asyncflow.engines.rollout.slots import SlotEngine
+from asyncflow.engines.rollout.engine import SlotEngine
 
 class Slow(SlotEngine):
     def __init__(self, model_path, **options):
@@ -39,7 +39,7 @@ class Slow(SlotEngine):
 UNEVEN_ENGINE = """
 import asyncio
 from pathlib import Path
-from asyncflow.engines.rollout.slots import SlotEngine
+from asyncflow.engines.rollout.engine import SlotEngine
 
 class Uneven(SlotEngine):
     async def generate(self, prompt_ids, *, key, **options):

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncflow.config import Config, parse
 from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.registry import build
 from asyncflow.workflows import SCHEDULES
 
 MODES: dict[str, dict[str, Any]] = {name: {"name": name} for name in SCHEDULES} | {
@@ -16,7 +17,7 @@ MODES: dict[str, dict[str, Any]] = {name: {"name": name} for name in SCHEDULES} 
 
 
 def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> tuple[Config, Costs]:
-    """A run of three steps with 1 to 64 workers, mostly few, and what everything costs in it."""
+    """A run of some steps, enough for rows to get too old, with 1 to 64 workers, mostly few, and what everything costs in it."""
     rng = random.Random(f"{mode}/{seed}")
     workers = 64 if seed % 100 == 99 else rng.randint(7, 40) if seed % 10 == 9 else rng.randint(1, 6)
     tree: dict[str, Any] = {
@@ -51,4 +52,10 @@ def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> 
         load_seconds=rng.choice((0.0, 1.0)),
         lengths=Lengths(prompt=16, response_median=rng.choice((20.0, 80.0)), response_sigma=rng.choice((0.3, 1.2))),
     )
-    return parse({**tree, **(changes or {})}), costs
+    layouts: tuple[dict[str, int], ...] = ({}, {}, {"dp": 2}, {"dp": 3}, {"pp": 2}, {"dp": 2, "pp": 2})
+    layout = rng.choice([layout for layout in layouts if layout.get("dp", 1) <= tree["train"]["prompts_per_step"]])
+    tree["train"]["pipeline_micro_batches"] = rng.randint(1, 4)
+    options = {key: value for key, value in tree["schedule"].items() if key != "name"}
+    staleness = build("schedule", tree["schedule"]["name"], options, SCHEDULES).max_staleness
+    tree["run"]["steps"] = 3 + 2 * staleness if staleness > 1 else 3 + staleness
+    return parse({**tree, "plan": {"train": layout}, **(changes or {})}), costs

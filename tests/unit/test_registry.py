@@ -74,3 +74,11 @@ def test_a_file_with_a_mistake_in_it_says_so(tmp_path: Path) -> None:
 def test_an_option_that_the_choice_does_not_take_is_refused(user_file: Path) -> None:
     with pytest.raises(UserError, match=r"does not take these options.*unexpected keyword argument 'limits'"):
         build("thing", f"{user_file}:Mine", {"limits": 5}, KNOWN)
+
+
+def test_a_users_file_may_import_its_neighbour(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (user_file.parent / "beside_mine.py").write_text("LIMIT = 7\n")
+    (user_file.parent / "other.py").write_text("from beside_mine import LIMIT\n")
+    assert load("thing", f"{user_file.parent / 'other.py'}:LIMIT") == 7
+    assert sys.path[-1] == str(user_file.parent)

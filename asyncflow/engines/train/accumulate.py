@@ -147,7 +147,7 @@ class ExactAccumulator:
         gradients = []
         for name, parameter in self._parameters.items():
             if name in self._sums:
-                parameter.grad = _divided(self._sums.pop(name), normaliser)
+                parameter.grad = divided(self._sums.pop(name), normaliser)
                 gradients.append(parameter.grad)
         return gradients
 
@@ -167,18 +167,27 @@ class ExactAccumulator:
             if not all(map(math.isfinite, values)):  # nor is its sum, which skips the step
                 continue
             peak = max(values, default=0.0)
-            if peak > grid.largest_addend:
-                raise RangeError(
-                    f"The gradient of {name} has an entry of magnitude {peak:.3g}, but exact sums take none above "
-                    f"{grid.largest_addend:.3g}: set train.accumulate to fp32, or train.responses_per_micro_batch lower."
-                )
             # In whole steps of the grid, so that the bound too is exact: whether a step is refused does not depend on the order.
             self._bounds[name] = self._bounds.get(name, 0) + math.ceil(peak / grid.spacing)
-            if (bound := self._bounds[name] * grid.spacing) > grid.largest_sum:
-                raise RangeError(
-                    f"The gradients of {name} could add up to {bound:.3g} (the last has an entry of magnitude {peak:.3g}), but "
-                    f"exact sums go up to {grid.largest_sum:.3g}: set train.accumulate to fp32, or train.prompts_per_step lower."
-                )
+            check_range(name, peak, self._bounds[name])
+
+
+def check_range(name: str, peak: float, bound: int) -> None:
+    """That gradients are summed exactly: `peak` is the largest magnitude in one, `bound` what they add up to, in steps of the grid.
+
+    Raises `RangeError`.
+    """
+    grid = GRADIENT_GRID
+    if peak > grid.largest_addend:
+        raise RangeError(
+            f"The gradient of {name} has an entry of magnitude {peak:.3g}, but exact sums take none above "
+            f"{grid.largest_addend:.3g}: set train.accumulate to fp32, or train.responses_per_micro_batch lower."
+        )
+    if (most := bound * grid.spacing) > grid.largest_sum:
+        raise RangeError(
+            f"The gradients of {name} could add up to {most:.3g} (the last has an entry of magnitude {peak:.3g}), but "
+            f"exact sums go up to {grid.largest_sum:.3g}: set train.accumulate to fp32, or train.prompts_per_step lower."
+        )
 
 
 def add_rounded(sums: Tensor, addend: Tensor, grid: Grid) -> list[Tensor]:
@@ -244,7 +253,8 @@ def _square_grids(largest: float) -> tuple[Grid, Grid]:
     return Grid(math.ldexp(1.0, exponent - 33)), Grid(math.ldexp(1.0, exponent - 66))
 
 
-def _divided(sums: Tensor, normaliser: int) -> Tensor:
+def divided(sums: Tensor, normaliser: int) -> Tensor:
+    """Float64 sums divided in float64, as float32."""
     gradient = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     for gradient_C, sums_C in zip(_chunks(gradient), _chunks(sums), strict=True):
         gradient_C.copy_(sums_C / normaliser)

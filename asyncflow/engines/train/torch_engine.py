@@ -1,145 +1,212 @@
-"""Trains a Hugging Face model in plain PyTorch on one device.
+"""Trains a Hugging Face model in plain PyTorch, on one device or cut over the ranks of a layout.
 
 consumes: micro-batches with a loss, optimiser steps, requests for log-probs and weights
-waits for: nothing but the call before it (one compute thread, which is also the engine's lock)
+waits for: the call before it (one compute thread, which is also the engine's lock); the same call on the other ranks
 is unblocked by: each call as it comes
 
-    micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
-                                       +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks (log_probs.py)
-                                                                                                |
-    AdamW <- clip, norm <- sums / normaliser (optim_step) <- gradient sums (accumulate.py) <----+ backward
+    a leader's loop --call--> TorchEngine --call (calls.py)--> the TorchEngines that follow
+                                  |                                     |
+                              in its thread: one_rank.py, or parallel/many_ranks.py with the other ranks
 
 Parameters, gradient sums and optimiser state are float32 or more whatever `dtype` says.
-
-Left out: several devices, gradient checkpointing.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
-from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
-from asyncflow.engines.train.model.check_sharing import check_sharing
-from asyncflow.engines.train.model.packing import pack_thrifty
-from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
-from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.parallel import calls
 from asyncflow.threads import ComputeThread
-from asyncflow.types import Array, HeldWeights, Objective, Ragged, WeightSource
+from asyncflow.types import Array, Objective, Ragged, RunError, TensorSpec, WeightSource
+
+if TYPE_CHECKING:
+    from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 
 
 class TorchEngine:
     """Implements `TrainEngine`."""
 
-    def __init__(
-        self,
-        model_path: Path | str,
-        options: TrainEngineOptions,
-    ) -> None:
-        """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread.
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
+        """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread. Waits for the other ranks.
 
         Raises:
-            UserError: the device is not there, or a model cannot be trained here.
+            UserError: the device is not there, or a model cannot be trained here, or not under the layout.
+            RunError: the other ranks did not come.
         """
         check_device(options.device, "train.device")
-        self.device, self.data_parallel_rank = options.device, 0
-        self._chunk_tokens = options.log_prob_chunk_tokens
-        self._is_to_check = options.check_shared_prompt
+        self.device = options.device
         torch.manual_seed(options.seed)
-        computing: dict[str, Any] = {
-            "device": options.device,
-            "temperature": options.temperature,
-            "chunk_tokens": options.log_prob_chunk_tokens,
-        }
-        self._policy = CausalModel(model_path, dtype=getattr(torch, options.dtype), **computing)
+        self._one: OneRank | None = None
+        self._many: ManyRanks | None = None
+        if options.layout.size == 1:
+            self._one = OneRank(model_path, options)
+        else:
+            from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 
-        frozen_dtype = getattr(torch, options.frozen_dtype or options.dtype)
-        frozen = partial(FrozenModel, model_path, dtype=frozen_dtype, offload=options.offload, **computing)
-        old_model = frozen() if options.old in OLD_MODELS else None
-        reference = frozen() if options.has_reference else None
-        self._models = TriModel(self._policy, options.old, old_model, reference, is_corrected=options.is_corrected)
-        self._sums = make_accumulator(options.accumulate, self._policy.parameters)
-        self._optimizer = Optimizer(self._policy.parameters, options)
+            self._many = ManyRanks(model_path, options)
+        self.data_parallel_rank = self._training.data_parallel_rank
+        self._end = ""  # what ended the exchange with the other ranks
         # The count holds for GEMMs only when it is set inside the thread that calls them.
         self._thread = ComputeThread("train-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
     async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
-        """See `TrainEngine.follow`: an engine on one device has no followers."""
+        """See `TrainEngine.follow`."""
+        if self._many is None:
+            return
+        while not isinstance(call := await self._thread.run(self._many.ranks.hear), calls.Close):
+            with busy(calls.name_of(call)):
+                done = await self._thread.run(self._do, call, objective)
+                if isinstance(call, calls.SaveState):
+                    done.add_done_callback(_look_at)
+        await self.close()
 
     async def begin_step(self) -> None:
         """See `TrainEngine.begin_step`."""
-        await self._thread.run(self._models.begin_step)
+        await self._lead(calls.BeginStep())
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt gives other numbers than not sharing it."""
-        return [await self._thread.run(self._forward_backward, micro_batch, objective) for micro_batch in micro_batches]
+        results: list[MicroBatchResult] = await self._lead(calls.ForwardBackward(list(micro_batches)), objective)
+        return results
 
     async def optim_step(self, normaliser: int) -> OptimResult:
         """See `TrainEngine.optim_step`. Also skipped when nothing was accumulated. Raises `ValueError` if `normaliser` < 1."""
         if normaliser < 1:
             raise ValueError(f"a step cannot be divided by {normaliser}")
-        return await self._thread.run(self._optim_step, normaliser)
+        result: OptimResult = await self._lead(calls.OptimStep(normaliser))
+        return result
 
     async def discard(self) -> None:
         """See `TrainEngine.discard`."""
-        await self._thread.run(self._discard)
+        await self._lead(calls.Discard())
 
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `LogProbEngine.log_probs`: under the policy's current weights."""
-        return await self._thread.run(self._policy.response_log_probs, prompt_ids, response_ids)
+        log_probs: Ragged = await self._lead(calls.LogProbs(prompt_ids, response_ids))
+        return log_probs
 
     async def export_weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`: float32; on a CPU engine the weights themselves, not copies."""
-        return HeldWeights(self._policy.parameters)
+        """See `TrainEngine.export_weights`: float32; on a CPU engine of one rank the weights themselves, not copies."""
+        if self._one is not None:
+            return self._one.weights()
+        assert self._many is not None
+        return _GatheredWeights(self._many.specs, self._gather)
 
     async def fingerprint(self) -> Mapping[str, str]:
         """See `TrainEngine.fingerprint`."""
-        return await self._thread.run(self._fingerprint)
+        fingerprint: Mapping[str, str] = await self._lead(calls.Fingerprint())
+        return fingerprint
 
     async def save(self, path: Path) -> None:
         """Write config, generation config and float32 weights; the tokenizer's files are the caller's to copy."""
-        await self._thread.run(self._policy.module.save_pretrained, path)
+        await self._lead(calls.Save(path))
+
+    async def save_state(self, folder: Path) -> Awaitable[None]:
+        """See `TrainEngine.save_state`."""
+        return asyncio.wrap_future(await self._lead(calls.SaveState(folder)))
+
+    async def load_state(self, folder: Path) -> None:
+        """See `TrainEngine.load_state`."""
+        await self._lead(calls.LoadState(folder))
 
     async def close(self) -> None:
-        """See `TrainEngine.close`."""
+        """See `TrainEngine.close`: the followers close with their leader."""
+        if self._many is not None and not self._end:
+            await self._thread.run(self._leave, self._many)
         self._thread.close()
 
-    def _forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
-        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self.device)
-        if self._is_to_check and packed.layout.has_prompt:
-            check_sharing(self._policy, micro_batch)
-            self._is_to_check = False
-        known = micro_step.given(self._models, packed, micro_batch)
-        hidden_TH, head_VH = self._policy.hidden(packed)
-        micro_loss = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens)
-        if micro_loss.result.is_finite:
-            torch.autograd.backward(micro_loss.total)
-            self._sums.add()
-        return micro_loss.result
+    @property
+    def _training(self) -> OneRank | ManyRanks:
+        training = self._one or self._many
+        assert training is not None
+        return training
 
-    def _optim_step(self, normaliser: int) -> OptimResult:
-        self._models.before_update()
-        gradients = self._sums.gradients(normaliser)  # none if every micro-batch was refused
-        result = self._optimizer.update(gradients, order_free_norm(gradients))
-        self._sums.clear()
-        return result
+    async def _gather(self, name: str) -> Tensor | None:
+        tensor: Tensor | None = await self._lead(calls.Gather(name))
+        return tensor
 
-    def _discard(self) -> None:
-        self._models.before_update()  # the version rises all the same
-        self._sums.clear()
+    async def _lead(self, call: calls.Call, objective: Objective | None = None) -> Any:
+        """Make a call on this rank and on those that follow it."""
+        return await self._thread.run(self._tell_and_do, call, objective)
 
-    def _fingerprint(self) -> Mapping[str, str]:
-        tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self._policy.parameters.items()}
-        tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
-        return {name: hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+    def _tell_and_do(self, call: calls.Call, objective: Objective | None) -> Any:
+        if self._many is not None and not self._end:
+            self._many.ranks.tell(call)
+        return self._do(call, objective)
+
+    def _do(self, call: calls.Call, objective: Objective | None) -> Any:
+        if self._many is None:
+            return self._made(call, objective)
+        if self._end:
+            raise RunError(f"this rank is of no use to the others any more: {self._end}")
+        try:
+            with self._many.ranks.named(calls.name_of(call)):
+                return self._made(call, objective)
+        except BaseException as error:
+            self._end = f"{calls.name_of(call)} had failed ({error})"  # the others wait for this one until its process has ended
+            raise
+
+    def _made(self, call: calls.Call, objective: Objective | None) -> Any:
+        training = self._training
+        match call:
+            case calls.BeginStep():
+                return training.begin_step()
+            case calls.ForwardBackward(micro_batches):
+                assert objective is not None
+                return training.forward_backward(micro_batches, objective)
+            case calls.OptimStep(normaliser):
+                return training.optim_step(normaliser)
+            case calls.Discard():
+                return training.discard()
+            case calls.LogProbs(prompt_ids, response_ids):
+                return training.log_probs(prompt_ids, response_ids)
+            case calls.Gather(name):
+                assert self._many is not None
+                return self._many.gather(name)
+            case calls.Fingerprint():
+                return training.fingerprint()
+            case calls.Save(path):
+                return training.save(path)
+            case calls.SaveState(folder):
+                return training.save_state(folder)
+            case calls.LoadState(folder):
+                return training.load_state(folder)
+            case calls.Close():
+                return None
+
+    def _leave(self, many: ManyRanks) -> None:
+        self._end = "it was closed"
+        if self.data_parallel_rank is not None:
+            many.ranks.tell(calls.Close())
+        many.ranks.leave()
+
+
+class _GatheredWeights:
+    """`WeightSource` of weights that lie in parts on several ranks."""
+
+    are_lasting = False
+
+    def __init__(self, specs: Mapping[str, TensorSpec], gather: Callable[[str], Awaitable[Tensor | None]]) -> None:
+        self.specs, self._gather = specs, gather
+
+    async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """See `WeightSource.tensors`."""
+        for name in self.specs:
+            if (tensor := await self._gather(name)) is not None:
+                yield name, tensor
+                del tensor  # one at a time
+
+
+def _look_at(written: Any) -> None:
+    """A follower's part of a state that could not be written is told by the first rank, which waits for it."""
+    written.exception()

@@ -25,16 +25,16 @@ SPANS = [
 ]
 
 
-def group(rewards: list[float], lengths: list[int], cut: list[bool], stale: list[int], prompt: int, **more: bool) -> dict:
+def group(rewards: list[float], lengths: list[int], cut: list[bool], stale: list[int], prompt: int) -> dict:
     arrays = {"rewards": np.array(rewards, np.float32), "response_lengths": np.array(lengths)}
-    return {**arrays, "truncated": np.array(cut), "staleness": np.array(stale), "prompt_length": prompt, **more}
+    return {**arrays, "truncated": np.array(cut), "staleness": np.array(stale), "prompt_length": prompt}
 
 
 def full_step() -> StepMetrics:
     metrics = StepMetrics()
     metrics.add_group(**group([1, 0], [10, 20], [False, True], [0, 0], 5))
     metrics.add_group(**group([1, 1], [30, 40], [False, False], [2, 1], 10))
-    metrics.add_group(**group([0, 0, 0, 0], [10, 10, 10, 10], [False] * 4, [0] * 4, 7, is_filtered=True))
+    metrics.add_group(**group([0, 0, 0, 0], [10, 10, 10, 10], [False] * 4, [0] * 4, 7))
     metrics.add_micro_batch(
         loss_sum=6.0, loss_tokens=30, logical_tokens=40, physical_tokens=35, metrics={"policy/kl": 3.0, "policy/entropy": 30.0}
     )
@@ -42,7 +42,7 @@ def full_step() -> StepMetrics:
         loss_sum=-2.0, loss_tokens=70, logical_tokens=90, physical_tokens=80, metrics={"policy/kl": 7.0, "policy/entropy": 70.0}
     )
     metrics.add_update(grad_norm=2.0, learning_rate=1e-3, normaliser=100)
-    metrics.count_rows(dead=1, filtered=2, redelivered=3)
+    metrics.count_rows(dead=1, redelivered=3)
     return metrics
 
 
@@ -62,10 +62,10 @@ def test_a_hand_worked_step():
         "policy/learning_rate": 1e-3,
         "policy/skipped_updates": 0,
         "policy/non_finite_micro_batches": 0,
-        "staleness/mean": 3 / 4,
+        "staleness/mean": 3 / 8,
         "staleness/max": 2,
-        # Trained rows only: (5 + 10) + (5 + 20) + (10 + 30) + (10 + 40) = 130 logical tokens, 10 s, 4 devices.
-        "perf/tpspd": 130 / 40,
+        # (5 + 10) + (5 + 20) + (10 + 30) + (10 + 40) + 4 * (7 + 10) = 198 logical tokens, 10 s, 4 devices.
+        "perf/tpspd": 198 / 40,
         "perf/step_seconds": 10.0,
         "perf/train_startup_seconds": 3.5,
         # 900 tokens while at least one worker generated: 0 to 8.
@@ -76,9 +76,8 @@ def test_a_hand_worked_step():
         "perf/idle_ratio/rollout/0": 0.4,
         "perf/idle_ratio/rollout/1": 0.25,
         "perf/idle_ratio/trainer/0": 0.6,
-        "rows/trained": 4,
+        "rows/trained": 8,
         "rows/dead": 1,
-        "rows/filtered": 6,
         "rows/empty": 0,
         "rows/redelivered": 3,
     }
@@ -97,7 +96,6 @@ def test_what_is_not_known_is_left_out():
         "perf/step_seconds": 0.0,
         "rows/trained": 0,
         "rows/dead": 0,
-        "rows/filtered": 0,
         "rows/empty": 0,
         "rows/redelivered": 0,
     }

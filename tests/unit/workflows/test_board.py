@@ -16,6 +16,7 @@ from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board, Target
 from asyncflow.workflows.signal import Signal
+from tests.builders import turns
 
 A, B = "rollout/0", "rollout/1"
 
@@ -82,11 +83,6 @@ def manifest(version: int) -> Manifest:
 
 def target(version: int) -> Target:
     return Target(version, manifest(version) if version else None)
-
-
-async def turns() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def waits(task: asyncio.Task[Any]) -> bool:
@@ -361,14 +357,86 @@ async def test_a_worker_without_its_weights_is_stale_until_it_serves_again() -> 
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
-    assert books.board.num_unhealthy() == 0
+    assert books.board.num_unhealthy(0.0) == 0
     await books.asks(A, books.board.failed("the hash is not the manifest's"))
     await books.asks(A, books.board.failed("nor is it now"))
-    assert books.board.num_unhealthy() == 1 and books.board.stale == {A: "nor is it now"}
+    assert books.board.num_unhealthy(0.0) == 1 and books.board.stale == {A: "nor is it now"}
     assert told == [(A, "the hash is not the manifest's"), (A, "nor is it now")]
     assert await books.asks(A, books.board.next_target(0)) == target(1)  # it is asked again, for what is newest by then
     await books.serves(A, 1)
-    assert books.board.num_unhealthy() == 0 and books.board.stale == {}
+    assert books.board.num_unhealthy(0.0) == 0 and books.board.stale == {}
+
+
+async def test_one_without_its_weights_counts_as_lost_after_a_while() -> None:
+    books = Books()
+    await books.serves(A, 0)
+    await books.asks(A, books.board.failed("the hash is not the manifest's"))
+    books.now = 4.0
+    await books.asks(A, books.board.failed("nor is it now"))
+    assert books.board.num_unhealthy(5.0) == 0
+    books.now = 5.0
+    assert books.board.num_unhealthy(5.0) == 1
+
+
+async def test_one_that_was_stale_for_the_sake_of_another_version_goes_on_with_what_it_serves() -> None:
+    books = Books("delayed")
+    await books.serves(A, 2)
+    await books.serves(B, 2)
+    await books.publish(1, 2)
+    books.rows.waiting = [1]
+    assert await books.asks(A, books.board.next_target(2)) == target(1)
+    await books.asks(A, books.board.failed("it did not come"))
+    books.rows.waiting, books.rows.held = [], [1]  # B has taken them
+    assert await books.asks(A, books.board.next_target(2)) == target(2)
+    await books.serves(A, 2)
+    assert books.board.stale == {}
+    waiting = books.asks(A, books.board.next_target(2))
+    await turns(10)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_one_that_says_nothing_any_more_is_not_waited_for() -> None:
+    """Its rows are given to others once their lease has expired, and some may be due under a version that all others are past."""
+    books, silent = Books("delayed"), set[str]()
+    books.board.is_silent = silent.__contains__
+    await books.publish(1, 2)
+    await books.serves(A, 2)
+    await books.serves(B, 1)
+    books.rows.waiting = [1]
+    waiting = books.asks(A, books.board.next_target(2))
+    await turns(10)
+    assert not waiting.done()  # B serves it
+    silent.add(B)
+    books.signal.notify()
+    assert await waiting == target(1)
+    assert books.board.serving == {A: 2}
+    silent.clear()
+    assert books.board.serving == {A: 2, B: 1}
+
+
+async def test_how_long_a_worker_takes_to_begin_is_not_what_a_swap_takes() -> None:
+    books = Books()
+    await books.asks(A, books.board.join())
+    books.now = 50.0
+    await books.serves(A, 0)
+    assert books.board.swap_seconds is None
+
+
+async def test_all_serve_is_said_of_all_that_the_run_has() -> None:
+    books = Books()
+    await books.publish(1)
+    waiting = asyncio.create_task(books.board.all_serve(1, 2))
+    await books.serves(A, 1)
+    await turns(10)
+    assert not waiting.done()  # nobody knows of B yet
+    await books.asks(B, books.board.failed("it did not come"))
+    await turns(10)
+    assert not waiting.done()
+    await books.serves(B, 1)
+    await asyncio.wait_for(waiting, 5)
+    books.board.died(B, is_given_up=True)
+    await asyncio.wait_for(books.board.all_serve(1, 2), 5)
 
 
 async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_starting_does_not() -> None:
@@ -378,12 +446,12 @@ async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_
     books.board.forget(A)  # its connection has gone, before or after its process
     books.board.died(A, is_given_up=False)
     books.board.forget(A)
-    assert books.board.num_unhealthy() == 0 and books.board.serving == books.board.stale == books.board.installing == {}
+    assert books.board.num_unhealthy(0.0) == 0 and books.board.serving == books.board.stale == books.board.installing == {}
     await books.asks(A, books.board.join())
     await books.serves(A, 0)
-    assert books.board.num_unhealthy() == 0
+    assert books.board.num_unhealthy(0.0) == 0
     books.board.died(A, is_given_up=True)
-    assert books.board.num_unhealthy() == 1 and books.board.serving == {}
+    assert books.board.num_unhealthy(0.0) == 1 and books.board.serving == {}
 
 
 async def test_stopping_answers_everybody_who_waits() -> None:

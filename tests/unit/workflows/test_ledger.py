@@ -12,20 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncflow.registry import build
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta, Interval
+from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.signal import Signal
 from asyncflow.workflows.synchronous import Synchronous
+from tests.builders import meta
 
 BITS = 2
 UPDATE = Update(1.0, 1e-3, 10, False)
-
-
-def meta(group: int, *, step: int = 0, size: int = 2, purpose: str = "train") -> GroupMeta:
-    return GroupMeta(group, size, step, Interval(step, step), purpose)
 
 
 def consumed(*rows: int, tokens: int = 5, is_finite: bool = True, empty: Iterable[int] = ()) -> Consumed:
@@ -178,7 +177,7 @@ def complete(ledger: Ledger, group: int) -> None:
 def test_a_group_of_the_step_is_its_member_and_one_of_an_earlier_step_is_not() -> None:
     ledger = two_steps()
     complete(ledger, 0)
-    assert ledger.claim(0, 0) and not ledger.claim(1, 0)
+    assert ledger.claim(0, 0) == 0 and ledger.claim(1, 0) is None
 
 
 def test_a_complete_group_of_a_later_step_changes_places_with_the_one_begun_last() -> None:
@@ -188,9 +187,9 @@ def test_a_complete_group_of_a_later_step_changes_places_with_the_one_begun_last
         ledger.begun([group], version)
     complete(ledger, 3)
     complete(ledger, 2)
-    assert ledger.claim(0, 3)
+    assert ledger.claim(0, 3) not in (None, 3)
     ledger.consume(0, consumed(12, 13))
-    assert ledger.claim(1, 0) and ledger.claim(0, 1)  # the later step has group 0 now
+    assert ledger.claim(1, 0) == 0 and ledger.claim(0, 1) is not None  # the later step has group 0 now
     ledger.consume(0, consumed(8, 9))
     assert ledger.closed() == []  # group 1 remains
     ledger.consume(0, consumed(4, 5))
@@ -204,7 +203,7 @@ def test_all_of_what_a_task_has_yet_to_do_moves_along() -> None:
     ledger.done("rollout", [4, 5])  # of group 1, which has no reward yet
     complete(ledger, 2)
     assert [ledger.is_done("rollout", step) for step in (0, 1)] == [True, False]
-    assert ledger.claim(0, 2)
+    assert ledger.claim(0, 2) is not None
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True]
     ledger.consume(0, consumed(0, 1))
     ledger.consume(0, consumed(8, 9))
@@ -228,7 +227,7 @@ def test_it_takes_the_place_only_of_a_begun_group_that_the_later_step_is_not_too
     for group, version in {2: 0, **begun}.items():
         ledger.begun([group], version)
     complete(ledger, 2)
-    assert ledger.claim(0, 2) is is_granted
+    assert (ledger.claim(0, 2) is not None) is is_granted
 
 
 def test_a_group_that_has_been_begun_anew_is_as_old_as_its_first_beginning() -> None:
@@ -237,16 +236,16 @@ def test_a_group_that_has_been_begun_anew_is_as_old_as_its_first_beginning() -> 
     ledger.begun([0], 0)
     ledger.begun([0, 2], 1)  # a worker had died
     complete(ledger, 2)
-    assert not ledger.claim(0, 2)  # step 2 would be too late for group 0
+    assert ledger.claim(0, 2) is None  # step 2 would be too late for group 0
     complete(ledger, 1)
-    assert ledger.claim(0, 1)
+    assert ledger.claim(0, 1) is not None
 
 
 def test_a_step_that_waits_for_nothing_takes_nobody_in() -> None:
     ledger = two_steps()
     for group in (0, 1, 2):
         complete(ledger, group)
-    assert not ledger.claim(0, 2)
+    assert ledger.claim(0, 2) is None
 
 
 class FirstCome:
@@ -271,7 +270,7 @@ class FirstCome:
                 group = candidates.pop(0) if candidates else self.next_complete()
                 if group is None:
                     continue
-                if self.ledger.claim(step, group):
+                if self.ledger.claim(step, group) is not None:
                     self.ledger.consume(step, consumed(*self.alive[group]))
                     assert group not in self.trained
                     self.trained[group] = step, step - self.oldest[group]
@@ -499,8 +498,7 @@ async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_sche
     books = Service()
     waiting = asyncio.create_task(books.service.may_admit(0))
     assert not await settled(waiting)
-    books.service.limit = 3
-    books.service.changed()
+    books.service.allow(3, 3)
     assert await waiting is True
     assert await books.service.may_admit(1) is True
     ahead = asyncio.create_task(books.service.may_admit(2))
@@ -512,9 +510,45 @@ async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_sche
     assert await ahead is True
 
 
+async def test_a_run_that_is_driven_by_hand_generates_ahead_as_far_as_its_staleness_reaches() -> None:
+    periodic, delayed = Service(), Service(build("schedule", "delayed", {}, SCHEDULES))
+    for books in (periodic, delayed):
+        assert not books.service.is_held  # nothing more is to come
+        books.service.allow(1, 3)
+        await books.service.open([meta(0)])
+        books.service.done("rollout", [0, 1])
+        ahead = asyncio.create_task(books.service.may_admit(1))
+        assert await settled(ahead) == (books is delayed)
+        await books.service.open([meta(1, step=1)])
+        assert await books.service.may_start("train", 0) is True
+        assert not books.service.is_held
+        await books.service.consume(0, consumed(0, 1))
+        await books.service.commit(0, UPDATE)
+        assert books.service.is_held
+        held = asyncio.create_task(books.service.may_start("train", 1))
+        assert not await settled(held)
+        books.service.allow(2, 3)
+        assert await settled(held) and not books.service.is_held
+        books.service.stop()
+
+
+async def test_a_group_that_changes_its_step_is_made_by_no_version_too_old_for_it() -> None:
+    told: list[tuple[int, int]] = []
+    books = Service(build("schedule", "bounded", {"max_staleness": 1, "membership": "first_come"}, SCHEDULES))
+    books.ledger._max_staleness = 1
+    books.service.on_displaced = lambda group, version: told.append((group, version))
+    await books.service.open([meta(0), meta(1)])
+    await books.service.open([meta(2, step=1), meta(3, step=1)])
+    books.ledger.begun([0], 0)
+    assert await books.service.claim(0, 1) and told == []  # its own step's
+    assert await books.service.claim(0, 2) and told == [(0, 0)]  # step 1 takes what version 0 has made
+    assert not await books.service.claim(0, 3) and told == [(0, 0)]
+
+
 async def test_training_starts_when_the_schedule_lets_it() -> None:
     periodic, synchronous = Service(), Service(Synchronous())
     for books in (periodic, synchronous):
+        books.service.allow(1, 1)
         waiting = asyncio.create_task(books.service.may_start("train", 0))
         assert not await settled(waiting)
         await books.service.open([meta(0)])

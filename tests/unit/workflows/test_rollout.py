@@ -28,6 +28,7 @@ from asyncflow.workflows.ledger import Ledger
 from asyncflow.workflows.rollout import Rollout
 from asyncflow.workflows.samples import Prompt, Shape, admission, schema
 from asyncflow.workflows.signal import Signal
+from tests.builders import turns
 
 BITS = 2
 WORKER = "rollout/0"
@@ -151,11 +152,6 @@ class World:
         rows = np.array([group << BITS, (group << BITS) + 1])
         (batch,) = await self.client.read({0: rows}, ["version_spans"])
         return [spans[1::2].tolist() for spans in batch.ragged("version_spans")]
-
-
-async def turns() -> None:
-    for _ in range(60):
-        await asyncio.sleep(0)
 
 
 def meta(group: int, step: int, low: int, high: int, purpose: str = "train") -> GroupMeta:
@@ -404,10 +400,10 @@ async def test_one_that_cannot_begin_tries_again() -> None:
         await world.publish(1)
 
     async with a_worker(before=lacks_version_1) as world:
-        assert world.board.serving == {} and world.board.num_unhealthy() == 1
+        assert world.board.serving == {} and world.board.num_unhealthy(0.0) == 1
         await world.publish(2)  # the first one is never there again
         await asyncio.sleep(0.1)
-        assert world.board.serving == {WORKER: 2} and world.board.num_unhealthy() == 0
+        assert world.board.serving == {WORKER: 2} and world.board.num_unhealthy(0.0) == 0
 
 
 async def test_a_worker_that_joins_when_the_run_is_stopping_ends() -> None:

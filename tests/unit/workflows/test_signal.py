@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncflow.workflows.signal import Signal
-
-
-async def turns() -> None:
-    for _ in range(3):
-        await asyncio.sleep(0)
+from tests.builders import turns
 
 
 async def test_a_condition_that_holds_is_not_waited_for() -> None:

@@ -15,10 +15,10 @@ import pytest
 from asyncflow.engines.base import Response
 from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.spans import Recorder, Span
-from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.transfer_queue.leases import DeadRow, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.types import Array, GroupMeta, Interval, Ragged
+from asyncflow.types import Array, GroupMeta, Ragged
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import Ledger, LedgerService
 from asyncflow.workflows.periodic import Periodic
@@ -27,6 +27,10 @@ from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 from asyncflow.workflows.synchronous import Synchronous
 from asyncflow.workflows.tasks import Work, refer, reward, serve
+from tests import builders
+from tests.builders import turns
+
+meta = partial(builders.meta, size=3)
 
 BITS = 2
 SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1, 1, 1)
@@ -62,7 +66,7 @@ class World:
         await self.client.put(list(metas), admission(metas, prompts, [1.0] * len(metas)))
 
     async def generate(self, *rows: int) -> None:
-        leased = await self.client.lease("rollout", groups=99)
+        leased = await self.client.lease("rollout", Want(groups=99))
         assert leased is not None
         for row in rows:
             spans = np.array([(0, 0)], np.int64)
@@ -88,15 +92,6 @@ async def serving(task: str, work: Work, schedule: Schedule | None = None) -> As
         await world.client.close(task)
         world.service.stop()
         await asyncio.wait_for(running, 5)  # ends when the task is closed, or the run is stopping
-
-
-async def turns() -> None:
-    for _ in range(60):
-        await asyncio.sleep(0)
-
-
-def meta(group: int, step: int = 0, *, size: int = 3, purpose: str = "train") -> GroupMeta:
-    return GroupMeta(group, size, step, Interval(step, step), purpose)
 
 
 def scored(kept: list[Mapping[str, Any]], fails: Mapping[str, int] | None = None) -> Work:

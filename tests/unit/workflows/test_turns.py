@@ -14,7 +14,9 @@ import pytest
 from asyncflow.algorithms.grpo import GRPO
 from asyncflow.engines.base import MicroBatchResult, Response
 from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
@@ -27,6 +29,7 @@ from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 from asyncflow.workflows.synchronous import Synchronous
 from asyncflow.workflows.turns import Turns, members
+from tests.builders import turns
 
 BITS = 1
 
@@ -60,7 +63,7 @@ class World:
         metas = [GroupMeta(group, 1, group // 2, self.schedule.interval(group // 2)) for group in range(2 * num_steps)]
         await self.service.open(metas)
         await self.client.put(metas, admission(metas, [Prompt(np.arange(2), {})] * len(metas), [1.0] * len(metas)))
-        leased = await self.client.lease("rollout", groups=99)
+        leased = await self.client.lease("rollout", Want(groups=99))
         assert leased is not None
         self.rollout = leased.lease
         for group in range(2 * num_steps):
@@ -79,7 +82,7 @@ class World:
 
         async def run() -> list[Leased]:
             held: list[Leased] = []
-            async for leased in members(self.client, self.service, self.schedule, step, self.put_aside):
+            async for leased in members(self.client, self.service, self.schedule, step, self.put_aside, at_once):
                 group = leased.lease.groups[0].group
                 order.append(group)
                 held.append(leased)
@@ -105,9 +108,8 @@ def consumed(row: int) -> Consumed:
     return Consumed([row], [], 2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 4, 4, {}, True)
 
 
-async def turns() -> None:
-    for _ in range(60):
-        await asyncio.sleep(0)
+async def at_once() -> None:
+    """There is always room."""
 
 
 async def test_strictly_a_step_is_given_its_own_groups_as_they_come() -> None:
@@ -211,6 +213,8 @@ class Ranks:
         self.world, self.shape, self.trained = world, shape, [list[list[int]]() for _ in range(count)]
         self.ranks = [asyncio.create_task(self._train(rank)) for rank in range(count)]
         self.barrier = asyncio.Barrier(count)
+        self.told: list[Span] = []
+        self.spans = Recorder("trainer/0", asyncio.get_running_loop().time, self.told.append, "cpu")
 
     async def _train(self, rank: int) -> None:
         world = self.world
@@ -218,9 +222,10 @@ class Ranks:
         turns = Turns(client, world.service, world.schedule, GRPO(), self.shape, rank, 0, {})
         async with turns:
             async for turn in turns:
-                await self.barrier.wait()  # as a collective would make them
+                with turn.computing(self.spans, 0):
+                    await self.barrier.wait()  # as a collective would make them
                 self.trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
-                assert len(turn.micro_batches) == len(turn.works) and turn.figures["rows"] == len(turn.works)
+                assert len(turn.micro_batches) == len(turn.works)
                 turns.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.micro_batches], FingerprintLog(None))
         await turns.commit()
 
@@ -247,6 +252,21 @@ async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_tur
         assert sorted(map(len, (turn for rank in ranks.trained for turn in rank))) == [0, 1, 1]
 
 
+async def test_a_rank_holds_nothing_back_that_the_others_would_wait_for() -> None:
+    """What is leased is offered, and for what is not the others are asked first."""
+    async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
+        await world.admit(1)
+        first, second = (Turns(world.client, world.service, world.schedule, GRPO(), SHAPE, rank, 0, {}) for rank in range(2))
+        async with first:
+            await world.complete(0, 1)
+            assert world.queue.controllers["train"].table.counts()["ready"] == 1
+            async with second:
+                turn = [asyncio.create_task(world.service.turn(0, rank, 0)) for rank in range(2)]
+                assert await asyncio.wait_for(asyncio.gather(*turn), 5) == [[0], [1]]
+                world.service.stop()
+                world.queue.stop()
+
+
 async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_turn=2) as world:
         await world.admit(1)
@@ -256,6 +276,9 @@ async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
         await world.complete(0)
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
         assert ranks.trained == [[[1, 0]]]
+        (turn,) = [span for span in ranks.told if span.task == "forward_backward"]
+        assert (turn.rows, turn.group, turn.is_lane) == (2, -1, True)
+        assert [(s.group, s.rows, s.is_lane) for s in ranks.told if s.task == "train_group"] == [(1, 1, False), (0, 1, False)]
 
 
 async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:

@@ -8,12 +8,16 @@ evaluation mode: with dropout the ratio of new to old log-probs would not be 1 w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -39,13 +43,14 @@ class CausalModel:
         chunk_tokens: int,
         weights_dtype: torch.dtype = torch.float32,
         weights_device: str | None = None,
+        recomputes: bool = False,
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
         Its weights are kept in `weights_dtype` on `weights_device`, and every pass computes in `dtype` on `device`. Where these
         differ, a pass starts from a copy that lives as long as it does: the numbers that a rollout engine of that dtype holds.
         Gradients come back to the weights. `temperature` is that of the rollout's sampling. At most `chunk_tokens` rows of
-        logits exist at a time.
+        logits exist at a time. `recomputes`: a layer's activations are made again in the backward pass.
 
         Raises:
             UserError: there is no such model, or it cannot be trained here.
@@ -57,10 +62,16 @@ class CausalModel:
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         head_VH = self.module.get_output_embeddings().weight
         self._head_name = next(name for name, parameter in self.parameters.items() if parameter is head_VH)
+        layers = self.module.base_model.layers if recomputes else []
+        # Their weights are cast where they are computed again, so that the copies live no longer than that.
+        self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        for layer in layers:
+            recompute_activations(layer, partial(_cast_parameters, layer, self.device, dtype))
 
     def hidden(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Hidden states [T, H] that predict the response tokens, temperature applied, and the output layer's weight [V, H]."""
-        weights = {name: parameter.to(self.device, self.dtype) for name, parameter in self.parameters.items()}
+        here = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._cast_by_layer}
+        weights = {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
         base, prefix = self.module.base_model, self.module.base_model_prefix + "."
         state = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         state |= {name: buffer.to(self.device) for name, buffer in base.named_buffers()}
@@ -111,6 +122,31 @@ class FrozenModel(CausalModel):
         """Take over the policy's weights as they are now."""
         for name, parameter in self.parameters.items():
             parameter.copy_(policy.parameters[name])
+
+
+def recompute_activations(layer: nn.Module, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    """Have a layer keep nothing but what goes into it, and compute it again in the backward pass; each time `within` a context."""
+    plain_forward = layer.forward
+
+    def forward(*inputs: Any, **others: Any) -> Any:
+        with within():
+            return plain_forward(*inputs, **others)
+
+    # Nothing draws random numbers: the model is in evaluation mode.
+    layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def _cast_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Within it a module's parameters are copies that carry their gradients back."""
+    own = [(module, name, parameter) for module in layer.modules() for name, parameter in module.named_parameters(recurse=False)]
+    for module, name, parameter in own:
+        module._parameters[name] = parameter.to(device, dtype)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
 
 
 def load_module(path: Path | str, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ another one makes 0.3 and 0.02 or more.
 """
 
 
+_ADVICE = (
+    "that is a fault of the attention on this device, to be reported; train.responses_per_micro_batch=1 trains without it"
+)
+
+
 def check_sharing(policy: CausalModel, micro_batch: MicroBatch) -> None:
     """Compare the log-probs of a micro-batch, and the gradient of their sum, with and without a shared prompt.
 
@@ -31,26 +37,43 @@ def check_sharing(policy: CausalModel, micro_batch: MicroBatch) -> None:
     """
     layouts = [pack(micro_batch.prompt_ids, micro_batch.response_ids, policy.device, is_shared=way) for way in (True, False)]
     (shared_T, gradients), (rows_T, expected) = (_both(policy, packed) for packed in layouts)
-    logprob_limit, gradient_limit = TOLERANCES[policy.dtype]
-    differences_T = (shared_T - rows_T).abs()
-    worst = int(differences_T.nan_to_num(nan=torch.inf).argmax())
+    gradient_limit = TOLERANCES[policy.dtype][1]
     distance, size = (
         torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors])).item()
         for tensors in ([a - b for a, b in zip(gradients, expected, strict=True)], expected)
     )
     if not (rows_T.isfinite().all() and math.isfinite(size)):
         return  # the weights or the batch are broken either way, which is told where the loss is looked at
-    row = int(micro_batch.indices[int(layouts[0].row_T[worst])])
-    if not differences_T[worst] <= logprob_limit:
-        what = f"the log-prob {shared_T[worst]:.6f} for a token of row {row}, where the row alone has {rows_T[worst]:.6f}"
-    elif not distance <= gradient_limit * size:
+    what = _difference(shared_T, rows_T, layouts[0], micro_batch, policy.dtype)
+    if not what and not distance <= gradient_limit * size:
         what = f"a gradient {distance:.3g} away from that of the rows alone, whose norm is {size:.3g}"
-    else:
-        return
-    raise RunError(
-        f"sharing the prompt gives {what}: that is a fault of the attention on this device, to be reported; "
-        f"train.responses_per_micro_batch=1 trains without it"
-    )
+    if what:
+        raise RunError(f"sharing the prompt gives {what}: {_ADVICE}")
+
+
+def check_shared_log_probs(
+    log_probs: Callable[[Packed], Tensor], micro_batch: MicroBatch, device: str | torch.device, dtype: torch.dtype
+) -> None:
+    """`check_sharing` without the gradients, for a model that is more than its parameters. `log_probs` (float32 [T]): the policy's.
+
+    Raises:
+        RunError: they differ by more than rounding explains.
+    """
+    layouts = [pack(micro_batch.prompt_ids, micro_batch.response_ids, device, is_shared=way) for way in (True, False)]
+    with torch.no_grad():
+        shared_T, rows_T = (log_probs(packed) for packed in layouts)
+    if rows_T.isfinite().all() and (what := _difference(shared_T, rows_T, layouts[0], micro_batch, dtype)):
+        raise RunError(f"sharing the prompt gives {what}: {_ADVICE}")
+
+
+def _difference(shared_T: Tensor, rows_T: Tensor, packed: Packed, micro_batch: MicroBatch, dtype: torch.dtype) -> str:
+    """The worst log-prob, if it differs by more than rounding explains; else nothing."""
+    differences_T = (shared_T - rows_T).abs()
+    worst = int(differences_T.nan_to_num(nan=torch.inf).argmax())
+    if differences_T[worst] <= TOLERANCES[dtype][0]:
+        return ""
+    row = int(micro_batch.indices[int(packed.row_T[worst])])
+    return f"the log-prob {shared_T[worst]:.6f} for a token of row {row}, where the row alone has {rows_T[worst]:.6f}"
 
 
 def _both(policy: CausalModel, packed: Packed) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -5,31 +5,65 @@ of a chunk of tokens are made, used and dropped. Their gradient follows from tha
 
     token_local_loss           the loss is a sum over tokens: each chunk's loss and gradient are made while its logits are there
     log_probs_and_entropy      any loss (of whole sequences, say): its gradient comes later, and the logits are made again for it
+
+Under tensor parallelism each rank has some rows of the head (`VocabularyShard`), and makes its columns of the logits. Of each chunk
+three numbers a token go round, one gather: the log-sum-exp, the expected logit and the target's logit of each shard. All ranks then
+compute the same log-probs and entropies, to the bit. In the backward the hidden states' gradient is summed, once for all chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from asyncflow.types import LossSums, is_maximum
 
-# T response tokens, C tokens of a chunk, H hidden elements, V tokens of the vocabulary.
+# T response tokens, C tokens of a chunk, H hidden elements, V tokens of the vocabulary or of this rank's shard, R ranks.
 
 
-def log_probs_and_entropy(hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, *, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabularyShard:
+    """Where the rows of a head that this rank has lie in the vocabulary; the other ranks of `group` have the others.
+
+    Shards need not be of one size. All ranks of the group call these functions alike: the same hidden states, targets and chunks.
+    """
+
+    group: dist.ProcessGroup
+    offset: int  # the token of the shard's first row
+
+    def find(self, targets_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+        """The targets' rows in the shard, int64 [C], and bool [C], where there is one: elsewhere the row is any."""
+        rows_C = targets_C - self.offset
+        return rows_C.clamp(0, num_rows - 1), (rows_C >= 0) & (rows_C < num_rows)
+
+    def join(self, lse_C: Tensor, expected_C: Tensor, chosen_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From the shards' log-sum-exps, expected logits and chosen logits (0 where there is none) to those of the vocabulary."""
+        own_3C = torch.stack([lse_C, expected_C, chosen_C])
+        all_R = [torch.empty_like(own_3C) for _ in range(self.group.size())]
+        dist.all_gather(all_R, own_3C, group=self.group)
+        lse_RC, expected_RC, chosen_RC = torch.stack(all_R, dim=1)
+        whole_C = lse_RC.logsumexp(0)
+        return whole_C, torch.linalg.vecdot((lse_RC - whole_C).exp(), expected_RC, dim=0), chosen_RC.sum(0)
+
+
+def log_probs_and_entropy(
+    hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, *, chunk_tokens: int, shard: VocabularyShard | None = None
+) -> tuple[Tensor, Tensor]:
     """log softmax(hidden head^T)[target] and the entropy of the softmax in nats, both float32 [T].
 
     hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Only the log-probs
-    carry a gradient, to both hidden states and head. At most `chunk_tokens` rows of logits exist at a time.
+    carry a gradient, to both hidden states and head. At most `chunk_tokens` rows of logits exist at a time. With `shard`, head_VH
+    is that part of the head; the results are those of the whole, and so is the gradient of the hidden states.
     """
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
-    log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens)
+    log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens, shard)
     return log_probs_T, entropy_T
 
 
@@ -40,12 +74,13 @@ def token_local_loss(
     loss: Callable[[slice, Tensor, Tensor], LossSums],
     *,
     chunk_tokens: int,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """A loss that is a sum over tokens: the scalar, its metrics joined over the chunks, and the detached log-probs (float32 [T]).
 
     `loss` is given a slice of T with that chunk's log-probs (a leaf that requires grad) and entropies, both as in
     `log_probs_and_entropy`, and may use no other chunk's. The scalar carries the gradient to hidden states and head, whose
-    values are there already: it can be run backward once. Without grad mode there is neither.
+    values are there already: it can be run backward once. Without grad mode there is neither. `shard`: as there.
     """
     has_grad = torch.is_grad_enabled() and (hidden_TH.requires_grad or head_VH.requires_grad)
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
@@ -55,7 +90,7 @@ def token_local_loss(
     grads = (torch.empty_like(hidden_TH), torch.zeros_like(head_VH, dtype=dtype)) if has_grad else None
     for part in _chunks(len(hidden_TH), chunk_tokens):
         with torch.no_grad():
-            log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part])
+            log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard)
             log_probs_T[part] = log_probs_C
         sums = loss(part, log_probs_C.requires_grad_(has_grad), entropy_C)
         total += sums.loss.detach()
@@ -67,9 +102,11 @@ def token_local_loss(
         if grads is not None:
             (grad_C,) = torch.autograd.grad(sums.loss, log_probs_C)
             with torch.no_grad():
-                grads[0][part] = _backward(grad_C, p_CV, targets_T[part], hidden_TH[part], head_VH, grads[1])
+                grads[0][part] = _backward(grad_C, p_CV, targets_T[part], hidden_TH[part], head_VH, grads[1], shard)
         del p_CV  # before the next chunk's logits
     if grads is not None:
+        if shard is not None:
+            dist.all_reduce(grads[0], group=shard.group)
         apply: Any = _KnownGradients.apply
         total = apply(total, hidden_TH, head_VH, grads[0], grads[1].to(head_VH.dtype))
     return total, metrics, log_probs_T
@@ -82,23 +119,42 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(ends)]
 
 
-def _softmax(hidden_CH: Tensor, head_VH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _softmax(
+    hidden_CH: Tensor, head_VH: Tensor, targets_C: Tensor, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs [C] of the targets, entropies [C], log-sum-exp [C] and probabilities [C, V]."""
     logits_CV = hidden_CH @ head_VH.t()
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     lse_C = logits_CV.logsumexp(1)
-    log_probs_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C
-    # H = - sum p log p = lse - sum p logit
     p_CV = (logits_CV - lse_C[:, None]).exp_()
-    return log_probs_C, lse_C - torch.linalg.vecdot(p_CV, logits_CV), lse_C, p_CV
+    # H = - sum p log p = lse - sum p logit
+    expected_C = torch.linalg.vecdot(p_CV, logits_CV)
+    if shard is None:
+        return logits_CV.gather(1, targets_C[:, None]).squeeze(1) - lse_C, lse_C - expected_C, lse_C, p_CV
+    rows_C, is_here_C = shard.find(targets_C, len(head_VH))
+    chosen_C = logits_CV.gather(1, rows_C[:, None]).squeeze(1).where(is_here_C, 0.0)
+    whole_C, expected_C, chosen_C = shard.join(lse_C, expected_C, chosen_C)
+    return chosen_C - whole_C, whole_C - expected_C, whole_C, p_CV.mul_((lse_C - whole_C).exp_()[:, None])
 
 
-def _backward(grad_C: Tensor, p_CV: Tensor, targets_C: Tensor, hidden_CH: Tensor, head_VH: Tensor, grad_head_VH: Tensor) -> Tensor:
-    """From the gradient of the log-probs to that of the hidden states; adds to that of the head. Overwrites the probabilities.
+def _backward(
+    grad_C: Tensor,
+    p_CV: Tensor,
+    targets_C: Tensor,
+    hidden_CH: Tensor,
+    head_VH: Tensor,
+    grad_head_VH: Tensor,
+    shard: VocabularyShard | None,
+) -> Tensor:
+    """From the gradient of the log-probs to that of the hidden states (the shard's share of it); adds to that of the head.
 
-    d log p[target] / d logits = onehot(target) - p
+    d log p[target] / d logits = onehot(target) - p. Overwrites the probabilities.
     """
-    grad_logits_CV = p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], grad_C[:, None]).to(hidden_CH.dtype)
+    chosen_grad_C = grad_C
+    if shard is not None:
+        targets_C, is_here_C = shard.find(targets_C, len(head_VH))
+        chosen_grad_C = grad_C.where(is_here_C, 0.0)
+    grad_logits_CV = p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], chosen_grad_C[:, None]).to(hidden_CH.dtype)
     grad_head_VH += grad_logits_CV.t() @ hidden_CH
     return grad_logits_CV @ head_VH
 
@@ -107,27 +163,31 @@ class _ChosenLogProbs(torch.autograd.Function):
     """The log-sum-exp is kept, so that the backward makes logits again but no reduction over them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, chunk_tokens: int, shard: VocabularyShard | None
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=dtype) for _ in range(3))
         for part in _chunks(len(hidden_TH), chunk_tokens):
-            log_probs_T[part], entropy_T[part], lse_T[part], p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part])
+            log_probs_T[part], entropy_T[part], lse_T[part], p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard)
             del p_CV  # before the next chunk's logits
         ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T)
-        ctx.chunk_tokens = chunk_tokens
+        ctx.chunk_tokens, ctx.shard = chunk_tokens, shard
         ctx.mark_non_differentiable(entropy_T)
         return log_probs_T, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor, _grad_entropy_T: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_T: Tensor, _grad_entropy_T: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_TH, head_VH, targets_T, lse_T = ctx.saved_tensors
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_head_VH = torch.zeros_like(head_VH, dtype=lse_T.dtype)
         for part in _chunks(len(hidden_TH), ctx.chunk_tokens):
             p_CV = (hidden_TH[part] @ head_VH.t()).to(lse_T.dtype).sub_(lse_T[part, None]).exp_()
-            grad_hidden_TH[part] = _backward(grad_T[part], p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH)
-        return grad_hidden_TH, grad_head_VH.to(head_VH.dtype), None, None
+            grad_hidden_TH[part] = _backward(grad_T[part], p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH, ctx.shard)
+        if ctx.shard is not None:
+            dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
+        return grad_hidden_TH, grad_head_VH.to(head_VH.dtype), None, None, None
 
 
 class _KnownGradients(torch.autograd.Function):

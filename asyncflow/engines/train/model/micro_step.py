@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
-from asyncflow.engines.train.model.log_probs import log_probs_and_entropy, token_local_loss
+from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy, token_local_loss
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.types import Array, LossSums, Objective, TokenBatch
@@ -46,24 +47,48 @@ class MicroLoss:
     result: MicroBatchResult
 
 
-def given(models: TriModel, packed: Packed, micro_batch: MicroBatch) -> Given:
+def given(models: TriModel[Any], packed: Packed, micro_batch: MicroBatch) -> Given:
     """Ask the frozen models, and bring the micro-batch's columns to the device of `packed`.
 
     Raises `ValueError` for rows that are too stale for the old policy.
     """
+    old_T, ref_T = None, None
+    if models.reference is not None and micro_batch.ref_logprobs is None:
+        ref_T = models.reference.log_probs(packed)
+    if models.old_model is not None and models.asks_old_model(micro_batch):
+        old_T = models.old_model.log_probs(packed)
+    return given_frozen(models, packed, micro_batch, old_T, ref_T)
+
+
+def given_frozen(
+    models: TriModel[Any], packed: Packed, micro_batch: MicroBatch, old_T: Tensor | None, ref_T: Tensor | None
+) -> Given:
+    """As `given`, with the log-probs (float32 [T]) of old model and reference, None where there is no such model."""
     if micro_batch.ref_logprobs is not None:
-        ref_T: Tensor | None = _tensor(micro_batch.ref_logprobs.values, packed)
-    else:
-        ref_T = models.reference_log_probs(packed)
+        ref_T = _tensor(micro_batch.ref_logprobs.values, packed)
     rollout_T, mask_T = _tensor(micro_batch.rollout_logprobs.values, packed), _tensor(micro_batch.loss_mask.values, packed)
-    old_T, is_policy_T = models.old_log_probs(packed, micro_batch, rollout_T)
+    is_policy = models.is_policy(micro_batch)
+    is_policy_T = torch.from_numpy(is_policy).to(packed.row_T.device)[packed.row_T]
+    if is_policy.all():
+        old_T = None
+    elif models.old_model is None:
+        old_T = rollout_T
     advantages_T = _tensor(micro_batch.advantages, packed)[packed.row_T]
     row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
     return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, ref_T)
 
 
-def loss(known: Given, objective: Objective, hidden_TH: Tensor, head_VH: Tensor, *, chunk_tokens: int) -> MicroLoss:
-    """The loss from the policy's hidden states [T, H] and its output layer [V, H]; waits for the device once."""
+def loss(
+    known: Given,
+    objective: Objective,
+    hidden_TH: Tensor,
+    head_VH: Tensor,
+    *,
+    chunk_tokens: int,
+    shard: VocabularyShard | None = None,
+) -> MicroLoss:
+    """The loss from the policy's hidden states [T, H] and its output layer [V, H], or this rank's `shard` of it; waits for the
+    device once."""
     targets_T = known.packed.targets_T
 
     def part_loss(part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:
@@ -84,9 +109,11 @@ def loss(known: Given, objective: Objective, hidden_TH: Tensor, head_VH: Tensor,
 
     metrics: Mapping[str, Tensor]
     if objective.is_token_local:
-        total, metrics, logprobs_T = token_local_loss(hidden_TH, head_VH, targets_T, part_loss, chunk_tokens=chunk_tokens)
+        total, metrics, logprobs_T = token_local_loss(
+            hidden_TH, head_VH, targets_T, part_loss, chunk_tokens=chunk_tokens, shard=shard
+        )
     else:
-        logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens)
+        logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens, shard=shard)
         sums = part_loss(slice(None), logprobs_T, entropy_T)
         total, metrics, logprobs_T = sums.loss, sums.metrics, logprobs_T.detach()
     return MicroLoss(total, _result(known, total.detach(), metrics, logprobs_T))

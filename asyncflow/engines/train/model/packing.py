@@ -122,10 +122,10 @@ def pack_thrifty(prompt_ids: Array, responses: Ragged, device: str | torch.devic
 
 
 def pack_inert(num_tokens: int, device: str | torch.device = "cpu") -> Packed:
-    """A segment that attends to itself alone and predicts nothing: what a process computes that has no micro-batch while others have."""
+    """A segment that attends to itself alone and predicts nothing: for a process without a micro-batch while others have one."""
     tokens_P = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     layout = AttentionLayout((num_tokens,), has_prompt=False, positions_P=torch.arange(num_tokens, device=device))
-    return Packed(tokens_P, targets_T=tokens_P[:0], row_T=tokens_P[:0], layout=layout, prompt_length=num_tokens, response_lengths=())
+    return Packed(tokens_P, tokens_P[:0], tokens_P[:0], layout, prompt_length=num_tokens, response_lengths=())
 
 
 def token_ratio(prompt_length: int, response_lengths: Sequence[int]) -> float:

@@ -25,30 +25,39 @@ and each of these is right for any staleness: `current` and `step_start` are the
 
 from __future__ import annotations
 
+from typing import Any, Generic, Protocol, TypeVar
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch
-from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
-from asyncflow.engines.train.model.packing import Packed
-from asyncflow.types import SAMPLED_UP_TO, Old
+from asyncflow.types import SAMPLED_UP_TO, Array, Old
 
-# T response tokens.
+# R rows.
 
 OLD_MODELS: tuple[Old, ...] = ("step_start", "previous")
 """Those that take a second model."""
 
 
-class TriModel:
-    """Answers what old policy and reference say of a packed micro-batch; `begin_step` and `before_update` move weights."""
+class Weights(Protocol):
+    """A model whose weights can be taken over by one like it."""
+
+    def move_from(self, policy: Any, /) -> None:
+        """Take over the policy's weights as they are now."""
+        ...
+
+
+Model = TypeVar("Model", bound=Weights)
+
+
+class TriModel(Generic[Model]):
+    """Which of the frozen models a micro-batch needs; `begin_step` and `before_update` move weights."""
 
     def __init__(
         self,
-        policy: CausalModel,
+        policy: object,
         old: Old,
-        old_model: FrozenModel | None,
-        reference: FrozenModel | None,
+        old_model: Model | None,
+        reference: Model | None,
         *,
         is_corrected: bool = False,
     ) -> None:
@@ -67,24 +76,21 @@ class TriModel:
         if self.old == "previous" and self.old_model is not None:
             self.old_model.move_from(self.policy)
 
-    def old_log_probs(self, packed: Packed, micro_batch: MicroBatch, rollout_logprobs_T: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Log-probs (float32 [T]) under the old policy, None if it is the policy for all; and bool [T], where it is the policy.
+    def is_policy(self, micro_batch: MicroBatch) -> Array:
+        """Bool [R]: the rows whose old policy is the policy itself.
 
-        Raises `ValueError` for rows that are too stale for it, unless the loss corrects for that.
+        Raises `ValueError` for rows that are too stale for the old policy, unless the loss corrects for that.
         """
         limit = None if self.is_corrected else SAMPLED_UP_TO.get(self.old)
         if limit is not None and (stale := micro_batch.staleness > limit).any():
             row, staleness = int(micro_batch.indices[stale][0]), int(micro_batch.staleness[stale][0])
             why = f"row {row} has staleness {staleness}, and train.old={self.old} is right up to {limit} only"
             raise ValueError(f"{why}: take train.old=rollout")
-        is_policy = np.full(len(micro_batch.indices), self.old == "current")
         if self.old == "previous":
-            is_policy = micro_batch.staleness == 0
-        is_policy_T = torch.from_numpy(is_policy).to(packed.row_T.device)[packed.row_T]
-        if is_policy.all():
-            return None, is_policy_T
-        return (rollout_logprobs_T if self.old_model is None else self.old_model.log_probs(packed)), is_policy_T
+            is_new: Array = micro_batch.staleness == 0
+            return is_new
+        return np.full(len(micro_batch.indices), self.old == "current")
 
-    def reference_log_probs(self, packed: Packed) -> Tensor | None:
-        """Log-probs (float32 [T]) under the reference; None without one."""
-        return None if self.reference is None else self.reference.log_probs(packed)
+    def asks_old_model(self, micro_batch: MicroBatch) -> bool:
+        """Whether the old model's log-probs are needed. Raises as `is_policy`."""
+        return self.old_model is not None and not self.is_policy(micro_batch).all()

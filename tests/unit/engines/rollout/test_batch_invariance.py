@@ -15,8 +15,8 @@ from torch import Tensor
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout import slots
 from asyncflow.engines.rollout.decoder import Linear
+from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_cache import SlotCache
-from asyncflow.engines.rollout.slots import SlotEngine
 
 # 12 elements for a head and 20 for two: no row of any matrix begins at a multiple of 64 bytes by itself.
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "max_position_embeddings": 256}

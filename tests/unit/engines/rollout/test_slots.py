@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.slots import SlotEngine, read_stop_ids
+from asyncflow.engines.rollout.engine import SlotEngine, read_stop_ids
 
 PROMPT = np.arange(7, 27)
 KEY = SampleKey(seed=11, prompt_index=5)

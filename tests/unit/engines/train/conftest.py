@@ -30,22 +30,24 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return path_of
 
 
+def micro_batch(seed: int = 0, lengths: tuple[int, ...] = (5, 1, 9, 5), num_prompt_tokens: int = 6) -> MicroBatch:
+    """Random tokens, mask, advantages and log-probs."""
+    rng = np.random.default_rng(seed)
+    responses = Ragged.from_arrays([rng.integers(0, 250, n) for n in lengths], "int64")
+    mask = (rng.random(len(responses.values)) > 0.2).astype(np.uint8)
+    advantages = rng.normal(size=len(lengths)).astype(np.float32)
+    logprobs = rng.normal(size=len(responses.values)).astype(np.float32)
+    return MicroBatch(
+        indices=np.arange(len(lengths)),
+        prompt_ids=rng.integers(0, 250, num_prompt_tokens),
+        response_ids=responses,
+        loss_mask=Ragged(mask, responses.offsets),
+        rollout_logprobs=Ragged(logprobs, responses.offsets),
+        advantages=advantages,
+        staleness=np.zeros(len(lengths), np.int64),
+    )
+
+
 @pytest.fixture
 def make_micro_batch() -> Callable[..., MicroBatch]:
-    def make(seed: int = 0, lengths: tuple[int, ...] = (5, 1, 9, 5), num_prompt_tokens: int = 6) -> MicroBatch:
-        rng = np.random.default_rng(seed)
-        responses = Ragged.from_arrays([rng.integers(0, 250, n) for n in lengths], "int64")
-        mask = (rng.random(len(responses.values)) > 0.2).astype(np.uint8)
-        advantages = rng.normal(size=len(lengths)).astype(np.float32)
-        logprobs = rng.normal(size=len(responses.values)).astype(np.float32)
-        return MicroBatch(
-            indices=np.arange(len(lengths)),
-            prompt_ids=rng.integers(0, 250, num_prompt_tokens),
-            response_ids=responses,
-            loss_mask=Ragged(mask, responses.offsets),
-            rollout_logprobs=Ragged(logprobs, responses.offsets),
-            advantages=advantages,
-            staleness=np.zeros(len(lengths), np.int64),
-        )
-
-    return make
+    return micro_batch

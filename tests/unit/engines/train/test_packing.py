@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.engines.train.model.packing import pack, token_ratio
+from asyncflow.engines.train.model.packing import pack, pack_inert, token_ratio
 from asyncflow.types import Ragged
 
 PROMPT = np.array([1, 2, 3])
@@ -35,6 +35,18 @@ def test_one_response_is_one_row_either_way() -> None:
     shared, row = (pack(PROMPT, RESPONSES.take([0]), is_shared=is_shared) for is_shared in (True, False))
     assert shared.layout.segment_lengths == row.layout.segment_lengths == (5,)
     assert shared.layout.prompt_length == 0
+
+
+def test_an_inert_segment_predicts_nothing_and_leaves_no_gradient() -> None:
+    packed = pack_inert(3)
+    assert packed.num_tokens == len(packed.tokens_P) == 3 and packed.positions_P.tolist() == [0, 1, 2]
+    assert packed.layout.segment_lengths == (3,) and not packed.layout.has_prompt
+    assert not len(packed.targets_T) and not len(packed.row_T) and not packed.response_lengths
+    hidden_PH = torch.randn(3, 2, requires_grad=True)
+    predicting_TH = packed.predicting(hidden_PH)
+    assert predicting_TH.shape == (0, 2)
+    predicting_TH.sum().backward()
+    assert hidden_PH.grad is not None and not hidden_PH.grad.any()
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

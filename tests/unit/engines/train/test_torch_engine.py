@@ -15,7 +15,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch
-from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LossSums, TokenBatch, UserError
 from tests.unit.engines.train.training import torch_engine, train_on, weights_of
 

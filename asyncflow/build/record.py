@@ -1,0 +1,304 @@
+"""What a run has been so far: its files, its metrics, its certificate.
+
+books (ledger, board, controllers), workers' reports --> RunRecord --> metrics.jsonl eval.jsonl samples.jsonl spans.jsonl
+                                                             |     --> trackers, the terminal, certificate.json
+                                                             +-----> a checkpoint (`RecordState`), and back from it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from asyncflow.build.prepare import num_devices, shape_of
+from asyncflow.config import Config
+from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
+from asyncflow.telemetry.certificate import Certificate, Observed
+from asyncflow.telemetry.hub import Hub
+from asyncflow.telemetry.metrics import StepMetrics, StepTimes
+from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
+from asyncflow.telemetry.trackers import make_trackers
+from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.metrics import run_metrics
+from asyncflow.types import RunError
+from asyncflow.workflows.evaluation import Row
+from asyncflow.workflows.ledger import Consumed, Ledger, StepTotals, Update
+from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.signal import Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Who is told: of every trained group by its step, of every committed step with its metrics, of every evaluation; of what is
+    odd; and of what ends the run."""
+
+    group: Callable[[int], None]
+    step: Callable[[int, Mapping[str, float]], None]
+    evaluation: Callable[[Row], None]
+    says: Callable[[str], None]
+    failed: Callable[[RunError], None] = lambda error: None
+
+
+class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint holds of a record: of the committed steps, in all lives of the run. `resumed_at`: the steps at which it was
+    gone on with."""
+
+    max_staleness: int = 0
+    max_spans: int = 0
+    overlapped_steps: list[int] = []
+    rows_dead: int = 0
+    skipped_updates: int = 0
+    skipped_in_a_row: int = 0
+    rows_redelivered: int = 0
+    reward_failures: dict[str, int] = {}
+    why_not_deterministic: str = ""
+    has_said_unshared: bool = False
+    resumed_at: list[int] = []
+
+
+class RunRecord:
+    """One run's. `start` runs work beside the run; `now` is the run's clock; `progress` is told that something has moved."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        ledger: Ledger,
+        queue: TransferQueueClient,
+        controllers: Mapping[str, Controller],
+        told: Told,
+        *,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+        now: Callable[[], float],
+        progress: Callable[[], None],
+        before: RecordState,
+    ) -> None:
+        """Opens the run's files. `before`: of the lives before this one."""
+        self._config, self._schedule, self._ledger, self._told = config, schedule, ledger, told
+        self._queue, self._controllers = queue, controllers
+        self._start, self._now, self._progress = start, now, progress
+        self.shape = shape_of(config)
+        run_dir = config.run_dir
+        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, progress)
+        self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
+        self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
+        names = ["jsonl", *config.telemetry.trackers]
+        self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
+        self._metrics: dict[int, StepMetrics] = {}
+        self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
+        self._started: float | None = None  # of the step under way: the first admission, or the last commit
+        self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
+        self._num_finished = ledger.committed
+        self._finished = Signal()
+        self._before = before
+        self._observed = Observed(
+            before.max_staleness, before.max_spans, set(before.overlapped_steps), before.rows_dead, before.skipped_updates
+        )
+        self._dead_committed = before.rows_dead
+        self._skipped_in_a_row = before.skipped_in_a_row
+        self._has_said_unshared = before.has_said_unshared
+        self._redelivered = before.rows_redelivered
+
+    def state(self) -> RecordState:
+        """As of the last commit."""
+        observed = self._observed
+        return RecordState(
+            max_staleness=observed.max_staleness,
+            max_spans=observed.max_spans,
+            overlapped_steps=sorted(step for step in observed.overlapped_steps if step < self._ledger.committed),
+            rows_dead=self._dead_committed,
+            skipped_updates=observed.skipped_updates,
+            skipped_in_a_row=self._skipped_in_a_row,
+            rows_redelivered=self._redelivered,
+            reward_failures=dict(self._reward_failures()),
+            why_not_deterministic=self._why_not_deterministic(),
+            has_said_unshared=self._has_said_unshared,
+            resumed_at=self._before.resumed_at,
+        )
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether every rollout engine so far makes a lost response again exactly."""
+        return not self._why_not_deterministic()
+
+    def certificate(self) -> Certificate:
+        """What the run was so far, once every worker has made its last report."""
+        return self._observed.certificate(
+            schedule=self._config.schedule.name,
+            promised_staleness=self._schedule.max_staleness,
+            steps=self._ledger.committed,
+            planned_steps=self._config.run.steps,
+            rows_redelivered=self._rows_redelivered(),
+            reward_failures=self._reward_failures(),
+            why_not_deterministic=self._why_not_deterministic(),
+            resumed_at=self._before.resumed_at,
+        )
+
+    async def finished(self, version: int) -> None:
+        """Wait until the metrics of so many steps are written."""
+        await self._finished.until(lambda: self._num_finished >= version)
+
+    def close(self) -> None:
+        """Close the files."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._samples.close()
+        self._evaluations.close()
+        self.hub.log.close()
+
+    # -- what the books tell ------------------------------------------------------------------------------------------------
+
+    def opened(self, step: int) -> None:
+        """A step's groups are admitted."""
+        self._note("opened", step)
+
+    def installed(self, version: int) -> None:
+        """A rollout worker serves a version."""
+        self._note("installed", version)
+
+    def evaluated(self, row: Row) -> None:
+        """An evaluation's figures."""
+        self._evaluations.write(json.dumps(row) + "\n")
+        self._told.evaluation(row)
+
+    def rows_died(self, count: int) -> None:
+        """Rows are given up."""
+        self._observed.rows_dead += count
+
+    def consumed(self, step: int, group: Consumed) -> None:
+        """A group's gradient has been added."""
+        self._progress()
+        is_overlapped = not self._ledger.is_done("rollout", step)
+        self._observed.group(step, staleness=group.staleness, num_spans=group.num_spans, is_overlapped=is_overlapped)
+        metrics = self._metrics.setdefault(step, StepMetrics())
+        metrics.add_group(
+            rewards=group.rewards,
+            response_lengths=group.response_lengths,
+            truncated=group.truncated,
+            staleness=group.staleness,
+            prompt_length=group.prompt_length,
+        )
+        metrics.add_micro_batch(
+            loss_sum=group.loss_sum,
+            loss_tokens=group.loss_tokens,
+            logical_tokens=group.logical_tokens,
+            physical_tokens=group.physical_tokens,
+            metrics=group.metrics,
+            is_finite=group.is_finite,
+        )
+        metrics.count_rows(empty=len(group.empty_rows))
+        if group.empty_rows:
+            rows = ", ".join(map(str, group.empty_rows))
+            self._told.says(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
+        self._look_at_sharing(group)
+        self._told.group(step)
+
+    def committed(self, totals: StepTotals, update: Update) -> None:
+        """A step is final."""
+        self._progress()
+        metrics = self._metrics.pop(totals.step, StepMetrics())
+        metrics.add_update(
+            grad_norm=update.grad_norm,
+            learning_rate=update.learning_rate,
+            normaliser=update.normaliser,
+            is_skipped=update.is_skipped,
+        )
+        redelivered = self._rows_redelivered()
+        metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
+        self._redelivered = redelivered
+        self._dead_committed += totals.dead
+        committed = self._now()
+        times = StepTimes(
+            started=committed if self._started is None else self._started,
+            committed=committed,
+            could_generate=self._could_generate(totals.step),
+        )
+        self._started = committed
+        self._start(self._finish_step(totals.step, metrics, times))
+        self._check_update(totals, update)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _keep_sample(self, sample: Mapping[str, Any]) -> None:
+        self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+
+    def _look_at_sharing(self, group: Consumed) -> None:
+        """Say once that a shared prompt was not worth it, where it was asked for."""
+        is_shared = group.physical_tokens < group.logical_tokens
+        if self._has_said_unshared or is_shared or self.shape.rows_per_micro_batch == 1 or len(group.rows) == 1:
+            return
+        self._has_said_unshared = True
+        tokens = f"a prompt of {group.prompt_length} tokens, {len(group.rows)} responses of {group.response_lengths.mean():.0f}"
+        self._told.says(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
+
+    def _rows_redelivered(self) -> int:
+        now = sum(c.table.counts()["redelivered"] for c in self._controllers.values())
+        return self._before.rows_redelivered + now
+
+    def _reward_failures(self) -> Counter[str]:
+        workers = [*self.hub.states.values(), *self.hub.past]
+        return sum((Counter(worker.reward_failures) for worker in workers), Counter(self._before.reward_failures))
+
+    def _why_not_deterministic(self) -> str:
+        workers = [*self.hub.states.values(), *self.hub.past]
+        whys = [self._before.why_not_deterministic, *(worker.why_not_deterministic for worker in workers)]
+        return next((why for why in whys if why), "")
+
+    def _check_update(self, totals: StepTotals, update: Update) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.is_skipped else 0
+        if not update.is_skipped:
+            return
+        self._observed.skipped_updates += 1
+        rows, shape = totals.non_finite_rows, self.shape
+        first_group, next_group = (step * shape.prompts_per_step for step in (totals.step, totals.step + 1))
+        first, last = first_group << shape.group_bits, ((next_group - 1) << shape.group_bits) + shape.group_size - 1
+        why = f"the gradient of rows {first} to {last} together was not finite"
+        if rows:
+            why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite"
+        if not update.normaliser:
+            why = "nothing was left to train on"
+        self._told.says(f"step {totals.step} is skipped, the weights stay as they are: {why}")
+        if self._skipped_in_a_row >= self._config.train.max_skipped_updates:
+            way_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
+            if not update.normaliser:
+                way_out = "the messages above say why the rows were given up"
+            told = f"{self._skipped_in_a_row} updates in a row were skipped, the last because {why}; {way_out}"
+            self._told.failed(RunError(told))
+
+    async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
+        """The step's row of metrics, once every worker has told what it did until the commit."""
+        async with self._finishing:
+            await self.hub.settle(times.committed)
+            spans = self.hub.log.window(times.started, times.committed)
+            began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
+            row = metrics.row(dataclasses.replace(times, train_began=began), num_devices(self._config), spans)
+            row |= run_metrics(*await self._queue.status())
+            row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
+            if self._before.resumed_at:
+                row["run/num_resumes"] = len(self._before.resumed_at)
+            self.hub.log.flush()
+            for tracker in self._trackers:
+                tracker.log(step, row)
+            self._num_finished = step + 1
+            self._finished.notify()
+            self._told.step(step, row)
+
+    def _note(self, what: str, number: int) -> None:
+        self._progress()
+        moment = self._moments.setdefault((what, number), self._now())
+        if self._started is None and what == "opened":
+            self._started = moment
+
+    def _could_generate(self, step: int) -> float | None:
+        """When the step's first group was admitted and a worker had weights for it."""
+        interval, opened = self._schedule.interval(step), self._moments.get(("opened", step))
+        installed = [moment for (what, v), moment in self._moments.items() if what == "installed" and v in interval]
+        return max(opened, min(installed)) if opened is not None and installed else None

@@ -1,0 +1,258 @@
+"""Checkpoints while a run runs: the driver's part and the trainers'.
+
+    trainer/0..n: Saving --begin--> driver: Saves       who says which older versions are still needed, and writes its own part
+              |  engine.save_state: staged, then written beside training
+              +--written----------> hashes, manifest, rename; the oldest one goes
+
+consumes: commits after which a checkpoint is due; the end of the run
+waits for: the one before, which must be whole or given up before the next begins; for the metrics of its last step
+is unblocked by: the disk
+
+A checkpoint that cannot be written (a full disk) is given up, and said; the run goes on, and the earlier ones stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncflow.build.record import RecordState, RunRecord
+from asyncflow.build.resume import TRAINER_DIR, DriverState, as_saved, data_hash, version_file, write_driver
+from asyncflow.checkpoint.folder import Checkpoints
+from asyncflow.config import CheckpointConfig, Config, dump
+from asyncflow.data.order import SeededOrder
+from asyncflow.engines.base import TrainEngine
+from asyncflow.run_dir import RunDir
+from asyncflow.telemetry.spans import Recorder
+from asyncflow.transfer_queue.queue import TransferQueue
+from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transport import remote
+from asyncflow.types import Array, Batch, Ragged, RunError, Values
+from asyncflow.weight_sync.base import Manifest
+from asyncflow.workflows.admissions import Admissions
+from asyncflow.workflows.board import Board
+from asyncflow.workflows.evaluation import HeldOut
+from asyncflow.workflows.ledger import Ledger
+from asyncflow.workflows.samples import REFERENCE_COLUMN, RESPONSE_COLUMNS, Prompt
+from asyncflow.workflows.schedule import Schedule
+
+
+def checkpoints_of(config: Config) -> Checkpoints:
+    """A run's."""
+    return Checkpoints(RunDir(config.run_dir).checkpoints, config.checkpoint.keep)
+
+
+class Saves:
+    """The driver's end: what it knows at every commit, and what makes files a checkpoint."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        ledger: Ledger,
+        board: Board,
+        queue: TransferQueue,
+        held_out: HeldOut,
+        source: SeededOrder[Prompt],
+        admissions: Admissions,
+        record: RunRecord,
+        *,
+        says: Callable[[str], None],
+        evaluated: set[int],
+    ) -> None:
+        """`evaluated`: versions whose evaluations are written, a set that grows."""
+        self._config, self._schedule, self._ledger, self._board, self._queue = config, schedule, ledger, board, queue
+        self._held_out, self._source, self._admissions, self._record = held_out, source, admissions, record
+        self._says, self._evaluated = says, evaluated
+        self._checkpoints = checkpoints_of(config)
+        self._data = ""
+        self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
+        self.settled = ledger.committed  # the last version of which there is a checkpoint, or will be none
+        self.on_settled: Callable[[], None] = lambda: None
+        self.committed()
+
+    def committed(self) -> None:
+        """Remember how things are now, right after a commit: nothing of the next step has been trained."""
+        admissions, committed = self._admissions, self._ledger.committed
+        open_groups = self._ledger.groups()
+        admissions.forget(admissions.prompts.keys() - {group for groups in open_groups.values() for group in groups})
+        steps = {step: {group: admissions.prompts[group] for group in groups} for step, groups in open_groups.items()}
+        self._steps = {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
+        self._version, self._order = committed, (self._source.position, self._source.pushed)
+        self._state: RecordState = self._record.state()
+
+    @remote
+    async def begin(self, version: int) -> list[Manifest]:
+        """The trainers begin to write the checkpoint of the last committed version. Returns what they are to keep of older weights.
+
+        Raises `ValueError` for another version.
+        """
+        if version != self._version:
+            raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
+        self._own[version] = asyncio.ensure_future(self._write_own(version))
+        first = self._schedule.interval(version).high
+        oldest = max(0, version - self._schedule.max_staleness)
+        waiting = {v for v in range(oldest, version) if self._held_out.is_planned(v) and v not in self._evaluated}
+        return self._board.kept({*range(first, version), *waiting})
+
+    @remote
+    async def written(self, version: int) -> None:
+        """The trainers' files are there: make them a checkpoint. Returns when it is one, or has been given up."""
+        try:
+            await self._own.pop(version)
+            await self._record.finished(version)
+            await asyncio.to_thread(self._checkpoints.commit, version)
+        except OSError as error:
+            await self._give_up(version, f"{error.filename or 'a file'}: {error.strerror or error}")
+        self._settle(version)
+
+    @remote
+    async def failed(self, version: int, why: str) -> None:
+        """The trainers' files could not be written."""
+        own = self._own.pop(version)
+        await asyncio.gather(own, return_exceptions=True)
+        await self._give_up(version, why)
+        self._settle(version)
+
+    async def _give_up(self, version: int, why: str) -> None:
+        await asyncio.to_thread(self._checkpoints.discard, version)
+        left = self._checkpoints.versions()
+        stays = f"the one of step {left[-1]} stays" if left else "there is none before it"
+        self._says(f"the checkpoint of step {version} could not be written, and {stays}: {why}")
+
+    def _settle(self, version: int) -> None:
+        self.settled = version
+        self.on_settled()
+
+    async def _write_own(self, version: int) -> None:
+        steps, (position, pushed), record = self._steps, self._order, self._state
+        self._data = self._data or await asyncio.to_thread(data_hash, self._source.items)
+        state = DriverState(
+            version=version,
+            config=dump(self._config),
+            data=self._data,
+            position=position,
+            pushed=[as_saved(prompt) for prompt in pushed],
+            steps={step: {group: as_saved(prompt) for group, prompt in groups.items()} for step, groups in steps.items()},
+            record=record,
+        )
+        rows = [] if self._is_made_again_exactly() else await self._completed(steps)
+        await asyncio.to_thread(write_driver, self._checkpoints.partial(version), state, rows)
+
+    def _is_made_again_exactly(self) -> bool:
+        """Whether every response is a function of its key: one version may make it, and engines are deterministic."""
+        interval = self._schedule.interval(self._version + self._schedule.max_staleness)
+        return interval.low == interval.high and self._record.is_deterministic
+
+    async def _completed(self, steps: dict[int, dict[int, Prompt]]) -> list[Batch]:
+        """The rows of these steps that have all that comes before training, wherever they are."""
+        schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._record.shape.group_size
+        numbers = [group << schema.group_bits for groups in steps.values() for group in groups]
+        rows = np.array([row for n in numbers for row in range(n, n + size) if row not in lacking], np.int64)
+        columns = [*RESPONSE_COLUMNS, *(c.name for c in schema.columns if c.name == REFERENCE_COLUMN.name)]
+        units = [self._queue.places.get(StorageUnit, f"unit/{number}") for number in self._queue.places.units]
+        return [batch for unit in units for batch in await _read(unit, rows, columns)]
+
+
+class Saving:
+    """A leading trainer's end. Nothing is done where no checkpoints are kept."""
+
+    def __init__(
+        self,
+        saves: Saves,
+        checkpoints: Checkpoints,
+        settings: CheckpointConfig,
+        engine: TrainEngine,
+        spans: Recorder,
+        *,
+        first: int,
+        last: int,
+        is_first: bool,
+    ) -> None:
+        """Of a run from step `first` to step `last`. `is_first`: of the leaders, the one that talks with the driver."""
+        self._saves, self._checkpoints, self._settings = saves, checkpoints, settings
+        self._engine, self._spans = engine, spans
+        self._last, self._is_first = last, is_first
+        self._saved = first
+        self._writing: asyncio.Task[None] | None = None
+
+    async def committed(self, version: int) -> None:
+        """See `Keeper`."""
+        every = self._settings.every_steps
+        if version == self._last or (every is not None and version % every == 0):
+            await self._engine.begin_step()  # what is saved is the state at the beginning of a step
+            await self.save(version)
+
+    async def save(self, version: int) -> None:
+        """Stage a checkpoint of this version, unless there is one; it is written while the engine goes on."""
+        if version == self._saved or not self._settings.keep:
+            return
+        with self._spans.busy("checkpoint", version=version):
+            await self.written()
+            self._saved = version
+            folder, older = self._checkpoints.partial(version), {}
+            if self._is_first:
+                for manifest in await self._saves.begin(version):
+                    older[manifest.version] = await asyncio.to_thread(_bytes_of, manifest)
+            is_written = await self._engine.save_state(folder / TRAINER_DIR)
+        self._writing = asyncio.ensure_future(self._written(version, folder, is_written, older))
+
+    async def written(self) -> None:
+        """Wait until what was staged is a checkpoint, or has been given up."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def _written(self, version: int, folder: Path, is_written: Any, older: dict[int, bytes]) -> None:
+        try:
+            await is_written
+            await asyncio.to_thread(_write_all, folder, older)
+        except (OSError, RunError) as error:
+            if self._is_first:
+                await self._saves.failed(version, error.strerror or str(error) if isinstance(error, OSError) else str(error))
+        else:
+            if self._is_first:
+                await self._saves.written(version)
+
+
+async def _read(unit: StorageUnit, rows: Array, columns: list[str]) -> list[Batch]:
+    """Those of the rows that the unit has with all these columns, copied: the unit may drop them. One that it has lost or given up
+    meanwhile is made again by the run that goes on."""
+    if not len(here := await unit.present(rows)):
+        return []
+    try:
+        batch = (await unit.read(here, columns)).batch()
+    except LookupError:
+        return [batch for row in here.tolist() for batch in await _read_one(unit, row, columns)]
+    return [_copied(batch)]
+
+
+async def _read_one(unit: StorageUnit, row: int, columns: list[str]) -> list[Batch]:
+    with contextlib.suppress(LookupError):
+        return [_copied((await unit.read(np.array([row], np.int64), columns)).batch())]
+    return []
+
+
+def _copied(batch: Batch) -> Batch:
+    columns: dict[str, Values] = {
+        name: Ragged(values.values.copy(), values.offsets.copy()) if isinstance(values, Ragged) else values.copy()
+        for name, values in batch.columns.items()
+    }
+    return Batch(batch.indices.copy(), batch.groups.copy(), columns)
+
+
+def _bytes_of(manifest: Manifest) -> bytes:
+    """A published version's file, before it is written over; nothing where weights are simulated."""
+    return Path(manifest.address).read_bytes() if manifest.address else b""
+
+
+def _write_all(folder: Path, versions: dict[int, bytes]) -> None:
+    for version, content in versions.items():
+        path = folder / version_file(version)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

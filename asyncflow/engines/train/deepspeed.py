@@ -1,0 +1,361 @@
+"""Trains a Hugging Face model with DeepSpeed's ZeRO: what is cut over the data-parallel processes depends on the stage.
+
+consumes: micro-batches with a loss, optimiser steps, requests for log-probs and weights
+waits for: nothing but the call before it (one compute thread), and in it for the same call in the other processes
+is unblocked by: each call as it comes
+
+    stage    1: the optimiser's state    2: the gradient sums, too    3: the weights, too
+
+    micro-batch -> pack (packing.py) -> policy -> loss (micro_step.py) -> backward, sums over the processes: DeepSpeed
+    weights <- AdamW <- clip <- sums / normaliser: DeepSpeed, whose "loss scale" the normaliser is
+
+DeepSpeed divides by a loss scale once, between the sums and the clip; so that is where the normaliser goes in, and the backward
+passes have a scale of 1. It also averages over the processes, which the scale takes back.
+
+Left out: `accumulate: exact` (ZeRO adds in its own order), tensor and pipeline parallel, old policy and reference cut over ranks
+(each process holds them whole), bfloat16 with stage 1 (DeepSpeed's optimiser for it neither scales nor skips: stage 2 holds less).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.devices import check_device
+from asyncflow.engines.train.deepspeed_zero import MOMENTS, STAGES, Zero, check_installed
+from asyncflow.engines.train.gathered_state import GatheredState, loaded
+from asyncflow.engines.train.model import micro_step
+from asyncflow.engines.train.model.causal_model import FrozenModel, load_module, recompute_activations
+from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
+from asyncflow.engines.train.model.hf_files import write_model
+from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
+from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
+from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.parallel.lone import joined
+from asyncflow.threads import ComputeThread
+from asyncflow.types import Array, Objective, Ragged, TensorSpec, UserError, WeightSource
+
+# T response tokens, H hidden elements, V tokens of the vocabulary.
+
+
+class DeepSpeedEngine:
+    """Implements `TrainEngine`. Every process leads a data-parallel group of its own."""
+
+    def __init__(
+        self, model_path: Path | str, options: TrainEngineOptions, *, stage: int = 2, zero: Mapping[str, Any] | None = None
+    ) -> None:
+        """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread.
+
+        `stage`: of ZeRO. `zero`: more keys of DeepSpeed's own section `zero_optimization`.
+
+        Raises:
+            UserError: DeepSpeed or the device is not there, an option is none of its own, or a model cannot be trained here.
+        """
+        _check(options, stage)
+        check_device(options.device, "train.device")
+        self._options, self._model_path = options, Path(model_path)
+        self._ranks = joined(options.layout, options.device)
+        self.device, self.data_parallel_rank = str(self._ranks.device), self._ranks.dp_rank
+        self._is_to_check = options.check_shared_prompt
+        torch.manual_seed(options.seed)
+        self._policy = _Policy(load_module(model_path, torch.float32), options)
+        self._specs = {name: TensorSpec.of(parameter) for name, parameter in sorted(self._policy.parameters_by_name.items())}
+        self._optimizer = Optimizer(self._policy.parameters_by_name, options)
+        arguments = (self._policy, self._policy.parameters_by_name, self._optimizer.adamw, options, self._ranks.device, stage)
+        self._zero = Zero(*arguments, zero or {})
+        self._weights = _Weights(self._zero, list(self._specs))
+        self._state = GatheredState(is_writer=self._ranks.rank == 0)
+        self._num_added = 0
+
+        frozen_dtype = getattr(torch, options.frozen_dtype or options.dtype)
+        frozen = partial(
+            FrozenModel,
+            model_path,
+            device=self.device,
+            dtype=frozen_dtype,
+            temperature=options.temperature,
+            chunk_tokens=options.log_prob_chunk_tokens,
+            offload=options.offload,
+        )
+        old_model = frozen() if options.old in OLD_MODELS else None
+        reference = frozen() if options.has_reference else None
+        self._models = TriModel(self._weights, options.old, old_model, reference, is_corrected=options.is_corrected)
+        # The count holds for GEMMs only when it is set inside the thread that calls them.
+        self._thread = ComputeThread("train-engine", setup=lambda: torch.set_num_threads(options.num_threads))
+
+    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
+        """See `TrainEngine.follow`: nobody follows."""
+
+    async def begin_step(self) -> None:
+        """See `TrainEngine.begin_step`."""
+        await self._thread.run(self._begin_step)
+
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        """See `TrainEngine.forward_backward`.
+
+        A micro-batch that is not finite in one process is added by none: the others of its place in the turn are told as not
+        finite, too. Raises `RunError` when sharing the prompt gives other log-probs than not sharing it.
+        """
+        num_places = int((await self._thread.run(self._ranks.largest, [len(micro_batches)]))[0])
+        padded = [*micro_batches, *[None] * (num_places - len(micro_batches))]
+        results = [await self._thread.run(self._forward_backward, micro_batch, objective) for micro_batch in padded]
+        return [result for result in results if result is not None]
+
+    async def optim_step(self, normaliser: int) -> OptimResult:
+        """See `TrainEngine.optim_step`. Also skipped when nothing was accumulated. Raises `ValueError` if `normaliser` < 1."""
+        if normaliser < 1:
+            raise ValueError(f"a step cannot be divided by {normaliser}")
+        return await self._thread.run(self._optim_step, normaliser)
+
+    async def discard(self) -> None:
+        """See `TrainEngine.discard`."""
+        await self._thread.run(self._discard)
+
+    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine.log_probs`: under the policy's current weights. With stage 3 all processes call at the same time."""
+        return await self._thread.run(self._log_probs, prompt_ids, response_ids)
+
+    async def export_weights(self) -> WeightSource:
+        """See `TrainEngine.export_weights`: float32."""
+        return _Source(self._specs, self._weights, self._thread, is_first=self.data_parallel_rank == 0)
+
+    async def fingerprint(self) -> Mapping[str, str]:
+        """See `TrainEngine.fingerprint`."""
+        return await self._thread.run(self._fingerprint)
+
+    async def save(self, path: Path) -> None:
+        """Write config, generation config and float32 weights; the tokenizer's files are the caller's to copy."""
+        await self._thread.run(self._save, path)
+
+    async def save_state(self, folder: Path) -> Awaitable[None]:
+        """See `TrainEngine.save_state`: data-parallel rank 0 writes, see gathered_state.py."""
+        return asyncio.wrap_future(await self._thread.run(self._save_state, folder))
+
+    async def load_state(self, folder: Path) -> None:
+        """See `TrainEngine.load_state`."""
+        await self._thread.run(self._load_state, folder)
+
+    async def close(self) -> None:
+        """See `TrainEngine.close`."""
+        await self._thread.run(self._ranks.leave)
+        self._thread.close()
+
+    def _begin_step(self) -> None:
+        self._state.begin_step()
+        self._models.begin_step()
+
+    def _forward_backward(self, micro_batch: MicroBatch | None, objective: Objective) -> MicroBatchResult | None:
+        """One place of a turn; None: this process has no micro-batch for it, and runs a token through every module, times 0."""
+        if micro_batch is None:
+            total = 0.0 * self._zero(_nothing(self.device), _everything)
+            if self._every(True):
+                self._add(total)
+            return None
+        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self.device)
+        if self._is_to_check and packed.layout.has_prompt and self._ranks.size == 1:
+            check_shared_log_probs(self._policy_log_probs, micro_batch, self.device, self._policy.dtype)
+            self._is_to_check = False
+        known = micro_step.given(self._models, packed, micro_batch)
+        results: list[MicroBatchResult] = []
+
+        def loss(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
+            made = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=self._options.log_prob_chunk_tokens)
+            results.append(made.result)
+            return made.total
+
+        total = self._zero(packed, loss)
+        (result,) = results
+        if self._every(result.is_finite):
+            self._add(total)
+            return result
+        return replace(result, is_finite=False)
+
+    def _every(self, is_finite: bool) -> bool:
+        return not any(self._ranks.largest([not is_finite])) if self._ranks.size > 1 else is_finite
+
+    def _add(self, total: Tensor) -> None:
+        self._zero.add(total)
+        self._num_added += 1
+
+    def _optim_step(self, normaliser: int) -> OptimResult:
+        self._models.before_update()
+        learning_rate = self._optimizer.learning_rate
+        if not self._num_added:  # every micro-batch was refused
+            return OptimResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
+        self._num_added = 0
+        grad_norm, is_done = self._zero.step(normaliser, learning_rate)
+        self._optimizer.num_updates += is_done
+        return OptimResult(grad_norm, learning_rate, skipped=not is_done)
+
+    def _discard(self) -> None:
+        self._models.before_update()  # the version rises all the same
+        self._num_added = 0
+        self._zero.forget()
+
+    def _policy_log_probs(self, packed: Packed) -> Tensor:
+        def of_targets(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
+            chunk_tokens = self._options.log_prob_chunk_tokens
+            return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=chunk_tokens)[0]
+
+        return self._zero(packed, of_targets)
+
+    @torch.no_grad()
+    def _log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        packed = pack_thrifty(prompt_ids, response_ids, self.device)
+        return Ragged(self._policy_log_probs(packed).cpu().numpy(), response_ids.offsets)
+
+    def _everything(self) -> Iterator[tuple[str, Tensor]]:
+        """The state's tensors, each gathered when it is its turn."""
+        old = self._models.old_model
+        for name in self._specs:
+            yield f"weights/{name}", self._zero.get(name)
+            for kind in MOMENTS if self._optimizer.num_updates else ():
+                yield f"optimizer/{name}/{kind}", self._zero.get(name, kind)
+            if old is not None:
+                yield f"old/{name}", old.parameters[name]
+
+    def _save_state(self, folder: Path) -> Future[None]:
+        return self._state.save(self._everything(), self._optimizer.num_updates, folder)
+
+    @torch.no_grad()
+    def _load_state(self, folder: Path) -> None:
+        self._optimizer.num_updates = count = self._state.load(folder)
+        self._zero.make_states(count)
+        old = self._models.old_model
+        for name, spec in self._specs.items():
+            self._zero.set(name, loaded(f"weights/{name}", spec.shape, torch.float32, folder))
+            for kind in MOMENTS if count else ():
+                self._zero.set(name, loaded(f"optimizer/{name}/{kind}", spec.shape, torch.float32, folder), kind)
+            if old is not None:
+                old.parameters[name].copy_(loaded(f"old/{name}", spec.shape, old.parameters[name].dtype, folder))
+        self._zero.refresh()
+
+    def _fingerprint(self) -> Mapping[str, str]:
+        step = torch.tensor(float(self._optimizer.num_updates))
+        hashes = {f"optimizer/{name}/step": _sha256(step) for name in self._specs} if step else {}
+        hashes |= {name: _sha256(tensor) for name, tensor in self._everything() if not name.startswith("old/")}
+        return hashes if self.data_parallel_rank == 0 else {}
+
+    def _save(self, path: Path) -> None:
+        tensors = ((name, self._weights[name]) for name in self._specs)
+        if self.data_parallel_rank == 0:
+            write_model(path, self._model_path, tensors)
+        else:
+            for _ in tensors:
+                pass  # taking part
+
+
+class _Policy(nn.Module):
+    """A model as DeepSpeed must see it: whatever uses a weight is the forward pass of the module that holds it.
+
+    With stage 3 a weight is whole only then. Its output layer is replaced by one that hands its weight to a function.
+    """
+
+    def __init__(self, module: Any, options: TrainEngineOptions) -> None:
+        super().__init__()
+        self.module = module.eval()
+        self.dtype, self._temperature = getattr(torch, options.dtype), options.temperature
+        module.set_output_embeddings(_Head(module.get_output_embeddings().weight))
+        if options.activation_checkpointing:
+            for layer in module.base_model.layers:
+                recompute_activations(layer)
+        self.parameters_by_name = dict(module.named_parameters())
+
+    def forward(self, packed: Packed, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """`function` of the hidden states [T, H] that predict the response tokens, temperature applied, and of the head [V, H]."""
+        inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
+        outputs = self.module.base_model(**inputs, attention_mask=None, use_cache=False)
+        hidden_TH = packed.predicting(outputs.last_hidden_state[0])
+        if self._temperature != 1.0:
+            hidden_TH = hidden_TH / self._temperature
+        return self.module.get_output_embeddings()(hidden_TH, function)
+
+
+class _Head(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden_TH: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return function(hidden_TH, self.weight)
+
+
+def _everything(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
+    """A number that every weight takes part in."""
+    return (hidden_TH @ head_VH.t()).float().sum()
+
+
+def _nothing(device: str) -> Packed:
+    one = np.zeros(1, np.int64)
+    return pack_thrifty(one, Ragged.from_arrays([one], "int64"), device)
+
+
+class _Weights(Mapping[str, Tensor]):
+    """The float32 weights by name, each gathered from all processes when it is asked for: all ask alike."""
+
+    def __init__(self, zero: Zero, names: Sequence[str]) -> None:
+        self._zero, self._names = zero, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._zero.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Itself, as `CausalModel` calls it."""
+        return self
+
+
+class _Source:
+    """Implements `WeightSource`."""
+
+    are_lasting = False
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], weights: Mapping[str, Tensor], thread: ComputeThread, *, is_first: bool
+    ) -> None:
+        self.specs = specs
+        self._weights, self._thread, self._is_first = weights, thread, is_first
+
+    async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """See `WeightSource.tensors`."""
+        for name in self.specs:
+            tensor = await self._thread.run(self._weights.__getitem__, name)
+            if self._is_first:
+                yield name, tensor.detach().cpu().contiguous()
+
+
+def _check(options: TrainEngineOptions, stage: int) -> None:
+    if stage not in STAGES:
+        raise UserError(f"train.engine.stage is one of {', '.join(map(str, STAGES))}, those of ZeRO, but is {stage!r}.")
+    if options.layout.tp > 1 or options.layout.pp > 1:
+        raise UserError("The deepspeed engine is data parallel only: set plan.train.tp and pp to 1, or train.engine to torch.")
+    if options.accumulate != "fp32":
+        raise UserError("The deepspeed engine adds gradients in an order of its own: set train.accumulate to fp32.")
+    if stage == 1 and options.dtype == "bfloat16":
+        raise UserError(
+            "DeepSpeed cannot skip a step in bfloat16 with stage 1: set train.engine.stage to 2, which takes less memory."
+        )
+    check_installed()
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -1,0 +1,153 @@
+"""A causal language model that is cut over the ranks of a layout: what causal_model.py is on one device.
+
+    transformers' model -> this rank's stage (stages.py) -> its part of each matrix (tensor.py) -> of each parameter (data.py)
+
+A pass computes in `dtype` from parameters that are gathered over data-parallel ranks layer by layer. Every rank of the layout makes
+every pass, at the same time.
+
+Left out: loading a model that does not fit into the host's memory as many times as it has ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from asyncflow.engines.train.model.causal_model import load_module, recompute_activations
+from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
+from asyncflow.engines.train.model.packing import Packed
+from asyncflow.engines.train.parallel.data import Unit, cut_over_data, local_part
+from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.parallel.stages import cut_stage
+from asyncflow.engines.train.parallel.tensor import head_shard, shard_model
+from asyncflow.types import TensorSpec
+
+# P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
+
+
+class CutModel:
+    """This rank's part of a model's weights, and of the arithmetic that they are used in. Implements `StageModel`."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        temperature: float,
+        chunk_tokens: int,
+        weights_dtype: torch.dtype = torch.float32,
+        reduce_dtype: torch.dtype | None = None,
+        is_offloaded: bool = False,
+        recomputes: bool = False,
+    ) -> None:
+        """Load the model at `path` (Hugging Face format), and keep this rank's part, in `weights_dtype`, in host memory if
+        `is_offloaded`.
+
+        `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained. `recomputes`: a layer's
+        activations are made again in the backward pass. The rest is as in `CausalModel`.
+
+        Raises:
+            UserError: there is no such model, or it cannot be trained here, or not under the layout.
+        """
+        module = load_module(path, weights_dtype).eval().requires_grad_(reduce_dtype is not None)
+        self.specs = {name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()}
+        self.device, self.dtype, self._temperature, self._chunk_tokens = ranks.device, dtype, temperature, chunk_tokens
+        self.hidden_size: int = module.config.hidden_size
+        self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)
+        if ranks.layout.tp > 1:
+            shard_model(module, ranks.mesh["tp"], sequence_parallel=True)
+        layers = [layer for layer in module.base_model.layers if next(layer.parameters(), None) is not None]
+        if recomputes:
+            for layer in layers:
+                recompute_activations(layer)
+        self._root = _Passes(module)
+        self.units = _units(self._root, layers)
+        cut_over_data(
+            self._root,
+            self.units,
+            ranks.mesh["dp"],
+            dtype=None if dtype == weights_dtype else dtype,
+            reduce_dtype=reduce_dtype or weights_dtype,
+            is_offloaded=is_offloaded and self.device.type != "cpu",
+        )
+        # Each tied weight comes once, under the name that a checkpoint has it by.
+        self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        # The update writes to these, which are FSDP2's own memory: elementwise, and without what a DTensor costs.
+        self.parts = {name: nn.Parameter(local_part(p), p.requires_grad) for name, p in self.parameters.items()}
+
+    def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
+        """See `StageModel.stage_forward`."""
+        root: Any = self._root
+        made_PH: Tensor = root(packed, hidden_PH)[0]
+        return made_PH
+
+    def predicting(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
+        """On the last stage: the hidden states [T, H] that predict the response tokens, temperature applied."""
+        hidden_TH = packed.predicting(hidden_PH)
+        return hidden_TH if self._temperature == 1.0 else hidden_TH / self._temperature
+
+    def head(self) -> tuple[Tensor, VocabularyShard | None]:
+        """On the last stage, after its forward: the output layer's weight [V, H], or this rank's shard of it."""
+        root: Any = self._root
+        return head_shard(root.module.get_output_embeddings().weight)
+
+    @torch.no_grad()
+    def log_probs(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
+        """On the last stage: log-probs (float32 [T]) of the response tokens, from its hidden states; without gradient."""
+        if not len(packed.targets_T):
+            return hidden_PH.new_empty(0, dtype=torch.float32)
+        head_VH, shard = self.head()
+        hidden_TH = self.predicting(packed, hidden_PH)
+        return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=self._chunk_tokens, shard=shard)[0]
+
+    def let_go(self) -> None:
+        """After passes without a backward: what is still gathered is not needed any more, and will soon be out of date."""
+        root: Any = self._root
+        root.reshard()
+
+    @torch.no_grad()
+    def move_from(self, policy: CutModel) -> None:
+        """Take over the policy's weights as they are now."""
+        for name, part in self.parts.items():
+            part.copy_(policy.parts[name])
+
+
+class _Passes(nn.Module):
+    """The root that FSDP2 sees: what is called is not transformers' causal model, but its base model, on packed tokens."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
+        """From the token ids, or the hidden states [P, H] of the stage before, to the stage's hidden states [1, P, H]."""
+        inputs = {"input_ids": packed.tokens_P[None]} if hidden_PH is None else {"inputs_embeds": hidden_PH[None]}
+        outputs = self.module.base_model(
+            **inputs, position_ids=packed.positions_P[None], layout=packed.layout, attention_mask=None, use_cache=False
+        )
+        made_1PH: Tensor = outputs.last_hidden_state
+        return made_1PH.clone() if made_1PH._is_view() else made_1PH  # FSDP2's hooks are on it, and views may lose them
+
+
+def _units(root: _Passes, layers: list[Any]) -> list[Unit]:
+    """Each layer, and the root with what is left, named as a checkpoint names it."""
+    names = {id(parameter): name for name, parameter in root.module.named_parameters()}
+    units = [Unit(layer, {names[id(p)]: p for p in layer.parameters()}) for layer in layers]
+    known = {name for unit in units for name in unit.shapes}
+    left: Mapping[str, Tensor] = {name: p for name, p in root.module.named_parameters() if name not in known}
+    return [*units, Unit(root, left)]
+
+
+def placed_like(part: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor that is a part of a whole as `parameter`'s is of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    kind: Any = DTensor  # torch has no types for it
+    placed: Tensor = kind(part, parameter._spec, requires_grad=False)
+    return placed  # `from_local` would bring it back to the mesh's device

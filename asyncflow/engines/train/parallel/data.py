@@ -1,0 +1,279 @@
+"""Data parallelism: parameters, gradients and optimiser state cut over ranks (FSDP2), and a step's gradients added up over them.
+
+    forward, backward   a layer's parameters are gathered, used and let go
+    backward            a layer's gradients --(muted: 0) --(exact: to the grid, float64)--> sum over ranks, cut --> this rank's sums
+    update              this rank's part of every parameter, from this rank's part of the sums
+
+Everything is elementwise but the sums over ranks, and those are exact with `train.accumulate: exact`: then the weights are to the
+bit what one process computes, however groups are shared out (accumulate.py says why). FSDP2 by itself would cast what it has
+reduced back to float32, micro-batch by micro-batch; so the exact sums are taken where it calls for a reduce-scatter, which is its
+own extension point (`set_custom_reduce_scatter`).
+
+A micro-batch is *muted* where a rank has none while others do, or its loss is not finite: it goes through every module like the
+others, so that nobody waits, and counts as zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from asyncflow.engines.train.accumulate import CHUNK_ELEMENTS, GRADIENT_GRID, LARGEST_CHUNK, check_range, divided, make_accumulator
+from asyncflow.engines.train.parallel.ranks import Ranks
+
+# R ranks of the group, E elements that each of them keeps of a unit's parameters.
+
+
+class Unit:
+    """A module whose parameters are gathered together, and the order in which FSDP2 lays them out."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        """`parameters`: the module's by name, not yet cut over data-parallel ranks, those of units within it left out."""
+        self.module = module
+        own = {name: local_part(parameter) for name, parameter in parameters.items()}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+
+    def parts(self, num_ranks: int) -> dict[str, slice]:
+        """Where each parameter lies in what a rank keeps of the unit: rows are shared out evenly, the last ranks' filled up."""
+        places, begin = {}, 0
+        for name, (rows, *others) in self.shapes.items():
+            end = begin + -(-rows // num_ranks) * math.prod(others)
+            places[name] = slice(begin, end)
+            begin = end
+        return places
+
+
+def cut_over_data(
+    root: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    *,
+    dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype,
+    is_offloaded: bool = False,
+) -> None:
+    """Cut the parameters of the units, the last of which is the root's own, over a mesh of one axis, in place.
+
+    `dtype`: what they are gathered and computed in, None for their own. `reduce_dtype`: of gradients on their way. `is_offloaded`:
+    they are kept in host memory. The root's own stay gathered from its forward to the end of its backward, or until `reshard`.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    offload: OffloadPolicy = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+    for unit in units:
+        fully_shard(
+            unit.module, mesh=mesh, reshard_after_forward=unit.module is not root, mp_policy=precision, offload_policy=offload
+        )
+        sharded: Any = unit.module
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_gradient_divide_factor(1.0)  # sums, not means
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """What this rank has of a parameter, detached: a plain tensor that shares its memory."""
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class Sums(Protocol):
+    """This rank's part of a step's gradient sums. An exception leaves them unusable until `clear`."""
+
+    def before_backward(self, *, is_muted: bool) -> None:
+        """The backward pass of a micro-batch begins, on all ranks."""
+        ...
+
+    def add(self) -> None:
+        """It has ended: take what it made into the sums."""
+        ...
+
+    def gradients(self, normaliser: int) -> list[Tensor]:
+        """This rank's parts of the sums, divided by `normaliser`, float32, which are what the `.grad` of its parts of the
+        parameters holds from now on. All ranks alike. Raises `RangeError` where the sums are not exact."""
+        ...
+
+    def clear(self) -> None:
+        """Forget the step."""
+        ...
+
+
+def make_sums(
+    kind: str, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter], units: Sequence[Unit], ranks: Ranks
+) -> Sums:
+    """`kind` as in accumulate.py. `parameters` as FSDP2 has them, `parts` this rank's own, in the same memory, named alike."""
+    units = [unit for unit in units if unit.shapes]  # a stage in the middle has nothing of its own but layers
+    if kind == "exact" and ranks.layout.dp > 1:
+        return ExactSums(parameters, parts, units, ranks)
+    return HandedSums(kind, parameters, parts, units, ranks)
+
+
+class HandedSums:
+    """Implements `Sums` by the accumulators of one process, over what FSDP2 has reduced."""
+
+    def __init__(
+        self,
+        kind: Any,
+        parameters: Mapping[str, nn.Parameter],
+        parts: Mapping[str, nn.Parameter],
+        units: Sequence[Unit],
+        ranks: Ranks,
+    ) -> None:
+        self._parameters, self._parts = parameters, parts
+        self._accumulator = make_accumulator(kind, parts)
+        self._adds_up_in_place, self._is_alone = kind == "fp32", ranks.layout.dp == 1
+        self._is_muted = False
+        for unit in units:
+            _reduce_by(unit, _Reduction(self._mute))
+
+    def before_backward(self, *, is_muted: bool) -> None:
+        """See `Sums.before_backward`."""
+        self._is_muted = is_muted
+
+    def add(self) -> None:
+        """See `Sums.add`."""
+        for name, parameter in self._parameters.items():
+            grad, parameter.grad = parameter.grad, None
+            if grad is None or (self._is_muted and self._is_alone):  # alone, nothing is reduced, so nothing was muted
+                continue
+            part, of_part = self._parts[name], local_part(grad)
+            if self._adds_up_in_place and part.grad is not None:
+                part.grad += of_part
+            else:
+                part.grad = of_part
+        self._accumulator.add()
+
+    def gradients(self, normaliser: int) -> list[Tensor]:
+        """See `Sums.gradients`."""
+        return self._accumulator.gradients(normaliser)
+
+    def clear(self) -> None:
+        """See `Sums.clear`."""
+        self._accumulator.clear()
+
+    def _mute(self, addend_RE: Tensor) -> None:
+        if self._is_muted:
+            addend_RE.zero_()
+
+
+class ExactSums:
+    """Implements `Sums`: the sum over ranks and micro-batches of what `GRADIENT_GRID` keeps of each gradient, float64."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter], units: Sequence[Unit], ranks: Ranks
+    ) -> None:
+        self._parameters, self._parts, self._ranks = parameters, parts, ranks
+        self._is_muted = False
+        self._units = [_ExactUnit(unit, ranks.layout.dp, lambda: self._is_muted) for unit in units]
+
+    def before_backward(self, *, is_muted: bool) -> None:
+        """See `Sums.before_backward`."""
+        self._is_muted = is_muted
+
+    def add(self) -> None:
+        """See `Sums.add`: they were added where they were reduced. What FSDP2 has made of them is let go."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def gradients(self, normaliser: int) -> list[Tensor]:
+        """See `Sums.gradients`."""
+        self._check_range()
+        gradients = []
+        for unit in self._units:
+            if unit.sums_E is None:
+                continue
+            for name, place in unit.places.items():
+                part = self._parts[name]
+                part.grad = divided(unit.sums_E[place][: part.numel()].view(part.shape), normaliser)
+                gradients.append(part.grad)
+            unit.sums_E = None
+        return gradients
+
+    def clear(self) -> None:
+        """See `Sums.clear`."""
+        for unit in self._units:
+            unit.clear()
+        for part in self._parts.values():
+            part.grad = None
+        self.add()
+
+    def _check_range(self) -> None:
+        """Over all micro-batches of the step and all ranks' gradients, so that they all come to the same."""
+        peaks = torch.cat([unit.peaks for unit in self._units]).tolist()
+        steps = torch.cat([unit.steps for unit in self._units]).tolist()
+        # Below 2**63: what is larger is refused either way.
+        bounds = self._ranks.total([int(min(number, 2.0**62)) for number in steps], of="dp")
+        largest = self._ranks.largest(peaks, of="dp")
+        names = [name for unit in self._units for name in unit.places]
+        for name, bound, peak in zip(names, bounds, largest, strict=True):
+            check_range(name, peak, bound)
+
+
+class _ExactUnit:
+    """A unit's sums. `peaks` and `steps`, by parameter, float64: the largest finite magnitude that this rank had in a micro-batch,
+    and the sum over micro-batches of the largest in each, in steps of the grid."""
+
+    def __init__(self, unit: Unit, num_ranks: int, is_muted: Callable[[], bool]) -> None:
+        self.places = unit.parts(num_ranks)
+        self._num_ranks, self._is_muted = num_ranks, is_muted
+        self._device = next(unit.module.parameters()).device
+        self.clear()
+        _reduce_by(unit, _Reduction(self._round, self._add))
+
+    def clear(self) -> None:
+        self.sums_E: Tensor | None = None
+        self.peaks, self.steps = (torch.zeros(len(self.places), dtype=torch.float64, device=self._device) for _ in range(2))
+
+    def _round(self, addend: Tensor) -> None:
+        """A rank's own gradient, float64 [R * E], to the grid, in place."""
+        if self._is_muted():
+            addend.zero_()
+            return
+        addend_RE = addend.view(self._num_ranks, -1)
+        extremes = [torch.stack(torch.aminmax(addend_RE[:, place])).abs().max() for place in self.places.values()]
+        peaks = torch.stack(extremes)
+        # What is not finite makes a sum that is not, which skips the step.
+        peaks = peaks.where(peaks.isfinite(), 0.0)
+        self.peaks = torch.maximum(self.peaks, peaks)
+        self.steps += (peaks / GRADIENT_GRID.spacing).ceil_()
+        for addend_C in torch.split(addend, CHUNK_ELEMENTS if addend.is_cpu else LARGEST_CHUNK):
+            GRADIENT_GRID.round_(addend_C)
+
+    def _add(self, sum_E: Tensor) -> None:
+        if self.sums_E is None:
+            self.sums_E = sum_E.clone()
+        else:
+            self.sums_E += sum_E
+
+
+# Its name up to torch 2.12.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Reduction:
+    """FSDP2's reduce-scatter, with something done to what goes in and to what comes out."""
+
+    def __init__(self, before: Callable[[Tensor], None], after: Callable[[Tensor], None] = lambda sums_E: None) -> None:
+        self._before, self._after = before, after
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for a tensor that goes in or comes out."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self._before(input_tensor)
+        _reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+        self._after(output_tensor)
+
+
+def _reduce_by(unit: Unit, reduction: _Reduction) -> None:
+    module: Any = unit.module
+    module.set_custom_reduce_scatter(reduction)

@@ -1,0 +1,292 @@
+"""One rank's half of training over a layout. All ranks make the same calls, each with the micro-batches of its data-parallel group.
+
+    micro-batches, some inert ------> frozen models ----> log-probs --+
+      (as many as the group that  +-> policy, stage by stage ---------+--> loss --> backward, sums over ranks (data.py)
+       has most of them)                                                                  |
+    AdamW on this rank's parts <-- clip by the norm over all ranks <-- sums / normaliser <+
+
+consumes: what train_engine.py's methods are given
+waits for: the other ranks, as ranks.py says
+is unblocked by: the same call there
+
+What decides how many collectives there are (how many micro-batches, whether the old model is asked) is agreed on at the start of a
+turn. What a rank alone finds out later (a loss that is not finite) changes values, and never who calls what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
+from asyncflow.engines.train.model import micro_step
+from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
+from asyncflow.engines.train.model.hf_files import write_model
+from asyncflow.engines.train.model.packing import Packed, pack_inert, pack_thrifty
+from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
+from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.parallel.cut_model import CutModel, placed_like
+from asyncflow.engines.train.parallel.data import make_sums
+from asyncflow.engines.train.parallel.pipeline import Pipeline
+from asyncflow.engines.train.parallel.ranks import EXCHANGE_SECONDS, Ranks
+from asyncflow.engines.train.parallel.tensor import is_counted, whole
+from asyncflow.engines.train.state import EngineState
+from asyncflow.types import Array, Objective, Ragged, TensorSpec
+
+# P packed tokens, T response tokens, H hidden elements.
+
+STATES: Final = ("step", "exp_avg", "exp_avg_sq")
+INERT_TOKENS: Final = 4
+"""Of a micro-batch that is there so that no module is missed: from 4 on a matrix product is that of the others."""
+
+
+class ManyRanks:
+    """Implements `Training`."""
+
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
+        """Join the other ranks, and load this one's part of the model; waits for all of them. Raises `UserError`, `RunError`."""
+        self.ranks = Ranks(options.layout, options.device)
+        try:
+            self._load(Path(model_path), options)
+        except BaseException:
+            self.ranks.leave()
+            raise
+
+    def begin_step(self) -> None:
+        """See `TrainEngine.begin_step`."""
+        self._state.begin_step()
+        self.models.begin_step()
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        """See `TrainEngine.forward_backward`: one turn."""
+        packed = [pack_thrifty(batch.prompt_ids, batch.response_ids, self.ranks.device) for batch in micro_batches]
+        asks_old = max((self.models.asks_old_model(batch) for batch in micro_batches), default=False)  # asks all: it may raise
+        asks_reference = any(batch.ref_logprobs is None for batch in micro_batches) and self.models.reference is not None
+        checks = self._is_to_check and any(p.layout.has_prompt for p in packed)
+        wishes = self.ranks.largest([len(packed), asks_old, asks_reference, checks], of="dp")
+        num_micro_batches, asks_old, asks_reference, checks = int(wishes[0]), *map(bool, wishes[1:])
+        if checks:
+            self._check_sharing(micro_batches, packed)
+        # A rank that has none takes part with a micro-batch of nothing.
+        packed += [pack_inert(INERT_TOKENS, self.ranks.device) for _ in range(num_micro_batches - len(packed))]
+        refs = self._log_probs(self.models.reference, packed) if asks_reference else []
+        olds = self._log_probs(self.models.old_model, packed) if asks_old else []
+        results: list[MicroBatchResult] = []
+        muted = set(range(len(micro_batches), num_micro_batches))
+
+        def loss(i: int, hidden_PH: Tensor) -> Tensor:
+            head_VH, shard = self._policy.head()
+            if i >= len(micro_batches):
+                return (hidden_PH.sum() + head_VH.sum()) * 0.0
+            old_T, ref_T = (frozen[i] if frozen else None for frozen in (olds, refs))
+            known = micro_step.given_frozen(self.models, packed[i], micro_batches[i], old_T, ref_T)
+            hidden_TH = self._policy.predicting(packed[i], hidden_PH)
+            made = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens, shard=shard)
+            results.append(made.result)
+            # Stages before this one cannot know of it: in a pipeline, what is not finite stays so in all sums, and skips the step.
+            if not made.result.is_finite and self.ranks.layout.pp == 1:
+                muted.add(i)
+            return made.total
+
+        self._pipeline.forward_backward(
+            self._policy,
+            packed,
+            loss,
+            before_backward=lambda i: self._sums.before_backward(is_muted=i in muted),
+            after_backward=lambda i: self._sums.add(),
+        )
+        told = self._pipeline.results_from_last(results)
+        self._num_added += sum(result.is_finite for result in told)
+        return told
+
+    def optim_step(self, normaliser: int) -> OptimResult:
+        """See `TrainEngine.optim_step`. The norm is over all ranks' gradients, each counted once."""
+        self.models.before_update()
+        gradients = self._sums.gradients(normaliser)
+        if (tied := self._policy.stage.tied_name) is not None and gradients:
+            gradient = self._policy.parts[tied].grad
+            assert gradient is not None
+            self._pipeline.add_tied_(gradient)
+        counted = [part.grad for part in self._counted if part.grad is not None]
+        (largest,) = self.ranks.largest([largest_magnitude(counted)])
+        squares, num_added = self.ranks.total([sum_of_squares(counted, largest), self._num_added])
+        # Where every micro-batch was refused, there is nothing to step by.
+        result = self._optimizer.update(gradients if num_added else [], norm_of(squares, largest))
+        self._clear()
+        return result
+
+    def discard(self) -> None:
+        """See `TrainEngine.discard`."""
+        self.models.before_update()  # the version rises all the same
+        self._clear()
+
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
+        packed = pack_thrifty(prompt_ids, response_ids, self.ranks.device)
+        made = self._log_probs(self._policy, [packed])
+        log_probs_T = self._pipeline.log_probs_from_last(made[0] if made else None, len(response_ids.values))
+        return Ragged(log_probs_T.numpy(), response_ids.offsets)
+
+    def gather(self, name: str) -> Tensor | None:
+        """A parameter, whole, on the CPU of rank 0; None on the others."""
+        return self._to_first(name, self._policy.parameters.get(name), self.specs[name].shape, torch.float32)
+
+    def fingerprint(self) -> Mapping[str, str]:
+        """See `TrainEngine.fingerprint`: on rank 0."""
+        hashes: dict[str, str] = {}
+        states = {(name, kind): state for name, kind, state in _Placed(self._optimizer, self._policy).states()}
+        for name, spec in self.specs.items():
+            found = {f"weights/{name}": self.gather(name)}
+            for kind in STATES if self._optimizer.num_updates else ():
+                shape = () if kind == "step" else spec.shape
+                found[f"optimizer/{name}/{kind}"] = self._to_first(name, states.get((name, kind)), shape, torch.float32)
+            whole_ones = {key: tensor for key, tensor in found.items() if tensor is not None}
+            hashes |= {key: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in whole_ones.items()}
+        return hashes
+
+    def save(self, path: Path) -> None:
+        """Write config, generation config and float32 weights, on rank 0; the tokenizer's files are the caller's to copy."""
+        tensors = ((name, tensor) for name in self.specs if (tensor := self.gather(name)) is not None)
+        if self.ranks.rank == 0:
+            write_model(path, self._model_path, tensors)
+        else:
+            for _ in tensors:
+                pass
+
+    def save_state(self, folder: Path) -> Future[None]:
+        """See `EngineState.save`."""
+        return self._state.save(folder)
+
+    def load_state(self, folder: Path) -> None:
+        """See `EngineState.load`."""
+        copy = self._policy.stage.copy_name
+        if copy is None:
+            self._state.load(folder)
+            return
+        # The last stage's copy comes from what the first stage has saved.
+        original = next(name for name, index in self._stage_of.items() if index == 0 and name.endswith("embed_tokens.weight"))
+        self._engine_state({(original if name == copy else name): name for name in self._policy.parts}).load(folder)
+        self._state.begin_step()
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.ranks.leave()
+
+    def _load(self, model_path: Path, options: TrainEngineOptions) -> None:
+        self.data_parallel_rank = self.ranks.dp_rank if self.ranks.is_leader else None
+        self._model_path, self._chunk_tokens = model_path, options.log_prob_chunk_tokens
+        self._is_to_check = options.check_shared_prompt
+        dtype, frozen_dtype = (getattr(torch, name) for name in (options.dtype, options.frozen_dtype or options.dtype))
+        cut = partial(CutModel, model_path, self.ranks, temperature=options.temperature, chunk_tokens=options.log_prob_chunk_tokens)
+        is_exact = options.accumulate == "exact"
+        self._policy = cut(
+            dtype=dtype,
+            reduce_dtype=torch.float64 if is_exact and options.layout.dp > 1 else torch.float32,
+            recomputes=options.activation_checkpointing,
+        )
+        frozen = partial(cut, dtype=frozen_dtype, weights_dtype=frozen_dtype, is_offloaded=options.offload)
+        old_model = frozen() if options.old in OLD_MODELS else None
+        reference = frozen() if options.has_reference else None
+        self.models = TriModel(self._policy, options.old, old_model, reference, is_corrected=options.is_corrected)
+        stage, timeout = self._policy.stage, EXCHANGE_SECONDS
+        self._pipeline = Pipeline(
+            self.ranks.group("pp"),
+            stage,
+            hidden_size=self._policy.hidden_size,
+            device=self.ranks.device,
+            timeout_seconds=timeout,
+        )
+        policy = self._policy
+        self._sums = make_sums(options.accumulate, policy.parameters, policy.parts, policy.units, self.ranks)
+        self._optimizer = Optimizer(policy.parts, options)
+        self._counted = [
+            part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
+        ]
+        self._num_added = 0  # micro-batches of this data-parallel group whose gradients are in the sums
+        own = [name for name in policy.parts if name != stage.copy_name]
+        self._state = self._engine_state({name: name for name in own})
+        self.specs: Mapping[str, TensorSpec] = dict(sorted(policy.specs.items()))
+        stages = self.ranks.largest([stage.index if name in own else -1 for name in self.specs], of="pp")
+        self._stage_of = {name: int(index) for name, index in zip(self.specs, stages, strict=True)}
+
+    def _check_sharing(self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed]) -> None:
+        """All ranks make the two passes, those without a shared prompt too."""
+        self._is_to_check = False
+        chosen = next((batch for batch, p in zip(micro_batches, packed, strict=True) if p.layout.has_prompt), None)
+        if chosen is None:
+            for _ in range(2):
+                self._packed_log_probs(pack_inert(INERT_TOKENS, self.ranks.device))
+        else:
+            check_shared_log_probs(self._packed_log_probs, chosen, self.ranks.device, self._policy.dtype)
+
+    def _packed_log_probs(self, packed: Packed) -> Tensor:
+        made = self._log_probs(self._policy, [packed])
+        return self._pipeline.log_probs_from_last(made[0] if made else None, len(packed.targets_T))
+
+    def _log_probs(self, model: Any, packed: Sequence[Packed]) -> list[Tensor]:
+        """A model's log-probs of each micro-batch, on the last stage; elsewhere nothing."""
+        made = self._pipeline.forward(model, packed, lambda i, hidden_PH: model.log_probs(packed[i], hidden_PH))
+        model.let_go()
+        return made
+
+    def _clear(self) -> None:
+        self._sums.clear()
+        self._num_added = 0
+
+    def _to_first(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """From the ranks of the stage that has it (`tensor` is their part of it) to rank 0, whole, on its CPU; None elsewhere."""
+        owner, ranks = self._stage_of[name], self.ranks
+        made = whole(tensor) if tensor is not None and ranks.pp_rank == owner else None
+        if owner == 0 or ranks.dp_rank or ranks.tp_rank or ranks.pp_rank not in (0, owner):
+            return made.cpu() if made is not None and ranks.rank == 0 else None
+        with ranks.named(f"the weights of {name}"):
+            if made is not None:
+                dist.send(made.cpu().contiguous(), 0)
+                return None
+            arrived = torch.empty(shape, dtype=dtype)
+            dist.recv(arrived, owner * ranks.layout.tp)
+            return arrived
+
+    def _engine_state(self, names: Mapping[str, str]) -> EngineState:
+        """`names`: those of this rank's parameters by what a checkpoint calls them."""
+        optimizer, old_model = _Placed(self._optimizer, self._policy, names), self.models.old_model
+        of_old = {} if old_model is None else old_model.parameters
+        return EngineState(
+            {known: self._policy.parameters[name] for known, name in names.items()},
+            optimizer,
+            {known: of_old[name] for known, name in names.items()} if of_old else None,
+            rank=self.ranks.rank,
+            num_ranks=self.ranks.size,
+            is_first=self.ranks.rank == 0,
+        )
+
+
+class _Placed:
+    """An optimiser's state, each tensor as a part of its whole, under a checkpoint's names."""
+
+    def __init__(self, optimizer: Optimizer, policy: CutModel, names: Mapping[str, str] | None = None) -> None:
+        self._optimizer, self._parameters = optimizer, policy.parameters
+        self._known = {name: known for known, name in names.items()} if names is not None else {n: n for n in policy.parts}
+
+    @property
+    def num_updates(self) -> int:
+        return self._optimizer.num_updates
+
+    def make_states(self, num_updates: int) -> None:
+        """See `Optimizer.make_states`."""
+        self._optimizer.make_states(num_updates)
+
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """See `Optimizer.states`."""
+        for name, kind, state in self._optimizer.states():
+            if name in self._known:
+                yield self._known[name], kind, placed_like(state, self._parameters[name]) if kind != "step" else state

@@ -1,0 +1,51 @@
+"""In which order a pipeline's stages pass over a turn's micro-batches (1F1B), and what lies between two passes. Pure.
+
+What a pass sends and what the following one begins with are posted together. No stage then waits for one that waits for it, even
+where a send ends only when it is received.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Pass(NamedTuple):
+    """A stage's pass over one of a turn's micro-batches."""
+
+    kind: Literal["forward", "backward"]
+    micro_batch: int
+
+
+class Crossing(NamedTuple):
+    """The hidden states of a micro-batch, or their gradient, between this stage and `stage`."""
+
+    what: Literal["hidden states", "gradient"]
+    micro_batch: int
+    stage: int
+
+
+def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Pass]:
+    """The order of a stage's passes: some forward until the first gradient can be there, then backward as soon as one can."""
+    num_ahead = min(num_stages - 1 - stage, num_micro_batches)
+    forwards = [Pass("forward", i) for i in range(num_micro_batches)]
+    backwards = [Pass("backward", i) for i in range(num_micro_batches)]
+    in_turn = [one for both in zip(forwards[num_ahead:], backwards, strict=False) for one in both]
+    return [*forwards[:num_ahead], *in_turn, *backwards[num_micro_batches - num_ahead :]]
+
+
+def leaving(done: Pass | None, stage: int, num_stages: int) -> Crossing | None:
+    """What a pass of `stage` sends."""
+    if done is None:
+        return None
+    if done.kind == "forward":
+        return Crossing("hidden states", done.micro_batch, stage + 1) if stage < num_stages - 1 else None
+    return Crossing("gradient", done.micro_batch, stage - 1) if stage > 0 else None
+
+
+def arriving(following: Pass | None, stage: int, num_stages: int) -> Crossing | None:
+    """What a pass of `stage` begins with."""
+    if following is None:
+        return None
+    if following.kind == "forward":
+        return Crossing("hidden states", following.micro_batch, stage - 1) if stage > 0 else None
+    return Crossing("gradient", following.micro_batch, stage + 1) if stage < num_stages - 1 else None

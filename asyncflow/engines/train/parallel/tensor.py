@@ -1,0 +1,266 @@
+"""Tensor parallelism: a model's matrices cut over the ranks of a mesh, as transformers' own plan for the model says.
+
+    token ids -> embedding (rows of the vocabulary) -> residual stream -> final norm -> hidden states, the same on all ranks
+                                                        |          ^
+                     norm -> q, k, v (heads) -> attention -> o     |
+                     norm -> gate, up (columns) --------> down ----+ a sum over ranks
+
+Between a matrix that is cut by its outputs and the next, which is cut by its inputs, everything is a plain tensor of this rank's
+heads or columns: attention knows nothing of it. The residual stream is a DTensor, the same on all ranks or, with sequence
+parallelism, cut over tokens, in pieces of any size, so that norms and residuals are computed and kept once. What enters a pair of
+matrices is gathered then, and either way its gradient is summed once.
+
+Parameters are DTensors afterwards, those too that are not cut. Each one's gradient has the parameter's own placement: nothing is
+left to be summed over the mesh. The output layer is cut over the vocabulary: `head_shard` is what log_probs.py asks for.
+
+Left out: key and value heads that several ranks share, and `module(...)` itself, as its output layer is never called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from asyncflow.engines.families import check_tensor_parallel
+from asyncflow.engines.train.model.log_probs import VocabularyShard
+from asyncflow.types import UserError
+
+# P packed tokens, H hidden elements, V tokens of the vocabulary.
+
+_TOKENS: Final = 1  # the dim of [1, P, H]
+
+
+def shard_model(module: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Cut the parameters of transformers' causal language model, or of a stage of it, over a mesh of one axis, in place.
+
+    Each rank has the whole parameters before, from the same files, and nothing is sent. `module.base_model(...)` is called as it
+    was, by all ranks alike, with the same packed tokens; its hidden states are plain tensors, the same on all ranks, also those
+    that a stage begins with or ends with. FSDP2 and whatever else keeps parameters come after it; a copy of the module does not
+    work, so another model is loaded and cut for itself.
+
+    Raises:
+        UserError: transformers has no plan for the model, or it cannot be cut into so many parts.
+    """
+    check_tensor_parallel(module.config.to_dict(), mesh.size())
+    base, head = module.base_model, module.get_output_embeddings()
+    embedding_VH = getattr(module.get_input_embeddings(), "weight", None)
+    is_tied = embedding_VH is not None and getattr(head, "weight", None) is embedding_VH
+    residual = Shard(_TOKENS) if sequence_parallel else Replicate()
+    parallelize_module(base, mesh, _plan(base, residual), src_data_rank=None)
+    if is_tied:
+        head.weight = module.get_input_embeddings().weight
+    elif isinstance(head, nn.Linear):
+        _distribute(head, mesh, Shard(0))
+    base.register_forward_hook(_leave_whole)
+
+
+def head_shard(head_VH: Tensor) -> tuple[Tensor, VocabularyShard | None]:
+    """The rows of the output layer's weight that this rank has, and where they are; all rows and None if it is not cut.
+
+    The weight is that of a module that `shard_model` has cut; under FSDP2, as a forward has it, gathered over data-parallel ranks.
+    """
+    if not isinstance(head_VH, DTensor):
+        return head_VH, None
+    mesh = head_VH.device_mesh
+    return head_VH.to_local(), VocabularyShard(mesh.get_group(), _first_row(head_VH))
+
+
+def is_counted(parameter: Tensor) -> bool:
+    """Whether this rank's part of a parameter, or of its gradient, is one to count in a sum over all ranks of its mesh.
+
+    Parts that ranks have the same count once, at the first of them: a norm over the gradients is the root of the sum of their
+    squares where this is true. Where it is, no two ranks have the same element.
+    """
+    if not isinstance(parameter, DTensor):
+        return True
+    coordinate = parameter.device_mesh.get_coordinate() or ()
+    return not any(at for at, placement in zip(coordinate, parameter.placements, strict=True) if placement.is_replicate())
+
+
+def whole(parameter: Tensor) -> Tensor | None:
+    """The whole of one parameter on the first rank of its mesh, detached, on its device; None on the others.
+
+    All ranks of the mesh call it, for the same parameters in the same order. No rank keeps more than it had.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    whole: Any = parameter.detach()
+    placements = list(parameter.placements)
+    # One axis after the other, in the order in which FSDP2 gathers: rows that both axes cut lie in an order of their own.
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        whole = whole.redistribute(placements=placements)
+    return None if any(parameter.device_mesh.get_coordinate() or ()) else whole.to_local()
+
+
+def _plan(base: Any, residual: Placement) -> dict[str, ParallelStyle]:
+    """A style for every module of the base model that has parameters of its own, and for every layer."""
+    wanted: dict[str, str] = base.config.base_model_tp_plan or {}
+    if not wanted:
+        kind = base.config.model_type
+        raise UserError(f"Transformers has no tensor-parallel plan for a model of type {kind!r}: set plan.train.tp to 1.")
+    # Residual stream in, residual stream out: `use_local_output` would lose how many tokens there are.
+    styles: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": lambda: RowwiseParallel(output_layouts=residual, use_local_output=False),
+        "replicated_with_grad_allreduce": HeadNorm,
+    }
+    plan: dict[str, ParallelStyle] = {}
+    for name, module in base.named_modules():
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        has_own = next(module.parameters(recurse=False), None) is not None
+        if pattern in wanted or isinstance(module, nn.Linear):
+            style = wanted.get(pattern, "none")
+            if style not in styles:
+                raise UserError(
+                    f"Transformers' plan for {name} is {style}, which the trainer does not take: set plan.train.tp to 1."
+                )
+            plan[name] = styles[style]()
+        elif pattern == "layers.*" and next(module.parameters(), None) is not None:
+            plan[name] = Layer(residual)
+        elif isinstance(module, nn.Embedding):
+            plan[name] = VocabularyEmbedding(residual)
+        elif has_own and pattern.startswith("layers.*.self_attn."):
+            plan[name] = HeadNorm()
+        elif has_own:
+            plan[name] = ResidualNorm(residual)
+    return plan
+
+
+class Layer(ParallelStyle):
+    """Makes a plain tensor that a layer is given, whole and the same on all ranks, the residual stream: a stage's first one is."""
+
+    def __init__(self, residual: Placement) -> None:
+        super().__init__()
+        self._residual = residual
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            hidden, *others = inputs
+            if not isinstance(hidden, DTensor):
+                hidden = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
+                hidden = hidden.redistribute(placements=[self._residual])
+            return hidden, *others
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+class VocabularyEmbedding(ParallelStyle):
+    """Rows of the vocabulary on each rank; a token's row comes from the one that has it. Token ids in, residual stream out.
+
+    PyTorch's own style for it (`RowwiseParallel`) takes the padding token, whose row gets no gradient, for a row of each shard, and
+    makes the gradient of the whole matrix on each rank.
+    """
+
+    def __init__(self, residual: Placement) -> None:
+        super().__init__()
+        self._residual = residual
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        embedding: Any = module
+        _distribute(embedding, device_mesh, Shard(0))
+
+        def forward(tokens: Tensor) -> Tensor:
+            local_VH = embedding.weight.to_local()
+            shard = VocabularyShard(device_mesh.get_group(), _first_row(embedding.weight))
+            rows, is_here = shard.find(tokens, len(local_VH))
+            # A row from 0 up is a token of this shard; -1 would be its last one.
+            padding = -1 if embedding.padding_idx is None else embedding.padding_idx - shard.offset
+            embedded = F.embedding(rows, local_VH, padding if 0 <= padding < len(local_VH) else None)
+            embedded = embedded.where(is_here[..., None], 0.0)
+            summed = DTensor.from_local(embedded, device_mesh, [Partial()], run_check=False)
+            return summed.redistribute(placements=[self._residual])
+
+        embedding.forward = forward
+        return module
+
+
+class ResidualNorm(ParallelStyle):
+    """A norm on the residual stream: what this rank has of it in, all tokens out. On plain tensors, which is ten times as fast."""
+
+    def __init__(self, residual: Placement) -> None:
+        super().__init__()
+        self._residual = residual
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Each rank has seen its own tokens alone, or all of them.
+        of_gradient = Partial() if self._residual.is_shard() else Replicate()
+        _distribute(module, device_mesh, Replicate())
+        plain_forward = module.forward
+
+        def forward(stream: DTensor) -> DTensor:
+            with _local_parameters(module, of_gradient):
+                local = plain_forward(stream.to_local())
+            out = DTensor.from_local(
+                local, device_mesh, [self._residual], run_check=False, shape=stream.shape, stride=stream.stride()
+            )
+            # The gradient that comes back is a sum over ranks, and is made whole, or its part of the tokens, here.
+            return out.redistribute(placements=[Replicate()])
+
+        module.forward = forward
+        return module
+
+
+class HeadNorm(ParallelStyle):
+    """A norm on each of this rank's heads: the weight is one for all heads, so its gradient is a sum over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+        plain_forward = module.forward
+
+        def forward(heads: Tensor) -> Tensor:
+            with _local_parameters(module, Partial()):
+                out: Tensor = plain_forward(heads)
+            return out
+
+        module.forward = forward
+        return module
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Cut or copy a module's own parameters. A copied one's gradient is summed over the ranks as soon as it is there."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        shared: Any = nn.Parameter(cut, parameter.requires_grad)
+        if placement.is_replicate() and parameter.requires_grad:
+            shared.register_hook(_summed)  # FSDP2, whose parameters are others, does the same
+        module.register_parameter(name, shared)
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    return gradient.redistribute(placements=[Replicate()]) if isinstance(gradient, DTensor) else gradient
+
+
+@contextmanager
+def _local_parameters(module: nn.Module, of_gradient: Placement) -> Iterator[None]:
+    """Within it the module's own parameters are plain tensors, whose gradients come back with the placement `of_gradient`."""
+    own: dict[str, Any] = dict(module._parameters)
+    for name, parameter in own.items():
+        module._parameters[name] = parameter.to_local(grad_placements=[of_gradient])
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+def _leave_whole(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    """The last hidden states as a plain tensor, the same on all ranks; so is the gradient that comes for them."""
+    hidden = outputs.last_hidden_state
+    if isinstance(hidden, DTensor):
+        outputs.last_hidden_state = hidden.redistribute(placements=[Replicate()]).to_local()
+    return outputs
+
+
+def _first_row(matrix_VH: DTensor) -> int:
+    """The first row of this rank's part: DTensor cuts into parts of equal sizes, but for the last ones."""
+    num_rows, mesh = matrix_VH.shape[0], matrix_VH.device_mesh
+    return min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)

@@ -1,0 +1,234 @@
+"""Times one layer of a model on this rank of a layout, and what the rank does beside it, with random numbers for weights and data.
+
+    layer_forward, layer_backward       by packed tokens of a micro-batch, on this rank's part of the matrices
+    head_loss                           output layer, loss and their gradients, by response tokens
+    accumulate, optim_step              by bytes of float32 parameters
+    tp/..., dp/..., pp/send             all-reduce, all-gather, reduce-scatter; a message to the next stage and one back; by bytes
+
+consumes: a model's config.json
+waits for: the other ranks, at each collective
+is unblocked by: their coming to it, or the group's deadline
+
+Each piece of work is done once unmeasured, as `warm_up`, and then `repeats` times, alone: what a run overlaps, such as FSDP's
+gathers with computing, is for whoever adds the pieces up.
+
+Left out: the embedding, casting the weights to `train.dtype`, frozen models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncflow.engines.base import TrainEngineOptions
+from asyncflow.engines.devices import check_device
+from asyncflow.engines.families import check_family
+from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
+from asyncflow.engines.train.model import micro_step
+from asyncflow.engines.train.model.attention import ATTENTION_NAME
+from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.parallel.tensor import head_shard, shard_model
+from asyncflow.types import Objective, Ragged
+
+# P packed tokens, T response tokens, R responses, H hidden elements, V tokens of the vocabulary.
+
+MESSAGE_BYTES: Final = (4 << 10, 1 << 20, 16 << 20)
+"""What collectives are timed with: the smallest shows what a call costs, the largest what a byte does."""
+
+Measure = Callable[..., AbstractContextManager[object]]
+"""`measure(task, tokens=..., bytes=...)`: a block whose time is written down (`Recorder.busy`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """Micro-batches of about so many packed tokens, a prompt and `num_responses` equally long responses, each `repeats` times."""
+
+    tokens: tuple[int, ...]
+    num_responses: int
+    repeats: int
+
+
+def profile_layer(
+    model_path: Path, options: TrainEngineOptions, objective: Objective, *, has_reference: bool, amount: Amount, measure: Measure
+) -> Mapping[str, Tensor]:
+    """Measure on this rank; all ranks of the layout call it alike. Returns the layer's weights, float32, whole, on the CPU.
+
+    `has_reference`: the objective looks at a reference's log-probs. Raises `UserError` where a train engine would.
+    """
+    check_device(options.device, "train.device")
+    torch.set_num_threads(options.num_threads)
+    torch.manual_seed(options.seed)
+    ranks = Ranks(options.layout, options.device) if options.layout.size > 1 else None
+    try:
+        device = torch.device(options.device) if ranks is None else ranks.device
+        module = _one_layer(model_path)
+        weights = {name: parameter.detach().clone() for name, parameter in module.base_model.layers[0].named_parameters()}
+        module.to(device, getattr(torch, options.dtype))
+        watch = Stopwatch(measure, device, amount.repeats, ranks)
+        if ranks is not None and options.layout.tp > 1:
+            shard_model(module, ranks.mesh["tp"], sequence_parallel=True)
+        for num_tokens in amount.tokens:
+            packed = _packed(num_tokens, amount.num_responses, module.config.vocab_size, device)
+            _time_layer(watch, module, packed)
+            _time_head(watch, module, packed, options, objective, has_reference)
+        _time_optimizer(watch, module.base_model.layers[0], options)
+        if ranks is not None:
+            for axis in ("tp", "dp", "pp"):
+                _time_collectives(watch, axis, ranks.group(axis), device)
+    finally:
+        if ranks is not None:
+            ranks.leave()
+    return weights
+
+
+class Stopwatch:
+    """Measures what is done on a device, from when all before it has ended until it has itself."""
+
+    def __init__(self, measure: Measure, device: torch.device, repeats: int, ranks: Ranks | None) -> None:
+        self._measure, self._repeats, self._ranks = measure, repeats, ranks
+        self._has_queue = device.type != "cpu"
+
+    def rounds(self) -> range:
+        """The first is the one to warm up in."""
+        return range(self._repeats + 1)
+
+    @contextmanager
+    def timed(self, task: str, turn: int, **counts: int) -> Iterator[None]:
+        """The block is measured as `task`, or as `warm_up` in round 0; all ranks begin together."""
+        self._wait()
+        with nullcontext() if self._ranks is None else self._ranks.named(f"timing {task}"):
+            if self._ranks is not None:
+                dist.barrier()
+            with self._measure(task if turn else "warm_up", **counts):
+                yield
+                self._wait()
+
+    def time(self, task: str, work: Callable[[], object], **counts: int) -> None:
+        """Measure `work` in every round."""
+        for turn in self.rounds():
+            with self.timed(task, turn, **counts):
+                work()
+
+    def _wait(self) -> None:
+        if self._has_queue:
+            torch.accelerator.synchronize()
+
+
+def _one_layer(model_path: Path) -> Any:
+    """A model as that at the path, but for the number of its layers and its weights."""
+    config = AutoConfig.from_pretrained(model_path)
+    check_family(config.to_dict())
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
+
+
+def _time_layer(watch: Stopwatch, module: Any, packed: Packed) -> None:
+    base, layer = module.base_model, module.base_model.layers[0]
+    hidden_1PH = torch.randn(
+        1, packed.num_tokens, module.config.hidden_size, device=module.device, dtype=module.dtype
+    ).requires_grad_()
+    positions = packed.positions_P[None]
+    rope = base.rotary_emb(hidden_1PH, positions)
+    for turn in watch.rounds():
+        with watch.timed("layer_forward", turn, tokens=packed.num_tokens):
+            out = layer(hidden_1PH, attention_mask=None, position_ids=positions, position_embeddings=rope, layout=packed.layout)
+        gradient = torch.ones_like(out)
+        with watch.timed("layer_backward", turn, tokens=packed.num_tokens):
+            torch.autograd.backward(out, gradient)
+        layer.zero_grad()
+        hidden_1PH.grad = None
+
+
+def _time_head(
+    watch: Stopwatch, module: Any, packed: Packed, options: TrainEngineOptions, objective: Objective, has_reference: bool
+) -> None:
+    num_tokens, num_rows = len(packed.targets_T), len(packed.response_lengths)
+    device = packed.row_T.device
+    hidden_TH = torch.randn(num_tokens, module.config.hidden_size, device=device, dtype=module.dtype).requires_grad_()
+    local_VH, shard = head_shard(module.get_output_embeddings().weight)
+    head_VH = local_VH.detach().requires_grad_()
+    known = micro_step.Given(
+        packed=packed,
+        rollout_T=torch.full((num_tokens,), -1.0, device=device),
+        mask_T=torch.ones(num_tokens, device=device),
+        advantages_T=torch.randn(num_rows, device=device)[packed.row_T],
+        row_tokens_R=torch.tensor(packed.response_lengths, device=device, dtype=torch.float32),
+        old_T=None,
+        is_policy_T=torch.ones(num_tokens, device=device, dtype=torch.bool),
+        ref_T=torch.full((num_tokens,), -1.0, device=device) if has_reference else None,
+    )
+    for turn in watch.rounds():
+        with watch.timed("head_loss", turn, tokens=num_tokens):
+            loss = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=options.log_prob_chunk_tokens, shard=shard)
+            torch.autograd.backward(loss.total)
+        hidden_TH.grad = head_VH.grad = None
+
+
+def _time_optimizer(watch: Stopwatch, layer: nn.Module, options: TrainEngineOptions) -> None:
+    parameters = {name: nn.Parameter(_local(p).detach().float().clone()) for name, p in layer.named_parameters()}
+    num_bytes = sum(parameter.nbytes for parameter in parameters.values())
+    sums, optimizer = make_accumulator(options.accumulate, parameters), Optimizer(parameters, options)
+    gradients = [torch.randn_like(parameter) for parameter in parameters.values()]
+    for turn in watch.rounds():
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        with watch.timed("accumulate", turn, bytes=num_bytes):
+            sums.add()
+        with watch.timed("optim_step", turn, bytes=num_bytes):
+            summed = sums.gradients(1)
+            optimizer.update(summed, order_free_norm(summed))
+            sums.clear()
+
+
+def _time_collectives(watch: Stopwatch, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Of one axis of the layout, all of its groups at once; nothing where it has one rank."""
+    for num_bytes in MESSAGE_BYTES if group.size() > 1 else ():
+        part = torch.zeros(-(-num_bytes // 4 // group.size()), device=device)
+        whole = torch.zeros(len(part) * group.size(), device=device)
+        if axis == "pp":
+            watch.time("pp/send", partial(_there_and_back, whole, group), bytes=2 * whole.nbytes)
+            continue
+        watch.time(f"{axis}/all_reduce", partial(dist.all_reduce, whole, group=group), bytes=whole.nbytes)
+        watch.time(f"{axis}/all_gather", partial(dist.all_gather_into_tensor, whole, part, group=group), bytes=whole.nbytes)
+        watch.time(f"{axis}/reduce_scatter", partial(dist.reduce_scatter_tensor, part, whole, group=group), bytes=whole.nbytes)
+
+
+def _there_and_back(message: Tensor, group: dist.ProcessGroup) -> None:
+    """Between the first two stages, the next two, and so on; one without a partner does nothing."""
+    rank = group.rank()
+    partner = rank ^ 1
+    if partner < group.size():
+        for is_sender in (rank < partner, rank > partner):
+            if is_sender:
+                dist.send(message, group=group, group_dst=partner)
+            else:
+                dist.recv(message, group=group, group_src=partner)
+
+
+def _packed(num_tokens: int, num_responses: int, vocabulary_size: int, device: torch.device) -> Packed:
+    """A prompt and its responses, of equal lengths."""
+    length = max(1, num_tokens // (num_responses + 1))
+    rng = np.random.default_rng(0)
+    prompt_ids = rng.integers(vocabulary_size, size=length)
+    responses = Ragged.from_arrays([rng.integers(vocabulary_size, size=length) for _ in range(num_responses)], "int64")
+    return pack_thrifty(prompt_ids, responses, device)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's part."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

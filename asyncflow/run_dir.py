@@ -1,0 +1,134 @@
+"""A run's folder: what is in it, under which names, and who may write there.
+
+    runs/<name>/   config.yaml job.json control.sock key.pem logs/ initial-model/    what the run is, and how it is reached
+                   metrics.jsonl eval.jsonl samples.jsonl spans.jsonl fingerprints.jsonl certificate.json    what it has told
+                   checkpoints/step-000012/                                          what it can go on from
+                   model/ report.html trace.json                                     what is left of it
+
+Whatever must be whole or not there at all is written beside its name, flushed to the disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from asyncflow.types import UserError
+
+CONFIG_FILE: Final = "config.yaml"
+JOB_FILE: Final = "job.json"
+KEY_FILE: Final = "key.pem"
+EVAL_FILE: Final = "eval.jsonl"
+SAMPLES_FILE: Final = "samples.jsonl"
+SNAPSHOTS_DIR: Final = "snapshots"
+
+_MARKER_FILE: Final = ".asyncflow-run"
+_SOCKET_FILE: Final = "control.sock"
+_SHARED_MEMORY: Final = Path("/dev/shm")
+_WEIGHTS_PREFIX: Final = "asyncflow-"
+
+
+def control_socket(run_dir: Path) -> Path:
+    """Where a run's driver listens."""
+    return run_dir / _SOCKET_FILE
+
+
+class RunDir:
+    """One run's folder, as the run's driver sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def model(self) -> Path:
+        """The final model."""
+        return self.path / "model"
+
+    @property
+    def initial_model(self) -> Path:
+        """The model that the run was started from, if it was made for it."""
+        return self.path / "initial-model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def is_run(self) -> bool:
+        """Whether a run has written here."""
+        return (self.path / _MARKER_FILE).is_file()
+
+    def check(self, *, may_overwrite: bool) -> None:
+        """That a new run may begin here. Raises `UserError`."""
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return
+        if not may_overwrite:
+            raise UserError(
+                f"{self.path} holds an earlier run: go on with it by --resume, give this one another run.name, remove that one by "
+                f"run.overwrite=true, or move it away"
+            )
+        if not self.is_run():
+            raise UserError(f"{self.path} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
+
+    def claim(self, config: str) -> None:
+        """Make the folder anew, for a run of this configuration (YAML)."""
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, mode=0o700)
+        (self.path / _MARKER_FILE).touch()
+        replace(self.path / CONFIG_FILE, config.encode())
+
+    @contextmanager
+    def saving_model(self, *, is_first: bool = True) -> Iterator[Path]:
+        """Where the final model is written, which becomes `model` when the block ends well: whole or not at all.
+
+        Of several processes that write it, the first one renames it.
+        """
+        partial = self.model.with_name("model.partial")
+        yield partial
+        if is_first:
+            if self.model.exists():  # of a run that is gone on with
+                shutil.rmtree(self.model)
+            partial.rename(self.model)
+
+    def make_weights_dir(self) -> Path:
+        """Shared memory where there is any, named after this process so that a later run can sweep what a killed one left."""
+        if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
+            folder = _SHARED_MEMORY / f"{_WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        else:
+            folder = self.path / "weights"
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        return folder
+
+
+def sweep_shared_memory() -> None:
+    """Remove what runs of processes that are gone have left."""
+    for folder in _SHARED_MEMORY.glob(f"{_WEIGHTS_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_WEIGHTS_PREFIX).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file: afterwards, whatever happens, it holds the old content or the new one, whole."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder, too, on the disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

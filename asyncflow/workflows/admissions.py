@@ -1,0 +1,87 @@
+"""What enters the queue at each step: its groups, their prompts, and rows that an earlier life of the run has completed.
+
+    data order --take--> Admissions --step(s)--> feed
+                              ^
+       a checkpoint ----------+    groups that were admitted and not committed, with rows of theirs perhaps
+
+Prompts of steps that are not committed are kept, so that a checkpoint can hold them: a step that was admitted is admitted again
+with the same groups, whatever was pushed or has changed places meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from asyncflow.types import Array, Batch, GroupMeta, Ragged, Values
+from asyncflow.workflows.samples import Prompt, Shape, admission
+from asyncflow.workflows.schedule import Schedule
+
+
+class PromptSource(Protocol):
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts of the run's order."""
+        ...
+
+
+class Admissions:
+    """Of a run that begins at step `first`."""
+
+    def __init__(
+        self,
+        source: PromptSource,
+        schedule: Schedule,
+        shape: Shape,
+        *,
+        first: int = 0,
+        steps: Mapping[int, Mapping[int, Prompt]] | None = None,
+        rows: Batch | None = None,
+    ) -> None:
+        """`steps`: those that were admitted in an earlier life, each with the prompts of its groups; `rows`: completed rows of
+        these groups."""
+        self.first = first
+        self.prompts: dict[int, Prompt] = {}  # by group, of steps that are not committed
+        self._source, self._schedule, self._shape = source, schedule, shape
+        self._steps = {step: dict(groups) for step, groups in (steps or {}).items()}
+        self._rows = rows
+
+    @property
+    def waiting(self) -> dict[int, dict[int, Prompt]]:
+        """The prompts of steps of an earlier life that are not admitted again yet."""
+        return dict(self._steps)
+
+    def step(self, step: int) -> tuple[list[GroupMeta], Batch]:
+        """The groups of a step, and the columns that they come with."""
+        size = self._shape.prompts_per_step
+        numbers = range(step * size, (step + 1) * size)
+        groups = self._steps.pop(step, None) or dict(zip(numbers, self._source.take(size), strict=True))
+        self.prompts |= groups
+        metas = [GroupMeta(group, self._shape.group_size, step, self._schedule.interval(step)) for group in groups]
+        batch = admission(metas, [*groups.values()], [self._shape.temperature] * len(groups))
+        return metas, batch if self._rows is None else self._with_rows(batch, self._rows)
+
+    def begun(self, batch: Batch) -> dict[int, int]:
+        """By group, the oldest version that has made a row that is there already."""
+        oldest: dict[int, int] = {}
+        if len(batch):
+            for row, spans in zip(batch.indices.tolist(), batch.ragged("version_spans"), strict=True):
+                group, version = row >> self._shape.group_bits, int(spans[1::2].min())
+                oldest[group] = min(version, oldest.get(group, version))
+        return oldest
+
+    def forget(self, groups: set[int]) -> None:
+        """These groups are committed."""
+        for group in groups:
+            self.prompts.pop(group, None)
+
+    def _with_rows(self, batch: Batch, rows: Batch) -> Batch:
+        """The groups' columns, and those of their rows that are there."""
+        chosen = np.flatnonzero(np.isin(rows.indices >> self._shape.group_bits, batch.groups))
+        columns = {name: _taken(values, chosen) for name, values in rows.columns.items()}
+        return Batch(rows.indices[chosen], batch.groups, {**batch.columns, **columns} if len(chosen) else batch.columns)
+
+
+def _taken(values: Values, positions: Array) -> Values:
+    return values.take(positions) if isinstance(values, Ragged) else values[positions]

@@ -1,0 +1,144 @@
+"""The suite of train engines, on several processes: the same steps, weights and log-probs as one process of the torch engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncflow.engines.base import MicroBatch, OptimResult, TrainEngine
+from asyncflow.types import Layout
+from tests.contract.test_train_engine import ZERO3, make, moved_less, needed, untied
+from tests.unit.engines.train.conftest import micro_batch
+from tests.unit.engines.train.parallel.processes import Processes
+from tests.unit.engines.train.test_torch_engine import ModelPath, Sum, policy_gradient
+from tests.unit.engines.train.training import torch_engine, weights_of
+
+CASES: list[tuple[str, dict[str, Any], Layout, str]] = [
+    ("torch", {}, Layout(2, 1, 1), "qwen2-tiny"),
+    ("torch", {}, Layout(1, 2, 1), "qwen3-tiny"),
+    ("torch", {}, Layout(1, 1, 2), "llama-tiny"),
+    ("deepspeed", {"stage": 1}, Layout(2, 1, 1), "qwen2-tiny"),
+    ("deepspeed", {"stage": 2}, Layout(2, 1, 1), "qwen3-tiny"),
+    ("deepspeed", ZERO3, Layout(2, 1, 1), "qwen2-tiny"),
+    ("megatron", {}, Layout(2, 1, 1), "llama-tiny"),
+    ("megatron", {}, Layout(1, 2, 1), "qwen3-tiny"),
+    ("megatron", {}, Layout(1, 1, 2), "qwen2-tiny"),
+    ("megatron", {}, Layout(1, 1, 2), "untied"),
+    ("megatron", {}, Layout(1, 2, 2), "qwen2-tiny"),
+]
+OPTIONS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "max_grad_norm": 2.0,
+    "has_reference": True,
+    "old": "step_start",
+}
+STEPS = [
+    [micro_batch(0), micro_batch(1, (3, 8)), micro_batch(2)],
+    [micro_batch(3, (2, 2, 2), 9)],  # fewer than there may be data-parallel groups
+    [micro_batch(4), micro_batch(5, (1, 1), 3), micro_batch(6), micro_batch(7, (4, 12))],
+]
+NORMALISERS = [30, 5, 40]
+LAST = [micro_batch(8), micro_batch(9)]
+
+
+@pytest.fixture
+def ranks() -> Iterator[Processes]:
+    processes = Processes(4)  # new ones each time: DeepSpeed and Megatron keep a process's groups for good
+    yield processes
+    processes.close()
+
+
+def broken(batch: MicroBatch) -> MicroBatch:
+    """Its loss is not finite."""
+    return replace(batch, advantages=np.full_like(batch.advantages, np.inf))
+
+
+async def step(engine: TrainEngine, batches: Sequence[MicroBatch], normaliser: int, dp: int) -> tuple[float, OptimResult]:
+    """An optimiser step, whose micro-batches are dealt out to the data-parallel groups, over two turns; the own losses' sum."""
+    rank = engine.data_parallel_rank
+    assert rank is not None
+    own = list(batches[rank::dp])
+    await engine.begin_step()
+    results = [result for turn in (own[:1], own[1:]) for result in await engine.forward_backward(turn, Sum(policy_gradient))]
+    assert all(result.is_finite for result in results) and len(results) == len(own)
+    return sum(result.loss_sum for result in results), await engine.optim_step(normaliser)
+
+
+def work(kind: str, own: dict[str, Any], layout: Layout, path: Path, folder: Path) -> dict[str, Any] | None:
+    """A rank's part; of a leader what it has seen."""
+    engine = make(kind, path, own, layout=layout, **OPTIONS)
+    if engine.data_parallel_rank is None:
+        asyncio.run(engine.follow(Sum(policy_gradient), lambda name: nullcontext()))
+        return None
+    return asyncio.run(lead(engine, layout.dp, folder))
+
+
+async def lead(engine: TrainEngine, dp: int, folder: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {"steps": []}
+    for number, (batches, normaliser) in enumerate(zip(STEPS, NORMALISERS, strict=True)):
+        if number == 1:  # a step that comes to nothing
+            turn = [broken(micro_batch(0))] if engine.data_parallel_rank == dp - 1 else [micro_batch(1)]
+            await engine.begin_step()
+            results = await engine.forward_backward(turn, Sum(policy_gradient))
+            seen["is_finite"] = [result.is_finite for result in results]
+            await engine.discard()
+        seen["steps"].append(await step(engine, batches, normaliser, dp))
+    probe = STEPS[0][0]
+    seen["log_probs"] = (await engine.log_probs(probe.prompt_ids, probe.response_ids)).values
+    seen["weights"] = {name: tensor.numpy() for name, tensor in (await weights_of(engine)).items()}
+    seen["fingerprint"] = await engine.fingerprint()
+    await engine.save(folder / "model")
+    await (await engine.save_state(folder / "state"))
+    seen["last"] = await step(engine, LAST, 20, dp)
+    await engine.load_state(folder / "state")
+    seen["loaded"] = await engine.fingerprint()
+    await engine.close()
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "own", "layout", "family"), CASES, ids=lambda v: str(v) if isinstance(v, str) else "")
+def test_several_processes_train_as_one(
+    ranks: Processes, model_path: ModelPath, tmp_path: Path, kind: str, own: dict[str, Any], layout: Layout, family: str
+) -> None:
+    needed(kind)
+    path = untied(model_path("llama-tiny"), tmp_path / "untied") if family == "untied" else model_path(family)
+    answers = ranks.run(work, kind, own, layout, path, tmp_path, size=layout.size, seconds=180)
+    leaders = [answer for answer in answers if answer is not None]
+    assert len(leaders) == layout.dp
+    first = leaders[0]
+    for other in leaders[1:]:
+        assert [result for _, result in other["steps"]] == [result for _, result in first["steps"]], "all leaders see one update"
+        assert other["weights"] == {} and other["fingerprint"] == {}
+    assert leaders[-1]["is_finite"] == [False]
+
+    async def alone() -> tuple[list[tuple[float, OptimResult]], Any, Any, Any]:
+        engine = torch_engine(path, **OPTIONS)
+        steps = [await step(engine, batches, normaliser, 1) for batches, normaliser in zip(STEPS, NORMALISERS, strict=True)]
+        weights, probe = await weights_of(engine), STEPS[0][0]
+        log_probs = (await engine.log_probs(probe.prompt_ids, probe.response_ids)).values
+        await engine.load_state(tmp_path / "state")  # of another engine, under another layout
+        return steps, weights, log_probs, await step(engine, LAST, 20, 1)
+
+    steps, weights, log_probs, last = asyncio.run(alone())
+    for number, (loss, result) in enumerate([*steps, last]):
+        found = [(*leader["steps"], leader["last"])[number] for leader in leaders]
+        assert sum(part for part, _ in found) == pytest.approx(loss, rel=1e-4)
+        assert found[0][1].grad_norm == pytest.approx(result.grad_norm, rel=1e-4)
+        assert found[0][1].learning_rate == result.learning_rate and not found[0][1].skipped
+    np.testing.assert_allclose(first["log_probs"], log_probs, atol=1e-4)
+    before = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    of_ranks = {name: torch.from_numpy(array) for name, array in first["weights"].items()}
+    moved_less(of_ranks, weights, before, 2e-2)
+    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).named_parameters())
+    assert saved.keys() == of_ranks.keys() and all(saved[name].equal(tensor) for name, tensor in of_ranks.items())
+    assert len(first["fingerprint"]) == 4 * len(of_ranks) and first["loaded"] == first["fingerprint"]

@@ -1,0 +1,220 @@
+"""Runs that end in any way, and are gone on with: what they train in the end is what they would have trained."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from asyncflow.telemetry.certificate import read_certificate
+from asyncflow.telemetry.trace import join_pieces, read_spans
+from asyncflow.trainer import Trainer
+from tests.conftest import MODEL, merged
+from tests.e2e.commands import rows, run_command, write_config
+from tests.e2e.lives import Life
+
+STEPS, PROMPTS, GROUP = 8, 4, 4
+MODES: dict[str, dict[str, Any]] = {
+    "periodic": {"schedule": "periodic"},
+    "delayed": {"schedule": "delayed", "train": {"old": "previous"}},
+}
+
+
+def tree(folder: Path, *changes: dict[str, Any]) -> dict[str, Any]:
+    """A run of 8 steps, with a checkpoint after every one and an evaluation after every second."""
+    base: dict[str, Any] = {
+        "run": {"name": "test", "dir": str(folder), "steps": STEPS, "stall_timeout_seconds": 60},
+        "model": {"path": str(MODEL)},
+        "data": {"path": "generated:arithmetic", "limit": 64},
+        "rollout": {"num_slots": 16, "group_size": GROUP, "max_new_tokens": 24},
+        "train": {"prompts_per_step": PROMPTS, "learning_rate": 1e-3, "accumulate": "exact"},
+        "eval": {"path": "generated:arithmetic", "num_prompts": 2, "every_steps": 2},
+        "telemetry": {"trackers": [], "fingerprints": True},
+        "checkpoint": {"every_steps": 1},
+    }
+    for change in changes:
+        base = merged(base, change)
+    return base
+
+
+@pytest.fixture(scope="module", params=MODES)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
+    """A mode, and the folder of a run in it that nothing has disturbed."""
+    mode = MODES[request.param]
+    life = Life(tree(tmp_path_factory.mktemp("whole"), mode), resume=False)
+    assert life.end(seconds=120) == 0, life.said()
+    yield mode, life.run_dir
+
+
+def check_same(run_dir: Path, whole: Path) -> None:
+    """The run has come to what the undisturbed one has, bit by bit, and tells the same story."""
+    weights, expected = (load_file(folder / "model" / "model.safetensors") for folder in (run_dir, whole))
+    assert weights.keys() == expected.keys() and all(np.array_equal(weights[name], expected[name]) for name in expected)
+    assert (run_dir / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
+    assert prints(run_dir) == prints(whole)  # every row's tokens, log-probs, reward and versions; every step's tensors
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        what = [sorted((row["step"], row.get("row", -1)) for row in rows(folder / name)) for folder in (run_dir, whole)]
+        assert what[0] == what[1], name
+    check_spans(run_dir)
+
+
+def prints(run_dir: Path) -> list[dict[str, Any]]:
+    """The fingerprints, without the order in which groups came."""
+    found = rows(run_dir / "fingerprints.jsonl")
+    return [{**step, "groups": sorted(step["groups"], key=lambda group: group["group"])} for step in found]
+
+
+def check_spans(run_dir: Path) -> None:
+    """One trainer's lane: states one after another, every step's update once, in order."""
+    spans = join_pieces(read_spans(run_dir / "spans.jsonl"))
+    lane = [span for span in spans if span.worker == "trainer/0" and span.is_lane]
+    assert all(before.end <= after.start + 1e-6 for before, after in pairwise(lane))
+    assert [span.step for span in lane if span.task == "optim_step"] == list(range(STEPS))
+
+
+def check_each_once(run_dir: Path) -> None:
+    """No prompt was skipped, and none was trained twice."""
+    steps = rows(run_dir / "fingerprints.jsonl")
+    trained = Counter(row["row"] for step in steps for group in step["groups"] for row in group["rows"])
+    groups = {row >> 2 for row in trained}
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    assert set(trained.values()) == {1} and len(trained) == STEPS * PROMPTS * GROUP and groups == set(range(STEPS * PROMPTS))
+
+
+def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    mode, undisturbed = whole
+    config, rng, starts = tree(tmp_path, mode), random.Random(17), []
+    for _ in range(4):
+        life = Life(config)
+        life.wait_for_steps(life.num_steps() + 1)
+        time.sleep(rng.uniform(0, 0.5))
+        assert life.end(signal.SIGKILL) in (137, 0)
+        starts.append(life.said())
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    assert "going on from" in last.said() and "passed over" not in "".join(starts)
+    check_same(last.run_dir, undisturbed)
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and not certificate.voided and certificate.steps == STEPS
+    assert certificate.resumed_at == sorted(certificate.resumed_at) and certificate.resumed_at
+    assert "resumed at step" in certificate.line
+    assert rows(last.run_dir / "metrics.jsonl")[-1].get("run/num_resumes", 0) == sum(
+        step < STEPS for step in certificate.resumed_at
+    )
+
+
+def test_terminated_while_a_checkpoint_is_written(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    mode, undisturbed = whole
+    config = tree(tmp_path, mode, {"checkpoint": {"every_steps": 3}})
+    life = Life(config, harm=("term", 2))
+    assert life.end() == 143, life.said()
+    assert not [*(life.run_dir / "checkpoints").glob("*.partial")]
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    assert "going on from" in last.said()
+    check_same(last.run_dir, undisturbed)
+
+
+def test_killed_at_a_write(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    """tests/unit/checkpoint kills at every one of them."""
+    mode, undisturbed = whole
+    config = tree(tmp_path, mode)
+    for how, number in (("kill", 0), ("after", 7), ("kill", 19)):
+        life = Life(config, harm=(how, number))
+        assert life.end() == 137, life.said()
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    check_same(last.run_dir, undisturbed)
+
+
+def test_a_disk_that_is_full_at_each_write_in_turn(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    mode, undisturbed = whole
+    config = tree(tmp_path, mode)
+    life = Life(config, harm=("full", 0))
+    assert life.end() == 0, life.said()  # the run goes on without
+    assert life.said().count("could not be written") >= STEPS - 1 and "No space left on device" in life.said()
+    check_same(life.run_dir, undisturbed)
+    for path in (life.run_dir / "checkpoints").iterdir():
+        assert not path.name.endswith(".partial")
+
+
+def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    mode, undisturbed = whole
+    config = tree(tmp_path, mode)
+    life = Life(config)
+    life.wait_for_steps(5)
+    assert life.end(signal.SIGINT) == 130
+    newest = sorted((life.run_dir / "checkpoints").glob("step-??????"))[-1]
+    file = next((newest / "trainer").iterdir())
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    assert f"{newest} is damaged: trainer/{file.name} is not what was written: it is passed over" in last.said()
+    check_same(last.run_dir, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"name": "sub_step"},
+        {"name": "bounded", "max_staleness": 2},
+        {"name": "bounded", "max_staleness": 2, "membership": "first_come"},
+    ],
+    ids=lambda schedule: "-".join(map(str, schedule.values())),
+)
+def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(schedule: dict[str, Any], tmp_path: Path) -> None:
+    config = tree(tmp_path, {"schedule": schedule, "rollout": {"num_slots": 8}})
+    for number in (3, 5):
+        life = Life(config)
+        life.wait_for_steps(number)
+        assert life.end(signal.SIGKILL if number == 3 else signal.SIGTERM) in (137, 143)
+    assert [*(life.run_dir / "checkpoints").glob("*/rows.afp")]
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    check_each_once(last.run_dir)
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and not certificate.voided, certificate
+
+
+def test_more_steps_after_a_normal_end_and_what_may_not_change(tmp_path: Path) -> None:
+    config = tree(tmp_path, {"run": {"steps": 2}, "cluster": "inline", "checkpoint": {"every_steps": None}})
+    assert Life(config).end(seconds=120) == 0
+    for change, words in (
+        ({"run": {"seed": 1}}, "run.seed was 0 when this run began and is 1 now"),
+        ({"train": {"learning_rate": 1e-4}}, "train.learning_rate was 0.001"),
+        ({"data": {"limit": 32}}, "data.limit was 64"),
+        ({"run": {"steps": 1}}, "run.steps is 1, and 2 steps are done"),
+    ):
+        life = Life(merged(config, change))
+        assert (life.end(), words in life.said()) == (2, True), life.said()
+    more = merged(config, {"run": {"steps": 4}})
+    with Trainer.from_config(merged(more, {"checkpoint": {"keep": 3}}), resume=True) as trainer:
+        first = trainer.step()
+        assert first is not None and trainer.step() is not None and trainer.step() is None
+    assert [row["step"] for row in rows(tmp_path / "test" / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path / "test" / "eval.jsonl")] == [0, 2, 4]
+    assert (tmp_path / "test" / "model" / "model.safetensors").is_file()
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    config = tree(tmp_path, {"run": {"steps": 2}, "eval": {"path": None}})
+    path = write_config(tmp_path, config)
+    first = run_command("train", path, "--resume")
+    assert first.returncode == 0 and "there is no checkpoint" in first.stdout + first.stderr, first.stdout + first.stderr
+    again = run_command("train", path)
+    assert again.returncode == 2 and "--resume" in again.stderr
+    more = run_command("train", path, "run.steps=3", "--resume")
+    assert more.returncode == 0 and "going on from" in more.stdout + more.stderr, more.stdout + more.stderr
+    assert "resumed at step 2" in more.stdout
+    assert [row["step"] for row in rows(tmp_path / "test" / "metrics.jsonl")] == [0, 1, 2]

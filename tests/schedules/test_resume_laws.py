@@ -1,0 +1,58 @@
+"""Every mode in simulated runs of three lives: the power fails twice, and what is on the disk is gone on with.
+
+No law is broken in what is left of the run: no prompt is skipped, none is trained twice, no row is made by a version outside its
+interval, whatever else dies or stalls on the way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from unittest import mock
+
+import pytest
+
+from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate, simulate_lives
+from asyncflow.workflows.admissions import Admissions
+from tests.schedules.configurations import MODES, drawn
+
+SEEDS = (0, 1, 4)
+COUNTED: dict[str, Counter[str]] = {}
+
+
+def lives(mode: str, seed: int) -> Simulated:
+    """A drawn run whose first two lives end at random moments; every second seed with faults besides."""
+    config, costs = drawn(mode, seed)
+    faults = drawn_faults(config, costs, seed) if seed % 2 else NO_FAULTS
+    whole, rng = simulate(config, costs=costs, faults=faults, seed=seed), random.Random(seed)
+    ends = [rng.uniform(0.2, 0.9) * whole.seconds for _ in range(2)]
+    run = simulate_lives(config, ends, costs=costs, faults=faults, seed=seed)
+    assert len(run.rows) == config.run.steps or run.violations
+    assert {row["step"] for row in run.evaluations} <= {row["step"] for row in whole.evaluations}
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_law_is_broken_by_a_run_that_is_gone_on_with(mode: str) -> None:
+    found = {seed: lives(mode, seed) for seed in SEEDS}
+    assert {seed: run.violations for seed, run in found.items() if run.violations} == {}
+    COUNTED[mode] = sum((run.counts for run in found.values()), Counter())
+
+
+def test_rows_are_taken_over_where_timing_decides_versions_and_nowhere_else() -> None:
+    if len(COUNTED) < len(MODES):
+        pytest.skip("only some of the modes have run")
+    taken = {mode: counts["rows taken over"] for mode, counts in COUNTED.items()}
+    assert taken["synchronous"] == taken["periodic"] == taken["delayed"] == 0
+    assert sum(taken.values()) > 0 and all(counts["lives"] == 2 * len(SEEDS) for counts in COUNTED.values())
+
+
+def test_a_prompt_that_is_left_out_is_found() -> None:
+    original = Admissions.step
+
+    def forgetful(self: Admissions, step: int) -> object:
+        metas, batch = original(self, step)
+        return (metas[1:], batch) if self.first and step == self.first else (metas, batch)
+
+    with mock.patch.object(Admissions, "step", forgetful):
+        assert any(run.violations for run in (lives("periodic", seed) for seed in SEEDS))

@@ -1,0 +1,133 @@
+"""Checkpoints on disk: whole, or not there at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.checkpoint import folder as folder_file
+from asyncflow.checkpoint.folder import MANIFEST_FILE, Checkpoints
+from asyncflow.types import RunError
+
+WRITES = [(folder_file, "_hashed_and_synced"), (folder_file, "replace"), (folder_file, "sync_folder"), (Path, "rename"),
+          (Path, "mkdir"), (shutil, "rmtree"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]  # fmt: skip
+
+
+def write(checkpoints: Checkpoints, version: int) -> None:
+    """A checkpoint of two files, which say their version."""
+    partial = checkpoints.partial(version)
+    (partial / "trainer").mkdir(parents=True)
+    (partial / "driver").write_text(f"driver {version}")
+    (partial / "trainer" / "shard").write_text(f"shard {version}" * 1000)
+    checkpoints.commit(version)
+
+
+def says_nothing(text: str) -> None:
+    raise AssertionError(text)
+
+
+def test_as_many_as_are_kept_and_the_newest_is_chosen(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    assert checkpoints.newest(says_nothing) is None
+    for version in (2, 10, 4_000_000):
+        write(checkpoints, version)
+    assert checkpoints.versions() == [10, 4_000_000] and checkpoints.newest(says_nothing) == 4_000_000
+    checkpoints.forget_after(10)
+    assert checkpoints.versions() == [10]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000010"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "driver").write_text("driver 9"), "driver is not what was written"),
+        (lambda path: (path / "driver").write_text(""), "driver is not what was written"),
+        (lambda path: (path / "trainer" / "shard").unlink(), "trainer/shard is missing"),
+        (lambda path: (path / "more").touch(), "more is too many"),
+        (lambda path: (path / MANIFEST_FILE).unlink(), "no manifest"),
+        (lambda path: (path / MANIFEST_FILE).write_text('{"format": 1'), "no manifest"),
+        (lambda path: path.rename(path.with_name("step-000009")), "is of version 4"),
+    ],
+)
+def test_one_that_is_not_whole_is_passed_over_aloud(tmp_path: Path, damage: Callable[[Path], Any], words: str) -> None:
+    checkpoints, said = Checkpoints(tmp_path, keep=3), list[str]()
+    write(checkpoints, 3)
+    write(checkpoints, 4)
+    damage(checkpoints.path(4))
+    assert checkpoints.newest(said.append) == 3
+    assert len(said) == 1 and words in said[0] and said[0].endswith("it is passed over")
+    damage_of = next(version for version in (9, 4) if version in checkpoints.versions())
+    with pytest.raises(RunError, match=words):
+        checkpoints.check(damage_of)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_killed_at_each_write_the_one_before_or_the_new_one_is_whole(tmp_path: Path, is_before: bool) -> None:
+    """Every place at which the third of three is written, or the first of them removed."""
+    for number in range(100):
+        folder = tmp_path / str(number)
+        checkpoints = Checkpoints(folder, keep=2)
+        write(checkpoints, 1)
+        write(checkpoints, 2)
+        status = in_a_process(lambda checkpoints=checkpoints, number=number: killed_at(checkpoints, number, is_before))
+        newest = Checkpoints(folder, keep=2).newest(says_nothing)
+        if os.WIFEXITED(status):
+            assert number > 20 and newest == 3
+            return
+        assert os.WTERMSIG(status) == signal.SIGKILL and newest in (2, 3)
+        checkpoints.sweep()
+        shutil.rmtree(checkpoints.path(3), ignore_errors=True)
+        write(checkpoints, 3)  # the next life writes it again
+        assert checkpoints.versions()[-2:] == [2, 3] and checkpoints.newest(says_nothing) == 3
+    raise AssertionError("writing does not end")
+
+
+def in_a_process(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if not pid:
+        work()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def killed_at(checkpoints: Checkpoints, number: int, is_before: bool) -> None:
+    count = 0
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            is_it = count == number + 1
+            if is_it and is_before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **options)
+            if is_it:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for owner, name in WRITES:
+        setattr(owner, name, wrapped(getattr(owner, name)))
+    write(checkpoints, 3)
+
+
+def test_what_cannot_be_written_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 1)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_file, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            write(checkpoints, 2)
+    checkpoints.discard(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"] and checkpoints.newest(says_nothing) == 1

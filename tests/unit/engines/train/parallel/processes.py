@@ -1,0 +1,117 @@
+"""Processes that stand for devices: started once, each a rank, which run a test module's functions together.
+
+    ranks = Processes(4)                         # a module's fixture; torch and transformers are imported once for all of them
+    ranks.run(function, *arguments, size=2)      # function(*arguments) on the first two; [what rank 0 returned, what rank 1 did]
+
+A function is one of a module's own; arguments and results can be pickled. It finds the environment of a worker: RANK, WORLD_SIZE
+and a new store for `init_process_group`, whose loopback is set. What it raises, `run` raises; a rank that says nothing in time, or
+that dies, is a failure with its number, and the processes are of no use after that.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from asyncflow.engines.base import RANKS_STORE
+
+PRELOADED = ["torch.distributed.fsdp", "transformers.models.qwen2", "transformers.models.qwen3", "transformers.models.llama"]
+
+
+class RankFailed(AssertionError):
+    """What a rank said at last."""
+
+
+class Processes:
+    """Ranks 0 .. n-1."""
+
+    def __init__(self, number: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        os.environ["OMP_NUM_THREADS"] = "1"  # before the server that they are forked from imports torch
+        context.set_forkserver_preload([__name__, *PRELOADED])
+        self._folder = tempfile.TemporaryDirectory()
+        self._number_of_stores = 0
+        self._ends: list[Connection] = []
+        self.processes = []
+        for rank in range(number):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), name=f"rank {rank}", daemon=True)
+            process.start()
+            there.close()
+            self._ends.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, seconds: float = 100.0) -> list[Any]:
+        """Call the function on the first `size` ranks, by default all; its results by rank. Raises `RankFailed`."""
+        return [self._checked(*answer) for answer in self.answers(function, *arguments, size=size, seconds=seconds)]
+
+    def answers(
+        self, function: Callable[..., Any], *arguments: Any, size: int | None = None, seconds: float = 100.0
+    ) -> list[tuple[bool, Any]]:
+        """As `run`, but for each rank whether it returned, and what: its result, or the name, text and traceback of an error."""
+        ends = self._ends[:size]
+        self._number_of_stores += 1
+        for rank, end in enumerate(ends):
+            environment = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": len(ends),
+                "LOCAL_WORLD_SIZE": len(ends),
+                RANKS_STORE: f"file://{self._folder.name}/{self._number_of_stores}",
+            }
+            end.send(({name: str(value) for name, value in environment.items()}, function, arguments))
+        deadline = time.monotonic() + seconds
+        answers = []
+        for rank, end in enumerate(ends):
+            try:
+                if not end.poll(max(0.0, deadline - time.monotonic())):
+                    answers.append((False, ("silence", f"rank {rank} has said nothing for {seconds} s", "")))
+                else:
+                    answers.append(end.recv())
+            except (EOFError, ConnectionError):
+                answers.append((False, ("death", f"rank {rank} has died", "")))
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._folder.cleanup()
+
+    @staticmethod
+    def _checked(has_returned: bool, answer: Any) -> Any:
+        if not has_returned:
+            raise RankFailed("\n".join(answer))
+        return answer
+
+
+def end_itself() -> None:
+    """As a machine does that loses its power."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _serve(end: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            environment, function, arguments = end.recv()
+        except EOFError:
+            return
+        os.environ.update(environment)
+        try:
+            answer = True, function(*arguments)
+        except BaseException as error:
+            answer = False, (type(error).__name__, str(error), traceback.format_exc())
+        end.send(answer)

@@ -1,0 +1,212 @@
+"""The torch engine under a layout, over gloo: what several ranks compute is what one process does, and nobody waits for ever."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.types import Array, Layout
+from tests.unit.engines.train.parallel import training_ranks as on_ranks
+from tests.unit.engines.train.parallel.processes import Processes, RankFailed
+from tests.unit.engines.train.training import train_options
+
+ModelPath = Callable[[str], Path]
+
+OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.05}
+OPTIONS |= {"log_prob_chunk_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Processes]:
+    """Eight, of which most tests take two or four."""
+    processes = Processes(8)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eight layers, whose head is not its embedding and takes under a quarter of it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    path = tmp_path_factory.mktemp("deep")
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8, "vocab_size": 250}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)).save_pretrained(
+        path
+    )
+    return path
+
+
+def difference(one: dict[str, Array], many: dict[str, Array]) -> float:
+    """The distance of the gradients, relative to their norm."""
+    assert one.keys() == many.keys()
+    distance = sum(float(((one[name] - many[name]).astype(np.float64) ** 2).sum()) for name in one)
+    return float(np.sqrt(distance / sum(float((one[name].astype(np.float64) ** 2).sum()) for name in one)))
+
+
+@pytest.mark.parametrize(
+    ("dp", "family", "is_shared", "more"),
+    [
+        (2, "qwen2-tiny", True, {"old": "previous", "has_reference": True}),
+        (2, "llama-tiny", False, {"activation_checkpointing": True}),
+        (4, "qwen3-tiny", True, {"dtype": "bfloat16", "frozen_dtype": "bfloat16", "old": "step_start"}),
+    ],
+)
+def test_data_parallel_ranks_have_the_bits_of_one_process(
+    ranks: Processes, model_path: ModelPath, dp: int, family: str, is_shared: bool, more: dict[str, Any]
+) -> None:
+    """Clipped, 5 steps, with unequal and with no micro-batches; activations computed again, and frozen models, change nothing."""
+    options = {**OPTIONS, "accumulate": "exact", **more}
+    steps = on_ranks.make_steps(dp, is_shared=is_shared, staleness=int(options.get("old") == "previous"))
+    alone = on_ranks.train_alone(model_path(family), steps, options | {"activation_checkpointing": False})
+    first, *others = ranks.run(on_ranks.train, model_path(family), steps, Layout(dp=dp), options, size=dp)
+    assert all(update.grad_norm > 2 * OPTIONS["max_grad_norm"] for update in alone.updates)
+    assert first.updates == alone.updates and all(other.updates == alone.updates for other in others)
+    assert first.fingerprint == alone.fingerprint and len(first.fingerprint) == 4 * len(first.weights)
+    assert first.weights.keys() == alone.weights.keys()
+    assert all(np.array_equal(first.weights[name], alone.weights[name]) for name in alone.weights)
+    assert not any(other.weights or other.fingerprint for other in others)
+    by_loss = sorted((result for made in (first, *others) for result in made.results), key=lambda result: result.loss_sum)
+    assert by_loss == sorted(alone.results, key=lambda result: result.loss_sum)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "is_shared"),
+    [
+        (Layout(dp=2), "qwen2-tiny", True),
+        (Layout(tp=2), "qwen2-tiny", True),
+        (Layout(tp=2), "qwen3-tiny", False),
+        (Layout(pp=2), "qwen2-tiny", True),
+        (Layout(pp=2), "deep", False),
+        (Layout(dp=2, tp=2), "qwen3-tiny", True),
+        (Layout(tp=2, pp=2), "llama-tiny", True),
+        (Layout(dp=2, pp=2), "qwen2-tiny", False),
+        (Layout(dp=2, tp=2, pp=2), "qwen2-tiny", True),
+    ],
+    ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else str(value),
+)
+def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
+    ranks: Processes, model_path: ModelPath, deep: Path, layout: Layout, family: str, is_shared: bool
+) -> None:
+    path = deep if family == "deep" else model_path(family)
+    options = {**OPTIONS, "has_reference": True, "check_shared_prompt": is_shared}
+    (turns,) = on_ranks.make_steps(layout.dp, num_steps=1, is_shared=is_shared)
+    results, gradients = on_ranks.gradients_alone(path, turns, options)
+    answers = ranks.run(on_ranks.gradients, path, turns, layout, options, size=layout.size)
+    assert difference(gradients, answers[0][1]) < 1e-5
+    each = layout.tp * layout.pp
+    seen = [result for leader in range(0, layout.size, each) for result in answers[leader][0]]
+    for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, results)), strict=True):
+        assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-5)
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+        assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
+    for rank, (of_rank, _) in enumerate(answers):  # those that follow know what their leader does
+        assert of_rank == answers[rank - rank % each][0]
+
+
+def test_a_loss_that_is_not_finite_adds_nothing_on_any_rank_and_is_told_by_its_own(ranks: Processes, model_path: ModelPath) -> None:
+    path, options = model_path("qwen2-tiny"), {**OPTIONS, "accumulate": "exact"}
+    good = [[[on_ranks.make_batch(1, (5, 3), 20)], [on_ranks.make_batch(2, (4, 4), 20)]]]
+    bad = on_ranks.make_batch(3, (6, 2), 20)
+    turns = [[[*good[0][0], bad], good[0][1]]]
+    _, expected = on_ranks.gradients_alone(path, good, options)
+    objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
+    (results, gradients), (others, _) = ranks.run(on_ranks.gradients, path, turns, Layout(dp=2), options, objective, size=2)
+    assert [result.is_finite for result in results] == [True, False] and [result.is_finite for result in others] == [True]
+    assert all(np.array_equal(gradients[name], expected[name]) for name in expected)
+    for layout in (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, pp=2)):
+        steps = [[[[bad]] * layout.dp], good * 1]  # nothing but that; then a step as if nothing had been
+        steps = [[[group for group, _ in zip(turn * 2, range(layout.dp), strict=False)] for turn in turns] for turns in steps]
+        made = ranks.run(on_ranks.train, path, steps, layout, options, objective, size=layout.size)[0]
+        assert [update.skipped for update in made.updates] == [True, False]
+        assert [result.is_finite for result in made.results] == [False, True]
+
+
+def test_gradients_that_exact_sums_do_not_take_are_refused_on_all_ranks(ranks: Processes, model_path: ModelPath) -> None:
+    batches = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2)]
+    turns = [[[batch] for batch in batches]]
+    objective = on_ranks.Broken("huge", float(batches[1].advantages[0]))
+    options = {**OPTIONS, "accumulate": "exact"}
+    answers = ranks.answers(on_ranks.gradients, model_path("qwen2-tiny"), turns, Layout(dp=2), options, objective, size=2)
+    assert [(has_returned, answer[0]) for has_returned, answer in answers] == [(False, "RangeError")] * 2
+    assert answers[0][1][1] == answers[1][1][1] and "set train.accumulate to fp32" in answers[0][1][1]
+
+
+def test_a_model_is_exported_and_saved_whole_and_goes_on_under_another_layout(
+    ranks: Processes, model_path: ModelPath, tmp_path: Path
+) -> None:
+    path = model_path("qwen2-tiny")
+    saved = {}
+    for number, layout in enumerate((Layout(dp=2), Layout(tp=2, pp=2))):
+        folder = tmp_path / str(number)
+        saved[layout] = ranks.run(on_ranks.logprobs_after, path, layout, folder, "save", size=layout.size)[0]
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        assert not model.state_dict()["model.norm.weight"].equal(AutoModelForCausalLM.from_pretrained(path).model.norm.weight)
+    alone = OneRank(path, train_options(learning_rate=1e-2))
+    batch = on_ranks.make_batch(0, (5, 1, 9), 20)
+    for _ in range(2):
+        alone.forward_backward([batch] * 2, on_ranks.Clipped())  # both groups have it
+        alone.optim_step(10)
+    np.testing.assert_allclose(saved[Layout(dp=2)], alone.log_probs(batch.prompt_ids, batch.response_ids).values, rtol=1e-4)
+    for begun, continued, folder in (
+        (Layout(dp=2), Layout(dp=2), "0"),
+        (Layout(tp=2, pp=2), Layout(tp=2), "1"),
+        (Layout(tp=2, pp=2), Layout(pp=2), "1"),
+    ):
+        values = ranks.run(on_ranks.logprobs_after, path, continued, tmp_path / folder, "load", size=continued.size)[0]
+        np.testing.assert_allclose(values, saved[begun], rtol=1e-5)
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+def test_each_of_four_ranks_holds_a_quarter(ranks: Processes, deep: Path, accumulate: str) -> None:
+    alone = OneRank(deep, train_options(accumulate=accumulate))
+    for _ in range(2):
+        alone.forward_backward([on_ranks.make_batch(0, (5, 3), 9)], on_ranks.Clipped())
+        if not alone._optimizer.num_updates:
+            alone.optim_step(10)
+    whole = on_ranks.held_bytes([*alone.policy.parameters.values()], alone)
+    parts = ranks.run(on_ranks.state_bytes, deep, Layout(dp=4), {"accumulate": accumulate}, size=4)
+    assert max(parts) < 0.3 * whole and sum(parts) >= whole
+
+
+def test_what_cannot_be_started_is_said_in_a_sentence(ranks: Processes, model_path: ModelPath) -> None:
+    path = model_path("qwen2-tiny")
+    for layout, size, sentence in (
+        (Layout(dp=2), 4, "plan.train has 2 ranks, but 4 were started"),
+        (Layout(pp=4), 4, "plan.train.pp is 4, but the model has"),
+        (Layout(tp=3), 3, "plan.train.tp"),
+    ):
+        with pytest.raises(RankFailed, match="UserError\n.*" + re.escape(sentence)):
+            ranks.run(on_ranks.train, path, [], layout, OPTIONS, size=size)
+
+
+@pytest.mark.parametrize("how", ["dies", "raises"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, pp=2), Layout(tp=2)], ids=["dp", "dp x pp", "tp"])
+def test_a_rank_that_ends_ends_the_others_who_say_why(model_path: ModelPath, tmp_path: Path, how: str, layout: Layout) -> None:
+    batches = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2)]
+    objective = on_ranks.Broken(how, float(batches[1].advantages[0]))
+    steps = [[[[batches[0]], [batches[1]]] if layout.dp == 2 else [[batches[1]]]]]
+    processes = Processes(layout.size)
+    try:
+        arguments = (tmp_path, model_path("qwen2-tiny"), steps, layout, OPTIONS, objective)
+        answers = processes.answers(on_ranks.train_as_a_worker, *arguments, seconds=60)
+    finally:
+        processes.close()
+    assert [answer[0] for _, answer in answers] == ["death"] * layout.size
+    words = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    # The last stage of the last group computes the loss; under tp every rank does.
+    ended = {layout.size - 1} if layout.tp == 1 else {0, 1}
+    assert set(words) == set(range(layout.size)) - (ended if how == "dies" else set())
+    for rank, text in words.items():
+        if rank in ended:
+            assert text == "UserError: this loss is not for these rows"
+        else:
+            assert text.startswith("RunError: ") and "\n" not in text
+            assert "forward_backward" in text or "of the pipeline" in text or "next call" in text

@@ -1,0 +1,255 @@
+"""What tests of the torch engine under a layout have each rank do, and the same on one device."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult
+from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.parallel.cut_model import placed_like
+from asyncflow.engines.train.parallel.data import ExactSums, HandedSums
+from asyncflow.engines.train.parallel.many_ranks import ManyRanks
+from asyncflow.engines.train.torch_engine import TorchEngine
+from asyncflow.types import Array, Layout, LossSums, Objective, Ragged, TokenBatch, UserError
+from tests.unit.engines.train.parallel.processes import end_itself
+from tests.unit.engines.train.training import torch_engine, train_options, weights_of
+
+Turn = list[list[MicroBatch]]  # of each data-parallel group its micro-batches
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A loss with ratio, entropy and reference, as sums over tokens."""
+
+    is_token_local: bool = True
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """See `Objective.loss`."""
+        ratio_T = (batch.logprobs_T - batch.old_logprobs_T).exp()
+        gains_T = (batch.advantages_T * ratio_T).minimum(batch.advantages_T * ratio_T.clamp(0.8, 1.2))
+        if batch.ref_logprobs_T is not None:
+            gains_T = gains_T - 0.1 * (batch.logprobs_T - batch.ref_logprobs_T) ** 2
+        return LossSums(
+            loss=-(batch.mask_T * gains_T).sum(),
+            metrics={
+                "policy/entropy": (batch.mask_T * batch.entropy_T).sum(),
+                "ratio/max": (batch.mask_T * ratio_T.detach()).max(),
+            },
+        )
+
+
+@dataclass
+class Made:
+    """What came of the steps on one rank; `weights` and `fingerprint` on rank 0 alone."""
+
+    results: list[MicroBatchResult] = field(default_factory=list)
+    updates: list[OptimResult] = field(default_factory=list)
+    weights: dict[str, Array] = field(default_factory=dict)
+    fingerprint: dict[str, str] = field(default_factory=dict)
+
+
+def train(
+    path: Path, steps: list[list[Turn]], layout: Layout, options: dict[str, Any], objective: Objective = Clipped()
+) -> Made | None:
+    """On each rank: the steps' turns, of which a leader takes its own micro-batches. None from those that follow."""
+    return asyncio.run(_train(torch_engine(path, layout=layout, **options), steps, objective))
+
+
+def train_as_a_worker(folder: Path, *arguments: Any) -> Made | None:
+    """As `train` in a process of a run, which says its last words, and ends with its error."""
+    try:
+        return train(*arguments)
+    except Exception as error:
+        (folder / os.environ["RANK"]).write_text(f"{type(error).__name__}: {error}")
+        os._exit(1)
+
+
+def train_alone(path: Path, steps: list[list[Turn]], options: dict[str, Any], objective: Objective = Clipped()) -> Made:
+    """The same on one device: all groups' micro-batches, one after the other."""
+    joined = [[[[batch for batches in turn for batch in batches]] for turn in turns] for turns in steps]
+    made = asyncio.run(_train(torch_engine(path, **options), joined, objective))
+    assert made is not None
+    return made
+
+
+async def _train(engine: TorchEngine, steps: list[list[Turn]], objective: Objective) -> Made | None:
+    rank = engine.data_parallel_rank
+    if rank is None:
+        await engine.follow(objective, lambda what: contextlib.nullcontext())
+        return None
+    made = Made()
+    for turns in steps:
+        await engine.begin_step()
+        for turn in turns:
+            made.results += await engine.forward_backward(turn[rank], objective)
+        made.updates.append(await engine.optim_step(sum(tokens_of(batch) for turn in turns for group in turn for batch in group)))
+    made.weights = arrays(await weights_of(engine))
+    made.fingerprint = dict(await engine.fingerprint())
+    await engine.close()
+    return made
+
+
+def arrays(tensors: dict[str, Tensor]) -> dict[str, Array]:
+    """As arrays, which another process takes without torch's shared memory."""
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def tokens_of(batch: MicroBatch) -> int:
+    """Those that count in the normaliser."""
+    return int(batch.loss_mask.values.sum())
+
+
+def make_batch(seed: int, lengths: tuple[int, ...], num_prompt_tokens: int, staleness: int = 0) -> MicroBatch:
+    """Random tokens, advantages and log-probs."""
+    rng = np.random.default_rng(seed)
+    responses = Ragged.from_arrays([rng.integers(0, 250, n) for n in lengths], "int64")
+    size = len(responses.values)
+    mask = (rng.random(size) > 0.2).astype(np.uint8)
+    mask[0] = 1
+    return MicroBatch(
+        indices=np.arange(len(lengths)),
+        prompt_ids=rng.integers(0, 250, num_prompt_tokens),
+        response_ids=responses,
+        loss_mask=Ragged(mask, responses.offsets),
+        rollout_logprobs=Ragged(rng.normal(-5.0, 0.1, size).astype(np.float32), responses.offsets),
+        advantages=rng.normal(size=len(lengths)).astype(np.float32),
+        staleness=np.full(len(lengths), staleness),
+    )
+
+
+def make_steps(
+    dp: int, *, num_steps: int = 5, is_shared: bool = True, lengths: tuple[int, ...] = (5, 1, 9, 5), staleness: int = 0
+) -> list[list[Turn]]:
+    """Two turns a step: the first with a micro-batch or two for each group, the second with none for the last group but one."""
+    number, steps = 0, []
+    for step in range(num_steps):
+        turns: list[Turn] = []
+        for turn in range(2):
+            groups: Turn = []
+            for group in range(dp):
+                count = 1 + (group + step) % 2 if turn == 0 else int(group == 0)
+                batches = []
+                for _ in range(count):
+                    number += 1
+                    ragged = tuple(n + (number * (i + 1)) % 4 for i, n in enumerate(lengths))
+                    batches.append(make_batch(number, ragged, (23 if is_shared else 2) + number % 5, staleness * (step > 0)))
+                groups.append(batches)
+            turns.append(groups)
+        steps.append(turns)
+    return steps
+
+
+def gradients(
+    path: Path, turns: list[Turn], layout: Layout, options: dict[str, Any], objective: Objective = Clipped()
+) -> tuple[list[MicroBatchResult], dict[str, Array]]:
+    """On each rank: the results of its group's micro-batches, and on rank 0 the sums of the gradients, whole, by name."""
+    many = ManyRanks(path, train_options(layout=layout, **options))
+    try:
+        results = [result for turn in turns for result in many.forward_backward(turn[many.ranks.dp_rank], objective)]
+        policy, whole_ones = many._policy, {}
+        many._sums.gradients(1)
+        if (tied := policy.stage.tied_name) is not None:
+            grad = policy.parts[tied].grad
+            assert grad is not None
+            many._pipeline.add_tied_(grad)
+        for name, spec in many.specs.items():
+            part = policy.parts.get(name)
+            placed = None if part is None or part.grad is None else placed_like(part.grad, policy.parameters[name])
+            whole_ones[name] = many._to_first(name, placed, spec.shape, torch.float32)
+        return results, {name: tensor.numpy() for name, tensor in whole_ones.items() if tensor is not None}
+    finally:
+        many.close()
+
+
+def gradients_alone(
+    path: Path, turns: list[Turn], options: dict[str, Any], objective: Objective = Clipped()
+) -> tuple[list[MicroBatchResult], dict[str, Array]]:
+    """The same on one device."""
+    one = OneRank(path, train_options(**options))
+    results = one.forward_backward([batch for turn in turns for group in turn for batch in group], objective)
+    one._sums.gradients(1)
+    return results, {name: p.grad.numpy() for name, p in one.policy.parameters.items() if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Broken:
+    """`Clipped`, whose loss is not finite, or raises an error, or ends its process, for rows of one advantage."""
+
+    how: str
+    advantage: float
+    is_token_local: bool = True
+
+    def loss(self, batch: TokenBatch) -> LossSums:
+        """See `Objective.loss`."""
+        sums = Clipped().loss(batch)
+        if not (batch.advantages_T == self.advantage).any():
+            return sums
+        if self.how == "dies":
+            end_itself()
+        if self.how == "raises":
+            raise UserError("this loss is not for these rows")
+        factor = {"infinite": math.inf, "huge": 1e9}[self.how]
+        return LossSums(loss=sums.loss * factor, metrics=sums.metrics)
+
+
+def state_bytes(path: Path, layout: Layout, options: dict[str, Any]) -> int:
+    """On each rank: the bytes of parameters, gradient sums and optimiser state, after an update, while sums are there."""
+    many = ManyRanks(path, train_options(layout=layout, **options))
+    turn = [[make_batch(group, (5, 3), 9)] for group in range(layout.dp)]
+    try:
+        for _ in range(2):
+            many.begin_step()
+            many.forward_backward(turn[many.ranks.dp_rank], Clipped())
+            if not many._optimizer.num_updates:
+                many.optim_step(10)
+        return held_bytes([*many._policy.parts.values()], many)
+    finally:
+        many.close()
+
+
+def held_bytes(parts: list[torch.nn.Parameter], training: Any) -> int:
+    """Of parameters, their sums, and their optimiser state."""
+    states = [state for _, _, state in training._optimizer.states()]
+    sums = training._sums
+    if isinstance(sums, ExactSums):
+        tensors = [unit.sums_E for unit in sums._units]
+    elif isinstance(sums, HandedSums):
+        tensors = [part.grad for part in parts]
+    else:
+        tensors = [*getattr(sums, "_sums", {}).values()] or [part.grad for part in parts]
+    return sum(tensor.nbytes for tensor in (*parts, *states, *tensors) if tensor is not None)
+
+
+def logprobs_after(path: Path, layout: Layout, folder: Path, how: str) -> Array | None:
+    """Train a step and save the state (`save`), or load it (`load`): the log-probs of a batch, of a leader, and save the model."""
+    return asyncio.run(_logprobs_after(torch_engine(path, layout=layout, learning_rate=1e-2), folder, how))
+
+
+async def _logprobs_after(engine: TorchEngine, folder: Path, how: str) -> Array | None:
+    if engine.data_parallel_rank is None:
+        await engine.follow(Clipped(), lambda what: contextlib.nullcontext())
+        return None
+    batch = make_batch(0, (5, 1, 9), 20)
+    if how == "load":
+        await engine.load_state(folder / "state")
+    await engine.begin_step()
+    await engine.forward_backward([batch], Clipped())
+    await engine.optim_step(10)
+    if how == "save":
+        await (await engine.save_state(folder / "state"))
+        await engine.save(folder / "model")
+        await engine.forward_backward([batch], Clipped())
+        await engine.optim_step(10)
+    log_probs = await engine.log_probs(batch.prompt_ids, batch.response_ids)
+    await engine.close()
+    return log_probs.values

@@ -1,0 +1,71 @@
+"""What enters the queue at each step, in the first life of a run and in the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncflow.data.order import SeededOrder
+from asyncflow.types import Batch, Ragged
+from asyncflow.workflows.admissions import Admissions
+from asyncflow.workflows.bounded import Bounded
+from asyncflow.workflows.samples import Prompt, Shape
+
+SHAPE = Shape(
+    prompts_per_step=2,
+    group_size=2,
+    group_bits=1,
+    seed=0,
+    temperature=0.5,
+    max_new_tokens=4,
+    rows_per_micro_batch=2,
+    groups_per_turn=1,
+    groups_ahead=2,
+    num_rollout_workers=1,
+)
+PROMPTS = [Prompt(np.array([n, n]), {"n": n}) for n in range(7)]
+SCHEDULE = Bounded(max_staleness=2, membership="first_come")
+
+
+def prompts_of(batch: Batch) -> list[int]:
+    return [int(ids[0]) for ids in batch.ragged("prompt_ids")]
+
+
+def completed(rows: Sequence[int], versions: Sequence[int]) -> Batch:
+    """Rows of one token, each made by one version."""
+    spans = Ragged.from_arrays([np.array([0, version]) for version in versions], "int64")
+    return Batch(np.array(rows, np.int64), np.empty(0, np.int64), {"version_spans": spans, "reward": np.arange(len(rows))})
+
+
+def test_a_step_takes_the_next_prompts_and_they_are_known_until_they_are_forgotten() -> None:
+    order = SeededOrder(PROMPTS, seed=3)
+    admissions = Admissions(order, SCHEDULE, SHAPE)
+    admitted = [admissions.step(step) for step in range(2)]
+    assert [[meta.group for meta in metas] for metas, _ in admitted] == [[0, 1], [2, 3]]
+    expected = [int(prompt.ids[0]) for prompt in SeededOrder(PROMPTS, seed=3).take(4)]
+    assert [n for _, batch in admitted for n in prompts_of(batch)] == expected
+    assert admitted[0][1].dense("temperature").tolist() == [0.5, 0.5] and order.position == 4
+    assert {group: int(p.ids[0]) for group, p in admissions.prompts.items()} == dict(enumerate(expected))
+    assert admissions.begun(admitted[0][1]) == {}
+    admissions.forget({0, 1})
+    assert [*admissions.prompts] == [2, 3]
+
+
+def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() -> None:
+    steps = {3: {6: PROMPTS[5], 9: PROMPTS[1]}, 4: {8: PROMPTS[2], 7: PROMPTS[0]}}  # 7 and 9 have changed places
+    rows = completed([12, 13, 15, 18], [3, 2, 1, 3])
+    order = SeededOrder(PROMPTS, seed=3, position=4)
+    admissions = Admissions(order, SCHEDULE, SHAPE, first=3, steps=steps, rows=rows)
+    assert admissions.waiting == steps
+    metas, batch = admissions.step(3)
+    assert [(meta.group, meta.step, meta.interval.low) for meta in metas] == [(6, 3, 1), (9, 3, 1)]
+    assert prompts_of(batch) == [5, 1] and batch.indices.tolist() == [12, 13, 18] and batch.groups.tolist() == [6, 9]
+    assert batch.dense("reward").tolist() == [0, 1, 3]
+    assert admissions.begun(batch) == {6: 2, 9: 3}  # a group is as old as its oldest row
+    metas, batch = admissions.step(4)
+    assert [(meta.group, meta.interval.low) for meta in metas] == [(8, 2), (7, 2)]
+    assert batch.indices.tolist() == [15] and admissions.waiting == {}
+    metas, batch = admissions.step(5)  # what was never admitted goes on in the data's order
+    assert [meta.group for meta in metas] == [10, 11] and not len(batch)
+    assert prompts_of(batch) == [int(prompt.ids[0]) for prompt in SeededOrder(PROMPTS, seed=3, position=4).take(2)]
