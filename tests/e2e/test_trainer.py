@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import RunError, UserError
 from tests.e2e.commands import rows
@@ -42,6 +43,22 @@ async def _too_far(trainer: Trainer) -> None:
         await trainer._weights_arrived(0.1)
     finally:
         driver.ledger.ledger.committed -= 1
+
+
+def test_a_delayed_run_by_hand_is_as_far_ahead_as_one_that_runs_by_itself(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """Nobody is called back to an older version, since the next step's prompts are there while this one is trained."""
+    tree = small(run={"steps": 4}, cluster="inline", schedule="delayed", rollout={"num_workers": 2})
+    with Trainer.from_config(tree) as trainer:
+        assert [trainer.step() is not None for _ in range(4)] == [True] * 4
+        assert trainer.step() is None
+    spans = read_spans(tmp_path / "runs" / "test" / "spans.jsonl")
+    for worker in ("rollout/0", "rollout/1"):
+        installed = [span.version for span in spans if span.worker == worker and span.task == "install"]
+        assert installed == sorted(installed) and installed
+    staleness = [row["staleness/mean"] for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl")]
+    assert staleness == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_mistakes(small: Callable[..., dict[str, Any]]) -> None:
