@@ -188,10 +188,12 @@ class Job:
                 self._weights_dir = None
 
     async def _stop(self, driver: Driver) -> None:
-        grace = self._grace_seconds()
+        grace = self._grace_seconds(driver)
         await driver.stop()
         for name in await self._cluster.stop(grace):
             self.listener.says(f"worker {name} did not end within {grace:g} s and was killed")
+        if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
+            self.listener.says(f"the trainers that torchrun has started did not end within {grace:g} s")
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
@@ -351,11 +353,12 @@ class Job:
         saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
         return len(self.rows) >= steps and evaluated and saved
 
-    def _grace_seconds(self) -> float:
-        """How long workers may take to end: who is not in a hurry lets them write a checkpoint."""
-        grace, patience = self.config.run.stop_grace_seconds, self.config.checkpoint.stop_grace_seconds
-        is_hasty = self._has_failed or self.ended_by == signal.SIGINT or not self.config.checkpoint.keep
-        return grace if is_hasty else max(grace, patience)
+    def _grace_seconds(self, driver: Driver) -> float:
+        """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one."""
+        grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
+        is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
+        is_hasty = self._has_failed or self.ended_by == signal.SIGINT
+        return max(grace, checkpoint.stop_grace_seconds) if is_to_be_written and not is_hasty else grace
 
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
         self.rows[step] = row

@@ -4,8 +4,8 @@
     run --kill -9--> --resume --kill -9--> ... (10 times) --------> the same, to the bit
 
 Periodic and delayed (with an old policy one update behind), as the command line starts them: driver, rollout worker and trainer
-are processes, and only the driver is killed, at a moment drawn from the life's expected length, its start included. Further: what a
-checkpoint costs the trainer, and how long it takes until it is whole.
+are processes, and only the driver is killed: a random part of a step after a random number of steps, or when the life is about to
+begin. Further: how long a trainer waits for a checkpoint.
 """
 
 from __future__ import annotations
@@ -68,6 +68,19 @@ def to_the_end(config: Path) -> str:
     return output
 
 
+def num_steps(run_dir: Path) -> int:
+    """Whose metrics are written."""
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for_steps(run_dir: Path, number: int, life: subprocess.Popen[str]) -> None:
+    """Until so many are done, or the life is over."""
+    deadline = time.monotonic() + 300.0
+    while num_steps(run_dir) < number and life.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def prints(run_dir: Path) -> list[dict[str, Any]]:
     """The fingerprints, without the order in which groups came."""
     steps = [json.loads(line) for line in (run_dir / "fingerprints.jsonl").read_text().splitlines()]
@@ -92,13 +105,14 @@ def measure(mode: str, folder: Path, seed: int) -> list[Figure]:
     """The figures of one mode."""
     whole, killed = folder / f"{mode}-whole", folder / f"{mode}-killed"
     whole_config, config = write_config(whole, mode), write_config(killed, mode)
-    began = time.monotonic()
     to_the_end(whole_config)
-    seconds = time.monotonic() - began
     rng = random.Random(f"{seed}/{mode}")
     for _ in range(KILLS):
-        life = start(config)
-        time.sleep(rng.uniform(0.2, 0.8) * seconds)
+        before, life = num_steps(killed / "run"), start(config)
+        time.sleep(rng.uniform(0.0, 4.0))
+        if more := rng.randint(0, 3):
+            wait_for_steps(killed / "run", before + more, life)
+            time.sleep(rng.uniform(0.0, 1.0))
         life.kill()
         life.communicate(timeout=60)
         there = [path.name for path in (killed / "run" / "checkpoints").glob("step-??????")]
@@ -113,7 +127,7 @@ def measure(mode: str, folder: Path, seed: int) -> list[Figure]:
     evaluations = [(run_dir / "eval.jsonl").read_text() for run_dir in runs]
     return [
         Figure(f"{mode}: times killed", KILLS, ""),
-        Figure(f"{mode}: lives that went on from a checkpoint", len(certificate.resumed_at), ""),
+        Figure(f"{mode}: resumes that the certificate names", len(certificate.resumed_at), ""),
         Figure(f"{mode}: tensors of the final model that differ", different_bits(*runs), "", "<= 0"),
         Figure(f"{mode}: rows skipped or doubled", wrong_rows(runs[0]), "", "<= 0"),
         Figure(f"{mode}: steps whose rows, log-probs or tensors differ", float(not is_same), "", "<= 0"),
@@ -127,10 +141,11 @@ def measure(mode: str, folder: Path, seed: int) -> list[Figure]:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--seed", type=int, default=0, help="of the moments")
+    arguments.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     options = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="asyncflow-resume-"))
     try:
-        return finish([figure for mode in MODES for figure in measure(mode, folder, options.seed)], options.json)
+        return finish([figure for mode in options.modes for figure in measure(mode, folder, options.seed)], options.json)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

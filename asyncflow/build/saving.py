@@ -94,7 +94,8 @@ class Saves:
         """
         if version != self._version:
             raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
-        self._own[version] = asyncio.ensure_future(self._write_own(version))
+        self._own[version] = own = asyncio.ensure_future(self._write_own(version))
+        own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
         first = self._schedule.interval(version).high
         oldest = max(0, version - self._schedule.max_staleness)
         waiting = {v for v in range(oldest, version) if self._held_out.is_planned(v) and v not in self._evaluated}
@@ -218,6 +219,12 @@ class Saving:
         else:
             if self._is_first:
                 await self._saves.written(version)
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """What went wrong is told to who awaits the task; where the run is over, nobody does."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _read(unit: StorageUnit, rows: Array, columns: list[str]) -> list[Batch]:

@@ -12,6 +12,7 @@ The first rank's process starts the driver, which starts everything but trainers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,13 +22,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from asyncflow.registry import load
+from asyncflow.run_dir import control_socket
 from asyncflow.transport import ConnectionLost
-from asyncflow.types import Layout, RunError, UserError
+from asyncflow.types import Layout, RunError, UserError, first_error
 
 LAUNCH = "ASYNCFLOW_LAUNCH"
 """The environment variable by which a driver knows, and tells, which launch of torchrun its trainers come from."""
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+
+DRIVER_ENDS_SECONDS = 20.0
+"""How long a driver may take to notice that its trainers have gone, and how long to end when it is told to."""
 
 
 def is_rank() -> bool:
@@ -54,7 +60,8 @@ def run_rank(
             f"torchrun has started {size} processes, {here} of them here, and plan.train asks for dp {layout.dp} x tp {layout.tp} "
             f"x pp {layout.pp} = {layout.size} on one machine: start it with --nproc-per-node {layout.size}"
         )
-    launch = f"{environment['TORCHELASTIC_RUN_ID']}/{environment['MASTER_PORT']}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # torchrun's own process is the parent of all of them; its run id is the same each time unless one is given.
+    launch = f"{environment['TORCHELASTIC_RUN_ID']}/{os.getppid()}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     driver = _start_driver(driver_arguments, launch) if rank == 0 else None
     try:
         _wait_for_driver(driver, job_file, read_launch, launch, deadline_seconds)
@@ -62,11 +69,23 @@ def run_rank(
             asyncio.run(load("worker", "asyncflow.build.workers:train_worker")(f"trainer/{rank}", job_file.parent))
         except* ConnectionLost:
             print("the driver has gone", file=sys.stderr)  # why, it has said itself
+        except* Exception as failure:
+            print(f"trainer/{rank}: {first_error(failure)}", file=sys.stderr, flush=True)  # before the driver is waited for
+            raise
         return driver.wait() if driver is not None else 0
     finally:
-        if driver is not None and driver.poll() is None:
-            driver.send_signal(signal.SIGTERM)
-            driver.wait()
+        if driver is not None:
+            _end(driver)
+
+
+def _end(driver: subprocess.Popen[bytes]) -> None:
+    """It notices by itself that its trainers have gone, says so and ends; if it does not, it is made to."""
+    for number in (None, signal.SIGTERM, signal.SIGKILL):
+        if number is not None:
+            driver.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            driver.wait(DRIVER_ENDS_SECONDS)
+            return
 
 
 def _start_driver(arguments: Sequence[str], launch: str) -> subprocess.Popen[bytes]:
@@ -84,7 +103,7 @@ def _wait_for_driver(
     driver: subprocess.Popen[bytes] | None, job_file: Path, read_launch: Callable[[Path], str], launch: str, deadline_seconds: float
 ) -> None:
     deadline = time.monotonic() + deadline_seconds
-    while not (job_file.is_file() and read_launch(job_file) == launch):
+    while not (job_file.is_file() and read_launch(job_file) == launch and control_socket(job_file.parent).exists()):
         if driver is not None and (status := driver.poll()) is not None:
             sys.exit(status)  # it has said why
         if time.monotonic() > deadline:

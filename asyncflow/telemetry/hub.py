@@ -73,6 +73,17 @@ class Hub:
             self.past.append(state)
         self._reported.set()
 
+    async def have_left(self, names: str, seconds: float) -> bool:
+        """Wait until no worker whose name begins so is connected; False after so many seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                while any(worker.startswith(names) for worker in self.states):
+                    self._reported.clear()
+                    await self._reported.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def settle(self, moment: float) -> None:
         """Wait until every worker has reported up to this moment, a second at most."""
         deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS

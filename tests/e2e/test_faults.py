@@ -297,4 +297,4 @@ def test_the_process_environment_gives_each_engine_one_thread(small: Small, tmp_
     assert len(workers) == 2 and all(p.environ()["OMP_NUM_THREADS"] == "1" for p in workers)
     command.send_signal(signal.SIGTERM)
     command.communicate(timeout=15)
-    assert command.returncode == 130
+    assert command.returncode == 143

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from asyncflow.run_dir import control_socket
 from asyncflow.job import Job
+from asyncflow.run_dir import control_socket
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
@@ -129,7 +129,7 @@ def test_a_worker_that_was_started_again_serves(small: Small, tmp_path: Path, ba
     wait_for(lambda: committed(run_dir) >= before + 2, command)
     command.terminate()
     command.communicate(timeout=20)
-    assert command.returncode == 130 and not processes_of(run_dir)
+    assert command.returncode == 143 and not processes_of(run_dir)
     installed = [s.version for s in read_spans(run_dir / "spans.jsonl") if s.worker == "rollout/1" and s.task == "install"]
     assert max(installed) >= before
 

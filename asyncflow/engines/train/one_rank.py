@@ -59,7 +59,7 @@ class Training(Protocol):
 class OneRank:
     """Implements `Training`."""
 
-    data_parallel_rank = 0
+    data_parallel_rank: int | None = 0
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model. Raises `UserError` when it cannot be trained here."""

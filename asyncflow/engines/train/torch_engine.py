@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.one_rank import OneRank, Training
 from asyncflow.engines.train.parallel import calls
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, Objective, Ragged, RunError, TensorSpec, WeightSource
@@ -57,7 +57,7 @@ class TorchEngine:
         self.data_parallel_rank = self._training.data_parallel_rank
         self._end = ""  # what ended the exchange with the other ranks
         # The count holds for GEMMs only when it is set inside the thread that calls them.
-        self._thread = ComputeThread("train-engine", setup=lambda: torch.set_num_threads(options.num_threads))
+        self._thread = ComputeThread("train-engine", setup=lambda: self._set_up(options.num_threads))
 
     async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
         """See `TrainEngine.follow`."""
@@ -126,8 +126,8 @@ class TorchEngine:
         self._thread.close()
 
     @property
-    def _training(self) -> OneRank | ManyRanks:
-        training = self._one or self._many
+    def _training(self) -> Training:
+        training: Training | None = self._one or self._many
         assert training is not None
         return training
 
@@ -184,10 +184,16 @@ class TorchEngine:
             case calls.Close():
                 return None
 
+    def _set_up(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        if self._many is not None and (index := self._many.ranks.device.index) is not None:
+            torch.accelerator.set_device_index(index)  # which is a thread's own, too
+
     def _leave(self, many: ManyRanks) -> None:
         self._end = "it was closed"
         if self.data_parallel_rank is not None:
-            many.ranks.tell(calls.Close())
+            with suppress(RunError):  # who has gone already need not be told
+                many.ranks.tell(calls.Close())
         many.ranks.leave()
 
 

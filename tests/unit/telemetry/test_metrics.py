@@ -148,7 +148,7 @@ def test_every_metric_is_defined():
     table = definitions_table()
     assert table.count("\n") == len(DEFINITIONS) + 1
     row = full_step().row(StepTimes(started=0.0, committed=10.0, could_generate=0.5, train_began=4.0), 4, SPANS)
-    added_by_others = {"policy/clip_ratio", "policy/rollout_kl", "memory/rss_bytes/<worker>"}
+    added_by_others = {"policy/clip_ratio", "policy/rollout_kl", "run/num_resumes", "memory/rss_bytes/<worker>"}
     added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/"))}
     assert {metric_key(name) for name in row} | added_by_others == set(DEFINITIONS)
     assert metric_key("memory/rss_bytes/rollout/0") == "memory/rss_bytes/<worker>"

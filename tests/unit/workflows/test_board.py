@@ -471,3 +471,32 @@ def test_the_interval_of_every_mode_lies_in_what_the_board_keeps() -> None:
         for step in range(9):  # while a step is trained, the newest version is the step's
             interval: Interval = schedule.interval(step)
             assert interval.low >= step - schedule.max_staleness or interval.low == 0, mode
+
+
+# -- a run that is gone on with -------------------------------------------------------------------------------------------------
+
+
+async def test_nobody_joins_before_the_version_that_the_run_goes_on_from_is_published() -> None:
+    books = Books("delayed")
+    books.board = board = Board(books.schedule, books.rows, books.signal, lambda: books.now, first=5)
+    joining = books.asks("rollout/0", board.join())
+    await books.publish(4)
+    assert await waits(joining) and board.published == 4
+    books.rows.waiting = [4]  # what lies ready may be made by the version before only
+    books.now = 3.0
+    await books.publish(5)
+    assert await joining == target(4) and board.step_seconds is None
+    assert board.kept([5, 4, 3, 0]) == [manifest(4), manifest(5)]
+    books.now = 10.0
+    await books.publish(6)
+    assert board.step_seconds == 7.0
+    board.stop()
+
+
+async def test_whoever_waits_to_join_a_run_that_is_over_is_told() -> None:
+    books = Books()
+    board = Board(books.schedule, books.rows, books.signal, lambda: books.now, first=2)
+    joining = books.asks("rollout/0", board.join())
+    assert await waits(joining)
+    board.stop()
+    assert await joining is None

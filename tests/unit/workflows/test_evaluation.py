@@ -79,3 +79,9 @@ def test_of_an_evaluation_without_any_score_no_figure_is_made_up() -> None:
     rows: list[Row] = []
     held_out(rows).finished(0, {}, {})
     assert rows == [{"step": 0, "num_prompts": 3}]
+
+
+def test_what_an_earlier_life_has_evaluated_is_not_due_again_and_is_planned_all_the_same() -> None:
+    evaluation = held_out(every_steps=4, done={0, 4, 7})
+    assert list(evaluation.versions()) == [8, 10] and not evaluation.is_due(4)
+    assert [version for version in range(20) if evaluation.is_planned(version)] == [0, 4, 8, 10]

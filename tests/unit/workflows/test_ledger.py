@@ -580,3 +580,23 @@ async def test_stopping_answers_everybody_who_waits_with_no() -> None:
     assert await asyncio.gather(*waiting) == [False] * len(asked)
     assert await books.service.may_start("train", 0) is False
     assert await books.service.totals(0) is None
+
+
+def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() -> None:
+    ledger = Ledger(BITS, ("rollout", "reward"), first=3)
+    assert ledger.committed == 3 and ledger.is_done("rollout", 2) and not ledger.is_done("rollout", 3)
+    ledger.open([meta(7, step=3), meta(6, step=3)])
+    ledger.open([meta(8, step=4)])
+    ledger.open([meta(1 << 40, step=3, purpose="eval")])
+    assert ledger.groups() == {3: [6, 7], 4: [8]}
+    rows = {group: range(group << BITS, (group << BITS) + 2) for group in (6, 7, 8)}
+    ledger.done("rollout", rows[6])
+    assert ledger.not_generated() == {*rows[6], *rows[7], *rows[8]}  # they are complete when they have a reward
+    ledger.done("reward", rows[6])
+    ledger.give_up(dead(rows[7][0]))
+    assert ledger.not_generated() == {rows[7][1], *rows[8]}
+    ledger.consume(3, consumed(*rows[6], rows[7][1]))
+    with pytest.raises(ValueError, match=r"is not open|cannot be committed"):
+        ledger.commit(2)
+    ledger.commit(3)
+    assert ledger.committed == 4 and ledger.groups() == {4: [8]}

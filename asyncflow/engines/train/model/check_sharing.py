@@ -24,9 +24,7 @@ another one makes 0.3 and 0.02 or more.
 """
 
 
-_ADVICE = (
-    "that is a fault of the attention on this device, to be reported; train.responses_per_micro_batch=1 trains without it"
-)
+_ADVICE = "that is a fault of the attention on this device, to be reported; train.responses_per_micro_batch=1 trains without it"
 
 
 def check_sharing(policy: CausalModel, micro_batch: MicroBatch) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncflow.engines.train.accumulate import CHUNK_ELEMENTS, GRADIENT_GRID, LARGEST_CHUNK, check_range, divided, make_accumulator
 from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.types import UserError
 
 # R ranks of the group, E elements that each of them keeps of a unit's parameters.
 
@@ -64,7 +65,10 @@ def cut_over_data(
 
     `dtype`: what they are gathered and computed in, None for their own. `reduce_dtype`: of gradients on their way. `is_offloaded`:
     they are kept in host memory. The root's own stay gathered from its forward to the end of its backward, or until `reshard`.
+    Raises `UserError` where PyTorch is too old.
     """
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise UserError("plan.train takes several ranks, for which PyTorch's FSDP2 is too old here: install torch 2.9 or newer.")
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload: OffloadPolicy = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
     for unit in units:

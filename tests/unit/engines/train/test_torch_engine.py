@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch
 from asyncflow.types import LossSums, TokenBatch, UserError
-from tests.unit.engines.train.training import torch_engine, train_on, weights_of
+from tests.unit.engines.train.training import one_rank, torch_engine, train_on, weights_of
 
 ModelPath = Callable[[str], Path]
 MakeMicroBatch = Callable[..., MicroBatch]
@@ -180,7 +180,7 @@ async def test_what_is_not_finite_is_not_accumulated(model_path: ModelPath, make
         if has_bad and what == "loss":
             assert not (await train_on(engine, make_micro_batch(1), Sum(infinite_loss))).is_finite
         if has_bad and what == "log-prob":
-            weight = engine._policy.parameters["model.norm.weight"].detach()
+            weight = one_rank(engine).policy.parameters["model.norm.weight"].detach()
             kept = weight.clone()
             weight[0] = math.inf
             result = await train_on(engine, make_micro_batch(1), Sum(lambda b: LossSums(loss=0 * b.logprobs_T.sum(), metrics={})))

@@ -15,7 +15,7 @@ from asyncflow.engines.train.model import check_sharing
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LossSums, RunError, TokenBatch
-from tests.unit.engines.train.training import frozen_engine, torch_engine, train_on, weights_of
+from tests.unit.engines.train.training import frozen_engine, one_rank, torch_engine, train_on, weights_of
 
 ModelPath = Callable[[str], Path]
 MakeMicroBatch = Callable[..., MicroBatch]
@@ -56,7 +56,7 @@ async def test_current_is_the_policy_itself_and_takes_no_second_model(
     model_path: ModelPath, make_micro_batch: MakeMicroBatch
 ) -> None:
     engine = torch_engine(model_path("qwen2-tiny"), learning_rate=1e-2)
-    assert engine._models.old_model is None and engine._models.reference is None
+    assert one_rank(engine).models.old_model is None and one_rank(engine).models.reference is None
     for _ in range(2):
         seen = await step(engine, make_micro_batch())
         assert seen.old_logprobs_T.equal(seen.logprobs_T.detach()) and seen.ref_logprobs_T is None
@@ -77,7 +77,7 @@ async def test_previous_is_bitwise_one_update_behind_and_chosen_by_each_rows_sta
     model_path: ModelPath, make_micro_batch: MakeMicroBatch
 ) -> None:
     engine, batch = torch_engine(model_path("qwen2-tiny"), learning_rate=1e-2, old="previous"), make_micro_batch()
-    old_model = engine._models.old_model
+    old_model = one_rank(engine).models.old_model
     assert old_model is not None
     seen = await step(engine, batch)  # the first step has no stale rows
     assert seen.old_logprobs_T.equal(seen.logprobs_T.detach())
@@ -148,7 +148,8 @@ async def test_frozen_models_may_be_kept_in_bfloat16(model_path: ModelPath, make
     engine = torch_engine(model_path("qwen2-tiny"), old="previous", has_reference=True, frozen_dtype="bfloat16")
     seen = await step(engine, batch)
     policy = seen.logprobs_T.detach()
-    for model, log_probs_T in ((engine._models.old_model, seen.old_logprobs_T), (engine._models.reference, seen.ref_logprobs_T)):
+    models = one_rank(engine).models
+    for model, log_probs_T in ((models.old_model, seen.old_logprobs_T), (models.reference, seen.ref_logprobs_T)):
         assert model is not None and {p.dtype for p in model.parameters.values()} == {torch.bfloat16}
         assert log_probs_T is not None and log_probs_T.dtype == torch.float32
         torch.testing.assert_close(log_probs_T, policy, atol=0.05, rtol=0)

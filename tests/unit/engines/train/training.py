@@ -10,6 +10,7 @@ from asyncflow.build.workers import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import FrozenOptions, MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.frozen_engine import FrozenEngine
+from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import Objective
 
@@ -22,6 +23,12 @@ def train_options(**changes: Any) -> TrainEngineOptions:
 def torch_engine(model_path: Path | str, **changes: Any) -> TorchEngine:
     """An engine by the configuration's defaults, with changes."""
     return TorchEngine(model_path, train_options(**changes))
+
+
+def one_rank(engine: TorchEngine) -> OneRank:
+    """What an engine on one device does in its thread: to look at, and to break."""
+    assert engine._one is not None
+    return engine._one
 
 
 def frozen_engine(model_path: Path | str, **changes: Any) -> FrozenEngine:

@@ -98,17 +98,21 @@ def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
     path = deep if family == "deep" else model_path(family)
     options = {**OPTIONS, "has_reference": True, "check_shared_prompt": is_shared}
     (turns,) = on_ranks.make_steps(layout.dp, num_steps=1, is_shared=is_shared)
-    results, gradients = on_ranks.gradients_alone(path, turns, options)
+    alone = on_ranks.gradients_alone(path, turns, options)
     answers = ranks.run(on_ranks.gradients, path, turns, layout, options, size=layout.size)
-    assert difference(gradients, answers[0][1]) < 1e-5
+    assert difference(alone.sums, answers[0].sums) < 1e-5
+    assert len({answer.norm for answer in answers}) == 1 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
+    if layout.pp > 1 and family != "deep":  # both ends of the pipeline still have the same matrix, each rank its part
+        first, last = ([answers[stage * layout.tp + i].tied for i in range(layout.tp)] for stage in (0, layout.pp - 1))
+        assert first == last and None not in first
     each = layout.tp * layout.pp
-    seen = [result for leader in range(0, layout.size, each) for result in answers[leader][0]]
-    for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, results)), strict=True):
+    seen = [result for leader in range(0, layout.size, each) for result in answers[leader].results]
+    for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, alone.results)), strict=True):
         assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-5)
         assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
         assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
-    for rank, (of_rank, _) in enumerate(answers):  # those that follow know what their leader does
-        assert of_rank == answers[rank - rank % each][0]
+    for rank, answer in enumerate(answers):  # those that follow know what their leader does
+        assert answer.results == answers[rank - rank % each].results
 
 
 def test_a_loss_that_is_not_finite_adds_nothing_on_any_rank_and_is_told_by_its_own(ranks: Processes, model_path: ModelPath) -> None:
@@ -116,14 +120,14 @@ def test_a_loss_that_is_not_finite_adds_nothing_on_any_rank_and_is_told_by_its_o
     good = [[[on_ranks.make_batch(1, (5, 3), 20)], [on_ranks.make_batch(2, (4, 4), 20)]]]
     bad = on_ranks.make_batch(3, (6, 2), 20)
     turns = [[[*good[0][0], bad], good[0][1]]]
-    _, expected = on_ranks.gradients_alone(path, good, options)
+    expected = on_ranks.gradients_alone(path, good, options).sums
     objective = on_ranks.Broken("infinite", float(bad.advantages[0]))
-    (results, gradients), (others, _) = ranks.run(on_ranks.gradients, path, turns, Layout(dp=2), options, objective, size=2)
-    assert [result.is_finite for result in results] == [True, False] and [result.is_finite for result in others] == [True]
-    assert all(np.array_equal(gradients[name], expected[name]) for name in expected)
+    one, other = ranks.run(on_ranks.gradients, path, turns, Layout(dp=2), options, objective, size=2)
+    assert [result.is_finite for result in one.results] == [True, False]
+    assert [result.is_finite for result in other.results] == [True]
+    assert all(np.array_equal(one.sums[name], expected[name]) for name in expected)
     for layout in (Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, pp=2)):
-        steps = [[[[bad]] * layout.dp], good * 1]  # nothing but that; then a step as if nothing had been
-        steps = [[[group for group, _ in zip(turn * 2, range(layout.dp), strict=False)] for turn in turns] for turns in steps]
+        steps = [[[[bad]] * layout.dp], [turn[: layout.dp] for turn in good]]  # nothing but that; then as if nothing had been
         made = ranks.run(on_ranks.train, path, steps, layout, options, objective, size=layout.size)[0]
         assert [update.skipped for update in made.updates] == [True, False]
         assert [result.is_finite for result in made.results] == [False, True]

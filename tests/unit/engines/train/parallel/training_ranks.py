@@ -149,10 +149,21 @@ def make_steps(
     return steps
 
 
+@dataclass
+class Gradients:
+    """`sums` of the gradients, whole, by name, on rank 0; `norm` of them; `tied`: after an update by them, the bytes of this
+    rank's part of the matrix that the first and the last stage have."""
+
+    results: list[MicroBatchResult]
+    sums: dict[str, Array]
+    norm: float
+    tied: bytes | None
+
+
 def gradients(
     path: Path, turns: list[Turn], layout: Layout, options: dict[str, Any], objective: Objective = Clipped()
-) -> tuple[list[MicroBatchResult], dict[str, Array]]:
-    """On each rank: the results of its group's micro-batches, and on rank 0 the sums of the gradients, whole, by name."""
+) -> Gradients:
+    """On each rank: what came of its group's micro-batches."""
     many = ManyRanks(path, train_options(layout=layout, **options))
     try:
         results = [result for turn in turns for result in many.forward_backward(turn[many.ranks.dp_rank], objective)]
@@ -166,19 +177,26 @@ def gradients(
             part = policy.parts.get(name)
             placed = None if part is None or part.grad is None else placed_like(part.grad, policy.parameters[name])
             whole_ones[name] = many._to_first(name, placed, spec.shape, torch.float32)
-        return results, {name: tensor.numpy() for name, tensor in whole_ones.items() if tensor is not None}
+        many.discard()
+        for turn in turns:
+            many.forward_backward(turn[many.ranks.dp_rank], objective)
+        norm = many.optim_step(1).grad_norm
+        known = {name: tensor.numpy() for name, tensor in whole_ones.items() if tensor is not None}
+        return Gradients(results, known, norm, None if tied is None else policy.parts[tied].detach().numpy().tobytes())
     finally:
         many.close()
 
 
-def gradients_alone(
-    path: Path, turns: list[Turn], options: dict[str, Any], objective: Objective = Clipped()
-) -> tuple[list[MicroBatchResult], dict[str, Array]]:
+def gradients_alone(path: Path, turns: list[Turn], options: dict[str, Any], objective: Objective = Clipped()) -> Gradients:
     """The same on one device."""
     one = OneRank(path, train_options(**options))
-    results = one.forward_backward([batch for turn in turns for group in turn for batch in group], objective)
+    batches = [batch for turn in turns for group in turn for batch in group]
+    results = one.forward_backward(batches, objective)
     one._sums.gradients(1)
-    return results, {name: p.grad.numpy() for name, p in one.policy.parameters.items() if p.grad is not None}
+    sums = {name: p.grad.numpy() for name, p in one.policy.parameters.items() if p.grad is not None}
+    one.discard()
+    one.forward_backward(batches, objective)
+    return Gradients(results, sums, one.optim_step(1).grad_norm, None)
 
 
 @dataclass(frozen=True)
