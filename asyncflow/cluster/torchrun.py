@@ -62,7 +62,12 @@ def run_rank(
         )
     # torchrun's own process is the parent of all of them; its run id is the same each time unless one is given.
     launch = f"{environment['TORCHELASTIC_RUN_ID']}/{os.getppid()}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    driver = _start_driver(driver_arguments, launch) if rank == 0 else None
+    driver = None
+    if rank == 0:
+        driver = _start_driver(driver_arguments, launch)
+    else:  # torchrun hands its signals to all: it is the driver that ends them, when the last checkpoint is written
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     try:
         _wait_for_driver(driver, job_file, read_launch, launch, deadline_seconds)
         try:

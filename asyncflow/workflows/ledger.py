@@ -177,12 +177,13 @@ class Ledger:
                     rows.discard(letter.row)
                 book.dead += 1
 
-    def offer(self, step: int, rank: int, group: int, tokens: int) -> None:
-        """This rank has a complete group of the step ready to train. One that was consumed or offered before is a `ValueError`."""
+    def offer(self, step: int, rank: int, group: int, tokens: int) -> bool:
+        """This rank has a complete group of the step ready to train. False: another had it first, whose lease has expired since."""
         book = self._open_book("train", step)
         if group not in book.members or group in book.order:
-            raise ValueError(f"group {group} cannot be offered for step {step}: it is no open member, or was offered before")
+            return False
         book.offered[rank][group], book.order[group] = tokens, len(book.order)
+        return True
 
     def ask_turn(self, step: int, rank: int, number: int) -> None:
         """This rank would take its part of the step's turn of this number. When all would, and it is full, it is given out."""
@@ -327,7 +328,9 @@ class LedgerService:
         self.on_committed: Callable[[StepTotals, Update], None] = lambda totals, update: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
-        self._totals: dict[int, StepTotals | None] = {}  # what one rank was told, all are
+        # What one rank was told, all are: they step together.
+        self._may_train: dict[int, bool] = {}
+        self._totals: dict[int, StepTotals | None] = {}
 
     @remote
     async def open(self, metas: list[GroupMeta]) -> None:
@@ -349,15 +352,23 @@ class LedgerService:
 
     @remote
     async def may_start(self, task: str, step: int) -> bool:
-        """Wait until a task behind rollout may begin on the step. False: the run is stopping."""
+        """Wait until a task behind rollout may begin on the step. False: the run is stopping.
+
+        Ranks step together, so what one of them was told of training all of them are.
+        """
 
         def has_come() -> bool:  # where membership is first_come, a group may be worked on when the step that it left is over
             return step < self.ledger.committed or self.ledger.is_open(step)
 
-        def is_allowed() -> bool:
-            return task != "train" or step < self.limit
+        def may_begin() -> bool:
+            return has_come() and self._schedule.may_start(task, step, self._progress)
 
-        return await self._until(lambda: has_come() and is_allowed() and self._schedule.may_start(task, step, self._progress))
+        if task != "train":
+            return await self._until(may_begin)
+        answer = await self._until(lambda: step in self._may_train or (step < self.limit and may_begin()))
+        if step not in self._may_train:
+            self._may_train = {step - 1: True, step: answer}
+        return self._may_train[step]
 
     @remote
     async def claim(self, step: int, group: int) -> bool:
@@ -369,10 +380,11 @@ class LedgerService:
         return displaced is not None
 
     @remote
-    async def offer(self, step: int, rank: int, group: int, tokens: int) -> None:
-        """A rank has a complete group of the step, of so many tokens, ready to train."""
-        self.ledger.offer(step, rank, group, tokens)
+    async def offer(self, step: int, rank: int, group: int, tokens: int) -> bool:
+        """A rank has a complete group of the step, of so many tokens, ready to train. False: another one trains it."""
+        is_taken = self.ledger.is_open(step) and self.ledger.offer(step, rank, group, tokens)
         self.changed()
+        return is_taken
 
     @remote
     async def turn(self, step: int, rank: int, number: int) -> list[int] | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.transfer_queue.leases import Want
+from asyncflow.transfer_queue.leases import StaleToken, Want
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import Shape, check_interval, consumed, micro_batches
 from asyncflow.workflows.schedule import Schedule
@@ -118,7 +118,9 @@ class Turns:
     async def commit(self) -> None:
         """The step is final: what was taken of it is done, and dropped."""
         leases = [leased.lease for leased in self._held.values()]
-        await self._queue.complete_marks(leases)
+        for lease in leases:
+            with suppress(StaleToken):  # it has expired: whoever was given the rows again ends them, or the drop does
+                await self._queue.complete_marks([lease])
         await self._queue.drop([row for lease in leases for row in lease.indices])
 
     async def _take(self) -> None:
@@ -133,7 +135,9 @@ class Turns:
             advantages = self._algorithm.advantages(batch.dense("reward"))
             pieces = micro_batches(self._step, batch, advantages, self._shape.rows_per_micro_batch)
             self._ready[group] = Work(leased, list(pieces))
-            await self._ledger.offer(self._step, self._rank, group, len(batch.ragged("response_ids").values))
+            if not await self._ledger.offer(self._step, self._rank, group, len(batch.ragged("response_ids").values)):
+                del self._ready[group]  # as above, but delivered to another rank before; the lease is this one's to end now
+                self._changed.notify()
 
     async def _has_room(self) -> None:
         """Wait until one more group may be made ready, or the step is over."""

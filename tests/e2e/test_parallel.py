@@ -6,16 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.numpy import load_file
 
 from asyncflow.telemetry.fingerprints import StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import merged
-from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
 STEPS = 5
@@ -72,6 +74,28 @@ def test_tensor_and_pipeline_parallel_training_is_that_of_one_process(small: Sma
     assert max(abs(weights[name] - original[name]).max() for name in weights) > 1e-4  # or nothing would have been shown
     lanes = {span.worker for span in read_spans(four / "spans.jsonl") if span.task == "forward_backward"}
     assert lanes == {f"trainer/{rank}" for rank in range(4)}
+
+
+def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tmp_path: Path) -> None:
+    whole = trained(small, tmp_path, "whole", plan={"train": {"dp": 2}})
+    tree = merged(merged(SECTIONS, {"run": {"name": "cut"}}), {"plan": {"train": {"dp": 2, "tp": 2}}})
+    config, run_dir = write_config(tmp_path, small(**tree)), tmp_path / "runs" / "cut"
+    process = subprocess.Popen(command_line("train", config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    saved = [folder.name for folder in (run_dir / "checkpoints").iterdir()]
+    assert saved and saved[0] < f"step-{STEPS:06}"  # or nothing would have been shown
+    command = run_command("train", config, "plan.train.dp=1", "plan.train.tp=2", "--resume")
+    assert command.returncode == 0, command.stdout + command.stderr
+    assert of_metric(run_dir, "reward/mean") == of_metric(whole, "reward/mean")
+    for name in ("policy/loss", "policy/grad_norm"):
+        assert of_metric(run_dir, name) == pytest.approx(of_metric(whole, name), rel=1e-5, abs=1e-7)
+    assert not processes_of(run_dir)
 
 
 def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:

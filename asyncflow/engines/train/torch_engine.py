@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,11 +64,15 @@ class TorchEngine:
         """See `TrainEngine.follow`."""
         if self._many is None:
             return
+        written: Future[None] | None = None
         while not isinstance(call := await self._thread.run(self._many.ranks.hear), calls.Close):
             with busy(calls.name_of(call)):
                 done = await self._thread.run(self._do, call, objective)
                 if isinstance(call, calls.SaveState):
                     done.add_done_callback(_look_at)
+                    written = done
+        if written is not None:  # whose part would end with this process
+            await asyncio.wait([asyncio.wrap_future(written)])
         await self.close()
 
     async def begin_step(self) -> None:

@@ -476,13 +476,30 @@ async def test_the_groups_of_a_turn_are_of_about_one_length() -> None:
     assert turns == [[[0], [5]], [[1], [4]], [[2], [3]]]
 
 
-async def test_a_group_is_offered_once() -> None:
-    books = Service()
+async def test_a_group_is_trained_by_the_rank_that_offered_it_first() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0), meta(1)])
+    assert await books.service.offer(0, 0, 0, 9) is True
+    for rank in range(2):
+        assert await books.service.offer(0, rank, 0, 9) is False
+    assert await books.service.offer(0, 1, 7, 9) is False  # nobody knows it
+    await books.service.consume(0, consumed(4, 5))
+    assert await books.service.offer(0, 1, 1, 9) is False  # it is in the sum already
+    assert await books.service.offer(3, 1, 1, 9) is False  # its step is over
+
+
+async def test_whether_a_step_is_trained_is_told_to_all_ranks_alike() -> None:
+    books = Service(num_ranks=2)
+    books.service.allow(2, 2)
     await books.service.open([meta(0)])
-    await books.service.offer(0, 0, 0, 9)
-    for group in (0, 7):
-        with pytest.raises(ValueError, match=f"group {group}"):
-            await books.service.offer(0, 0, group, 9)
+    assert await books.service.may_start("train", 0) is True
+    late = asyncio.create_task(books.service.may_start("train", 1))
+    assert not await settled(late)
+    books.service.stop()
+    assert await books.service.may_start("train", 0) is True  # the other rank
+    assert await late is False
+    await books.service.open([meta(1, step=1)])
+    assert await books.service.may_start("train", 1) is False
 
 
 async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:

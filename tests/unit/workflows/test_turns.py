@@ -267,6 +267,22 @@ async def test_a_rank_holds_nothing_back_that_the_others_would_wait_for() -> Non
                 world.queue.stop()
 
 
+async def test_a_group_that_is_delivered_again_to_another_rank_is_trained_once() -> None:
+    """Nobody renews here, so that the first rank's lease expires while it waits for the other's group."""
+    async with a_world(Bounded(max_staleness=2), num_ranks=2, lease_seconds=0.3) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 2)
+        await world.complete(0)
+        await asyncio.sleep(0.8)
+        assert ranks.trained == [[], []] and world.queue.controllers["train"].table.counts()["redelivered"] >= 1
+        await world.complete(1)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert sorted(group for rank in ranks.trained for turn in rank for group in turn) == [0, 1]
+        assert world.ledger.totals(0).sequences == 2
+        table = world.queue.controllers["train"].table.counts()
+        assert (table["ready"], table["leased"]) == (0, 0)
+
+
 async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_turn=2) as world:
         await world.admit(1)

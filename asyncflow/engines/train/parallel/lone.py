@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.parallel.ranks import Ranks, stay_on_loopback
 from asyncflow.types import Layout
 
 
@@ -25,6 +25,7 @@ class LoneRank(Ranks):
         """Raises `UserError` if there is no such device."""
         check_device(device, "train.device")
         self.rank, self.size, self.layout, self.device = 0, 1, layout, torch.device(device)
+        stay_on_loopback()
         if not dist.is_initialized():  # by an engine before this one: libraries keep its groups
             stores: Any = dist  # torch does not say that it exports them
             dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)

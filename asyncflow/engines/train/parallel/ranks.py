@@ -61,7 +61,9 @@ class Ranks:
         self.layout = layout
         self.device = own_device(device, local_rank, "train.device")
         is_local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        with self.named("the first greeting"), _loopback(is_local):
+        if is_local:
+            stay_on_loopback()
+        with self.named("the first greeting"):
             dist.init_process_group(
                 _backend(self.device),
                 init_method=os.environ.get(RANKS_STORE, "env://"),
@@ -170,16 +172,8 @@ def _backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
 
 
-@contextmanager
-def _loopback(is_local: bool) -> Iterator[None]:
-    """Within it gloo, where all ranks are on this machine, takes the interface that no other machine reaches."""
-    name, before = "GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME")
+def stay_on_loopback() -> None:
+    """From now on the libraries that connect ranks open their doors to this machine alone, unless the user has said otherwise."""
     loopback = next((interface for _, interface in socket.if_nameindex() if interface.startswith("lo")), None)
-    if not is_local or loopback is None or before is not None:
-        yield
-        return
-    os.environ[name] = loopback
-    try:
-        yield
-    finally:
-        del os.environ[name]
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback is not None else ():
+        os.environ.setdefault(name, str(loopback))
