@@ -260,7 +260,8 @@ class RunRecord:
         rows, shape = totals.non_finite_rows, self.shape
         first_group, next_group = (step * shape.prompts_per_step for step in (totals.step, totals.step + 1))
         first, last = first_group << shape.group_bits, ((next_group - 1) << shape.group_bits) + shape.group_size - 1
-        why = f"the gradient of rows {first} to {last} together was not finite"
+        which = f"rows {first} to {last}" if self._schedule.membership == "strict" else f"its {totals.sequences} rows"
+        why = f"the gradient of {which} together was not finite"
         if rows:
             why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite"
         if not update.normaliser:
