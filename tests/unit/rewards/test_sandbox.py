@@ -79,8 +79,8 @@ Open = Callable[..., Awaitable[RewardPool]]
 
 
 def own_children() -> list[psutil.Process]:
-    """The processes below this one, but for the servers that other tests share, and multiprocessing's own, which stays."""
-    shared = ("redis", "mooncake", "resource_tracker")
+    """The processes below this one, but for the servers that other tests share, and multiprocessing's own, which stay."""
+    shared = ("redis", "mooncake", "resource_tracker", "multiprocessing.forkserver")
     children = psutil.Process().children(recursive=True)
     return [child for child in children if not any(name in " ".join([child.name(), *child.cmdline()]) for name in shared)]
 
