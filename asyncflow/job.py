@@ -25,7 +25,7 @@ from asyncflow.build.driver import Driver
 from asyncflow.build.fleet import threads, trainers, training
 from asyncflow.build.prepare import Prepared, prepare, tasks_before_training, tokenize
 from asyncflow.build.record import Told
-from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, read_driver
+from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver
 from asyncflow.build.saving import checkpoints_of
 from asyncflow.build.workers import JobFile, copy_tokenizer
 from asyncflow.cluster import CLUSTERS
@@ -36,7 +36,7 @@ from asyncflow.data.datasets import check_columns, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.registry import load
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
-from asyncflow.telemetry.certificate import Certificate
+from asyncflow.telemetry.certificate import Certificate, read_certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import ConnectionLost, Peer, Server, remote
@@ -99,29 +99,32 @@ class Job:
         self.driver: Driver | None = None
 
     async def start(self) -> None:
-        """Check everything, then start the workers and the loops. Raises `UserError` before anything is started."""
+        """Check everything, then start the workers and the loops. Raises `UserError` before anything is started.
+
+        Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
+        """
         config = self.config
         scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
         try:
             await self._check_not_live()
             resumed = await self._last_checkpoint()
             if resumed is None:
-                self._folder.check(may_overwrite=config.run.overwrite or (self._resume and self._folder.is_run()))
+                self._check_free()
             prepared = await self._prepare(scratch, resumed)
             if resumed is None:
                 prepared = self._begin_anew(prepared, scratch)
             else:
-                await self._go_back(prepared, resumed)
+                check_fits(config, resumed.state, await asyncio.to_thread(data_hash, prepared.prompts))
+                if resumed.state.version == config.run.steps == self._folder.model_version:
+                    return self._tell_of_the_end(prepared, resumed)
+                await self._go_back(resumed)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         self._prepared = prepared
         sweep_shared_memory()
         self._weights_dir = self._folder.make_weights_dir()
-        job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir), launch_of(os.environ))
-        if resumed is not None:
-            job = msgspec.structs.replace(job, first=resumed.state.version, checkpoint=str(resumed.folder.resolve()))
-        replace(config.run_dir / JOB_FILE, msgspec.json.encode(job))
-        self.job_file = job
+        self._model_before = self._folder.model_id()
+        self._write_job_file(prepared, resumed)
         listener = self.listener
         told = Told(listener.group, self._on_step, self._on_evaluation, listener.says)
         driver = Driver(config, prepared, told, resumed)
@@ -133,7 +136,7 @@ class Job:
         if config.queue.listen is not None:
             listener.says(f"the queue listens at {await self._server.start(config.queue.listen)}, with {config.run_dir / KEY_FILE}")
         await self._cluster.start(self._workers())
-        self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), self._watch()]]
+        self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), self._watch(), self._begun(driver)]]
 
     async def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until the condition holds, looking again after every step and evaluation. False: interrupted.
@@ -164,7 +167,8 @@ class Job:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`."""
         try:
             await self.start()
-            assert self.driver is not None
+            if self.driver is None:
+                return True
             steps = 0 if self._evaluate_only else self.config.run.steps
             self.driver.ledger.allow(steps, steps)
             return await self.until(self._is_done)
@@ -201,6 +205,7 @@ class Job:
         control_socket(self.config.run_dir).unlink(missing_ok=True)
         if not self._evaluate_only:
             self._rescue_model(driver.board.newest)
+        await driver.saves.close()
         await driver.close()
         if not self._evaluate_only:
             self.certificate = driver.record.certificate()
@@ -208,8 +213,9 @@ class Job:
         self._write_report()
 
     def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Train on these rows next. Raises `UserError` for one that lacks a column or is too long."""
-        assert self.driver is not None
+        """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
+        if self.driver is None:
+            raise RunError("this run is over: it trains on no more prompts")
         new, prepared = [dict(row) for row in rows], self._prepared
         check_columns(new, template_columns(self.config.data.prompt_template), "the pushed prompts")
         prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), new)
@@ -220,6 +226,7 @@ class Job:
                     f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
                 )
         self.driver.source.push(prompts)
+        self.driver.saves.pushed()
 
     def held(self) -> dict[str, int]:
         """Rows in the hands of each rollout worker that has any: what would be lost with it."""
@@ -277,14 +284,26 @@ class Job:
         """What the run is to go on from; None if it is to begin. Raises `RunError` where all that there is is damaged."""
         if not self._resume:
             return None
+        self._folder.restore_model()
         checkpoints = checkpoints_of(self.config)
         version = await asyncio.to_thread(checkpoints.newest, self.listener.says)
         if version is not None:
-            return await asyncio.to_thread(read_driver, checkpoints.path(version))
+            return await asyncio.to_thread(read_driver, checkpoints.path(version), checkpoints.added(version))
         if checkpoints.versions():
             raise RunError(f"none of the checkpoints in {self._folder.checkpoints} is whole: begin anew by run.overwrite=true")
-        self.listener.says(f"there is no checkpoint in {self._folder.checkpoints}: the run begins at its start")
         return None
+
+    def _check_free(self) -> None:
+        """That the run may begin in its folder. Raises `UserError`."""
+        folder, may_overwrite = self._folder, self.config.run.overwrite
+        if self._resume and not may_overwrite and holds_results(folder.path):
+            raise UserError(
+                f"{folder.checkpoints} has no checkpoint to go on from, but {folder.path} holds the model or the metrics of an "
+                f"earlier run: begin anew and remove them by run.overwrite=true, or give this run another run.name"
+            )
+        folder.check(may_overwrite=may_overwrite or (self._resume and folder.is_run()))
+        if self._resume:
+            self.listener.says(f"there is no checkpoint in {folder.checkpoints}: the run begins at its start")
 
     def _begin_anew(self, prepared: Prepared, scratch: Path) -> Prepared:
         """Make the run's folder; a model made in `scratch` moves into it."""
@@ -294,10 +313,27 @@ class Job:
             return Prepared(model, prepared.prompts, prepared.held_out, prepared.max_context)
         return prepared
 
-    async def _go_back(self, prepared: Prepared, resumed: Resumed) -> None:
-        """Let the run's folder be as it was when the checkpoint was written. Raises `UserError` for what does not go on with it."""
+    def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed) -> None:
+        """The run is finished, with its model: nothing is to be done."""
+        run_dir, steps = self.config.run_dir, self.config.run.steps
+        self.listener.says(
+            f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; set run.steps "
+            f"higher to go on"
+        )
+        self.rows = {row.pop("step"): row for row in metrics_of(run_dir)}
+        self.certificate = read_certificate(run_dir)
+        self._write_job_file(prepared, resumed)  # trainers that torchrun has started wait for it
+
+    def _write_job_file(self, prepared: Prepared, resumed: Resumed | None) -> None:
+        job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir or ""), launch_of(os.environ))
+        if resumed is not None:
+            job = msgspec.structs.replace(job, first=resumed.state.version, checkpoint=str(resumed.folder.resolve()))
+        replace(self.config.run_dir / JOB_FILE, msgspec.json.encode(job))
+        self.job_file = job
+
+    async def _go_back(self, resumed: Resumed) -> None:
+        """Let the run's folder be as it was when the checkpoint was written."""
         version, run_dir = resumed.state.version, self.config.run_dir
-        check_fits(self.config, resumed.state, await asyncio.to_thread(data_hash, prepared.prompts))
         self.listener.says(f"going on from {resumed.folder}: {version} of {self.config.run.steps} steps are done")
         checkpoints = checkpoints_of(self.config)
         await asyncio.to_thread(checkpoints.forget_after, version)
@@ -309,11 +345,21 @@ class Job:
         replace(run_dir / CONFIG_FILE, dump(self.config).encode())
 
     def _rescue_model(self, published: Manifest | None) -> None:
-        """If the trainer could not save in time: the last version that it published is a safetensors file with the same names."""
-        if self._folder.model.exists():
+        """If the trainer could not save in time: the last version that it published is a safetensors file with the same names.
+
+        A model of an earlier life stays where there is none that could take its place.
+        """
+        self._folder.restore_model()
+        if self._folder.model_id() != self._model_before:  # saved in this life
+            assert self.driver is not None
+            self._folder.note_model(self.driver.ledger.ledger.committed)
             return
         if published is None:
-            self.listener.says("no step was committed, so there is no model to save")
+            is_there = self._model_before is not None
+            left = f"{self._folder.model} stays as it was" if is_there else "there is no model to save"
+            self.listener.says(f"no step was committed, so {left}")
+            return
+        if self._folder.model_version == published.version:
             return
         with self._folder.saving_model() as folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -321,6 +367,7 @@ class Job:
             shutil.copyfile(published.address, folder / "model.safetensors")
             shutil.copyfile(self._prepared.model / "config.json", folder / "config.json")
             copy_tokenizer(self._prepared.model, folder)
+        self._folder.note_model(published.version)
         self.listener.says(f"the trainer could not save in time: {self._folder.model} holds the last published weights")
 
     def _write_report(self) -> None:
@@ -351,14 +398,17 @@ class Job:
         held_out = self.driver.held_out if self.driver is not None else None
         evaluated = held_out is None or not held_out.is_due(steps) or any(row["step"] == steps for row in self.evaluations)
         saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
-        return len(self.rows) >= steps and evaluated and saved
+        has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
+        return len(self.rows) >= steps and evaluated and saved and has_begun
 
     def _grace_seconds(self, driver: Driver) -> float:
-        """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one."""
+        """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
+        the one that they go on from, so that they can save its model."""
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
+        is_read = checkpoint.keep and not self._evaluate_only and not driver.has_begun
         is_hasty = self._has_failed or self.ended_by == signal.SIGINT
-        return max(grace, checkpoint.stop_grace_seconds) if is_to_be_written and not is_hasty else grace
+        return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_read) and not is_hasty else grace
 
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
         self.rows[step] = row
@@ -368,6 +418,11 @@ class Job:
     def _on_evaluation(self, row: Row) -> None:
         self.evaluations.append(row)
         self.listener.evaluation(row)
+        self._changed.notify()
+
+    async def _begun(self, driver: Driver) -> None:
+        """A run that is done but for its trainer's load may end after it."""
+        await driver.begun()
         self._changed.notify()
 
     async def _watch(self) -> None:

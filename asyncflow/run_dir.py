@@ -28,6 +28,7 @@ SAMPLES_FILE: Final = "samples.jsonl"
 SNAPSHOTS_DIR: Final = "snapshots"
 
 _MARKER_FILE: Final = ".asyncflow-run"
+_VERSION_FILE: Final = ".asyncflow-version"  # in a final model: how many steps it has been trained
 _SOCKET_FILE: Final = "control.sock"
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _WEIGHTS_PREFIX: Final = "asyncflow-"
@@ -50,6 +51,15 @@ class RunDir:
         return self.path / "model"
 
     @property
+    def model_partial(self) -> Path:
+        """The final model while it is written."""
+        return self.path / "model.partial"
+
+    @property
+    def _model_over(self) -> Path:
+        return self.path / "model.over"
+
+    @property
     def initial_model(self) -> Path:
         """The model that the run was started from, if it was made for it."""
         return self.path / "initial-model"
@@ -61,6 +71,30 @@ class RunDir:
     def is_run(self) -> bool:
         """Whether a run has written here."""
         return (self.path / _MARKER_FILE).is_file()
+
+    @property
+    def model_version(self) -> int | None:
+        """How many steps the final model has been trained; None where there is none, or a run has ended before it could say so."""
+        try:
+            return int((self.model / _VERSION_FILE).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def note_model(self, version: int) -> None:
+        """The final model is of so many steps."""
+        replace(self.model / _VERSION_FILE, f"{version}\n".encode())
+
+    def model_id(self) -> int | None:
+        """What tells a final model from the one that it has replaced."""
+        return self.model.stat().st_ino if self.model.exists() else None
+
+    def restore_model(self) -> None:
+        """Have the final model under its name again, if whoever was replacing it was killed between two renames."""
+        if self._model_over.exists():
+            if self.model.exists():
+                shutil.rmtree(self._model_over)
+            else:
+                self._model_over.rename(self.model)
 
     def check(self, *, may_overwrite: bool) -> None:
         """That a new run may begin here. Raises `UserError`."""
@@ -86,14 +120,22 @@ class RunDir:
     def saving_model(self, *, is_first: bool = True) -> Iterator[Path]:
         """Where the final model is written, which becomes `model` when the block ends well: whole or not at all.
 
-        Of several processes that write it, the first one renames it.
+        Of several processes that write it, the first one renames it. An earlier one stays until then.
         """
-        partial = self.model.with_name("model.partial")
+        partial = self.model_partial
         yield partial
         if is_first:
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    sync_file(file)
+            for folder in folders_of(partial):
+                sync_folder(folder)
+            self.restore_model()
             if self.model.exists():  # of a run that is gone on with
-                shutil.rmtree(self.model)
+                self.model.rename(self._model_over)
             partial.rename(self.model)
+            sync_folder(self.path)
+            shutil.rmtree(self._model_over, ignore_errors=True)
 
     def make_weights_dir(self) -> Path:
         """Shared memory where there is any, named after this process so that a later run can sweep what a killed one left."""
@@ -123,6 +165,17 @@ def replace(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     partial.replace(path)
     sync_folder(path.parent)
+
+
+def folders_of(path: Path) -> list[Path]:
+    """A folder and all below it, the deepest first."""
+    return [*sorted((below for below in path.rglob("*") if below.is_dir()), reverse=True), path]
+
+
+def sync_file(path: Path) -> None:
+    """Have a file's content on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -49,7 +49,7 @@ class Driver:
         self.last_progress = self._clock()
         self._background: set[asyncio.Task[None]] = set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        first = resumed.state.version if resumed is not None else 0
+        self._first = first = resumed.state.version if resumed is not None else 0
 
         self._signal = signal = Signal()
         self._build_queue()
@@ -99,7 +99,8 @@ class Driver:
         admissions: dict[str, Any] = {}
         if resumed is not None:
             self.source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
-            admissions = {"first": first, "steps": resumed.steps, "rows": resumed.rows}
+            columns = {column.name for column in self.queue.schema.columns}
+            admissions = {"first": first, "steps": resumed.steps, "rows": resumed.rows, "columns": columns}
         self._admissions = Admissions(self.source, self.schedule, self.shape, **admissions)
         self.saves = Saves(
             config,
@@ -189,6 +190,15 @@ class Driver:
             feed(self.queue, self.ledger, self.schedule, self._admissions, self.held_out, self.shape),
             self._evaluations_in_order(),
         ]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the trainer serves weights: one that goes on has read its checkpoint then."""
+        return self.board.published >= self._first
+
+    async def begun(self) -> None:
+        """See `has_begun`."""
+        await self._signal.until(lambda: self.has_begun)
 
     async def stop(self) -> None:
         """Tell every loop, here and in the workers, that the run is over."""

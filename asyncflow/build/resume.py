@@ -135,10 +135,26 @@ def write_driver(folder: Path, state: DriverState, rows: Sequence[Batch]) -> Non
                 write_frame(file, [], batch)
 
 
-def read_driver(folder: Path) -> Resumed:
-    """The driver's part of a whole checkpoint. Raises `RunError` for one of another format."""
+class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What takes the place of a checkpoint's own: prompts were pushed after it was begun. See `DriverState`."""
+
+    position: int
+    pushed: list[SavedPrompt]
+    steps: dict[int, dict[int, SavedPrompt]]
+
+
+def write_added(path: Path, state: DriverState) -> None:
+    """What has come after the checkpoint beside which `path` lies was written."""
+    replace(path, msgspec.msgpack.encode(Added(state.position, state.pushed, state.steps)))
+
+
+def read_driver(folder: Path, added: Path | None = None) -> Resumed:
+    """The driver's part of a whole checkpoint, and what was `added` to it. Raises `RunError` for one of another format."""
     try:
         state = msgspec.msgpack.decode((folder / DRIVER_FILE).read_bytes(), type=DriverState)
+        if added is not None and added.exists():
+            more = msgspec.msgpack.decode(added.read_bytes(), type=Added)
+            state = msgspec.structs.replace(state, position=more.position, pushed=more.pushed, steps=more.steps)
         rows = None
         if (folder / ROWS_FILE).exists():
             with (folder / ROWS_FILE).open("rb") as file:
@@ -186,7 +202,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]]:
-    """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed. Returns the rows of metrics.
+    """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed, but for its model, which stays
+    until there is another. Returns the rows of metrics.
 
     Spans are moved so that the last one kept ends at `now`, by the clock of the run that goes on. May be repeated.
     """
@@ -203,13 +220,21 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     for path in run_dir.glob(FINGERPRINTS_FILE.replace(".", "*.")):
         _keep_lines(path, lambda line: line["step"] < version)
     _cut_spans(run_dir / SPANS_FILE, version, now)
-    folder = RunDir(run_dir)
-    for path in (folder.model, folder.model.with_name("model.partial")):
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(RunDir(run_dir).model_partial, ignore_errors=True)
     for name in (CERTIFICATE_FILE, REPORT_FILE, TRACE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     control_socket(run_dir).unlink(missing_ok=True)
     return metrics
+
+
+def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics that are written."""
+    return _lines(run_dir / METRICS_FILE)
+
+
+def holds_results(run_dir: Path) -> bool:
+    """Whether there is anything that somebody may miss."""
+    return RunDir(run_dir).model.exists() or next(metrics_of(run_dir), None) is not None
 
 
 def evaluated_versions(run_dir: Path) -> set[int]:

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asyncflow.build.record import RecordState, RunRecord
-from asyncflow.build.resume import TRAINER_DIR, DriverState, as_saved, data_hash, version_file, write_driver
+from asyncflow.build.resume import TRAINER_DIR, DriverState, as_saved, data_hash, version_file, write_added, write_driver
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import CheckpointConfig, Config, dump
 from asyncflow.data.order import SeededOrder
@@ -81,10 +82,24 @@ class Saves:
         admissions, committed = self._admissions, self._ledger.committed
         open_groups = self._ledger.groups()
         admissions.forget(admissions.prompts.keys() - {group for groups in open_groups.values() for group in groups})
-        steps = {step: {group: admissions.prompts[group] for group in groups} for step, groups in open_groups.items()}
-        self._steps = {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
+        self._steps = self._admitted()
         self._version, self._order = committed, (self._source.position, self._source.pushed)
         self._state: RecordState = self._record.state()
+        self._has_more = False  # than the checkpoint of this version
+
+    def pushed(self) -> None:
+        """Remember prompts that were pushed since the last commit. What was admitted until now stays before them."""
+        self._steps = self._admitted()
+        self._order = self._source.position, self._source.pushed
+        self._has_more = True
+
+    async def close(self) -> None:
+        """The run stops: prompts that were pushed when its last checkpoint was begun already are kept beside that."""
+        if self._has_more and self.settled == self._version and self._version in self._checkpoints.versions():
+            try:
+                await asyncio.to_thread(write_added, self._checkpoints.added(self._version), self._driver_state())
+            except OSError as error:
+                self._says(f"prompts that were pushed after the last checkpoint could not be kept: {error.strerror or error}")
 
     @remote
     async def begin(self, version: int) -> list[Manifest]:
@@ -94,6 +109,7 @@ class Saves:
         """
         if version != self._version:
             raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
+        self._has_more = False
         self._own[version] = own = asyncio.ensure_future(self._write_own(version))
         own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
         first = self._schedule.interval(version).high
@@ -131,19 +147,32 @@ class Saves:
         self.on_settled()
 
     async def _write_own(self, version: int) -> None:
-        steps, (position, pushed), record = self._steps, self._order, self._state
-        self._data = self._data or await asyncio.to_thread(data_hash, self._source.items)
-        state = DriverState(
-            version=version,
+        steps, state = self._steps, self._driver_state()
+        if not self._data:
+            self._data = await asyncio.to_thread(data_hash, self._source.items)
+        state = msgspec.structs.replace(state, data=self._data)
+        rows = [] if self._is_made_again_exactly() else await self._completed(steps)
+        await asyncio.to_thread(write_driver, self._checkpoints.partial(version), state, rows)
+
+    def _admitted(self) -> dict[int, dict[int, Prompt]]:
+        """Of steps that are not committed, each with the prompts of its groups."""
+        admissions, committed = self._admissions, self._ledger.committed
+        open_groups = self._ledger.groups()
+        steps = {step: {group: admissions.prompts[group] for group in groups} for step, groups in open_groups.items()}
+        return {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
+
+    def _driver_state(self) -> DriverState:
+        """What was remembered last."""
+        position, pushed = self._order
+        return DriverState(
+            version=self._version,
             config=dump(self._config),
             data=self._data,
             position=position,
             pushed=[as_saved(prompt) for prompt in pushed],
-            steps={step: {group: as_saved(prompt) for group, prompt in groups.items()} for step, groups in steps.items()},
-            record=record,
+            steps={step: {group: as_saved(prompt) for group, prompt in groups.items()} for step, groups in self._steps.items()},
+            record=self._state,
         )
-        rows = [] if self._is_made_again_exactly() else await self._completed(steps)
-        await asyncio.to_thread(write_driver, self._checkpoints.partial(version), state, rows)
 
     def _is_made_again_exactly(self) -> bool:
         """Whether every response is a function of its key: one version may make it, and engines are deterministic."""

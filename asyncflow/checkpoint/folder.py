@@ -12,7 +12,6 @@ A crash at any moment leaves every earlier checkpoint as it was: names change la
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from asyncflow.run_dir import replace, sync_folder
+from asyncflow.run_dir import folders_of, replace, sync_file, sync_folder
 from asyncflow.types import RunError
 
 MANIFEST_FILE: Final = "manifest.json"
@@ -29,6 +28,7 @@ FORMAT: Final = 1
 _NAME: Final = re.compile(r"step-(\d{6,})")
 _PARTIAL: Final = ".partial"
 _OVER: Final = ".over"
+_ADDED: Final = ".added"
 _PIECE_BYTES: Final = 4 << 20
 
 
@@ -61,6 +61,10 @@ class Checkpoints:
         """Where it is written, by whoever has a part of it: the first one makes the folder."""
         return self.path(version).with_name(self.path(version).name + _PARTIAL)
 
+    def added(self, version: int) -> Path:
+        """A file beside the checkpoint, of what has come after it was written and belongs to it; it goes with it."""
+        return self.path(version).with_name(self.path(version).name + _ADDED)
+
     def versions(self) -> list[int]:
         """Of the checkpoints there are, oldest first, damaged ones among them."""
         found = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir()) if self._folder.is_dir() else ()
@@ -75,14 +79,16 @@ class Checkpoints:
         files = {str(file.relative_to(partial)): _hashed_and_synced(file) for file in _files(partial)}
         manifest = CheckpointManifest(FORMAT, version, files)
         replace(partial / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
-        for folder in sorted({file.parent for file in _files(partial)} | {partial}):
+        for folder in folders_of(partial):
             sync_folder(folder)
         if path.exists():  # a damaged one, or one of a life before this
-            _remove(path)
+            self._remove(version)
+        self.added(version).unlink(missing_ok=True)
         partial.rename(path)
         sync_folder(self._folder)
+        sync_folder(self._folder.parent)  # which may have had no checkpoints before
         for old in self.versions()[: -self._keep]:
-            _remove(self.path(old))
+            self._remove(old)
         return path
 
     def discard(self, version: int) -> None:
@@ -110,7 +116,7 @@ class Checkpoints:
         """Remove the checkpoints of later versions: what they hold belongs to a lineage that is given up, or is damaged."""
         for later in self.versions():
             if later > version:
-                _remove(self.path(later))
+                self._remove(later)
 
     def check(self, version: int) -> None:
         """That a checkpoint is whole: every file there, no other, each with its hash. Raises `RunError` saying what is not."""
@@ -133,6 +139,15 @@ class Checkpoints:
             if not is_whole:
                 raise RunError(f"the checkpoint {path} is damaged: {name} is not what was written")
 
+    def _remove(self, version: int) -> None:
+        """In one step for whoever looks for checkpoints."""
+        path = self.path(version)
+        over = path.with_name(path.name + _OVER)
+        shutil.rmtree(over, ignore_errors=True)
+        path.rename(over)
+        shutil.rmtree(over)
+        self.added(version).unlink(missing_ok=True)
+
 
 def _files(folder: Path) -> Iterator[Path]:
     """Those of a checkpoint, but for its manifest."""
@@ -141,8 +156,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _hashed_and_synced(file: Path) -> HashedFile:
     found = _hashed(file)
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+    sync_file(file)
     return found
 
 
@@ -153,11 +167,3 @@ def _hashed(file: Path) -> HashedFile:
             digest.update(piece)
             size += len(piece)
     return HashedFile(size, digest.hexdigest())
-
-
-def _remove(path: Path) -> None:
-    """In one step for whoever looks for checkpoints."""
-    over = path.with_name(path.name + _OVER)
-    shutil.rmtree(over, ignore_errors=True)
-    path.rename(over)
-    shutil.rmtree(over)

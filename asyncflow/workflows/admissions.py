@@ -10,7 +10,7 @@ with the same groups, whatever was pushed or has changed places meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -38,13 +38,17 @@ class Admissions:
         first: int = 0,
         steps: Mapping[int, Mapping[int, Prompt]] | None = None,
         rows: Batch | None = None,
+        columns: Container[str] | None = None,
     ) -> None:
         """`steps`: those that were admitted in an earlier life, each with the prompts of its groups; `rows`: completed rows of
-        these groups."""
+        these groups, of which the queue of this life has these `columns`, or all."""
         self.first = first
         self.prompts: dict[int, Prompt] = {}  # by group, of steps that are not committed
         self._source, self._schedule, self._shape = source, schedule, shape
         self._steps = {step: dict(groups) for step, groups in (steps or {}).items()}
+        if rows is not None and columns is not None:
+            known = {name: values for name, values in rows.columns.items() if name in columns}
+            rows = Batch(rows.indices, rows.groups, known)
         self._rows = rows
 
     @property

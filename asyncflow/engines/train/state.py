@@ -13,6 +13,7 @@ A part that several ranks hold is written by the first of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -33,8 +34,6 @@ from torch.distributed.tensor import DTensor
 
 from asyncflow.engines.train.optimizer import UpdateState
 from asyncflow.types import RunError
-
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")  # every rank is on its own
 
 FILE_BYTES: Final = 1 << 30
 """Tensors of about so many bytes share a file: so much again is held in memory while they are written."""
@@ -119,14 +118,16 @@ class StateWriter:
 
     def _write(self, staged: dict[str, Tensor], folder: Path, written: Future[None]) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             try:
+                folder.mkdir(parents=True, exist_ok=True)
                 if staged:
                     storage = _RankWriter(str(folder), self._rank, _file_numbers(staged))
+                    _expect_no_group()
                     save(staged, storage_writer=storage, no_dist=True)
             except BaseException as error:
                 if self._rank:
-                    self._marker(folder, self._rank, "failed").write_text(str(_cause(error)))
+                    with contextlib.suppress(OSError):  # a full disk may have room for the marker's name, and none for the reason
+                        self._marker(folder, self._rank, "failed").write_text(str(_cause(error)))
                 raise
             if self._rank:
                 self._marker(folder, self._rank, "done").touch()
@@ -142,7 +143,8 @@ class StateWriter:
             done, failed = (self._marker(folder, rank, how) for how in ("done", "failed"))
             while not done.exists():
                 if failed.exists():
-                    raise RunError(f"rank {rank} could not write its part of the checkpoint: {failed.read_text()}")
+                    why = failed.read_text() or "the disk has not even had room for the reason, so it may be full"
+                    raise RunError(f"rank {rank} could not write its part of the checkpoint: {why}")
                 if time.monotonic() > deadline:
                     raise RunError(f"rank {rank} has not written its part of the checkpoint within {WRITE_SECONDS:g} s")
                 time.sleep(_LOOK_SECONDS)
@@ -165,9 +167,16 @@ def load_tensors_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
                 raise RunError(f"the checkpoint {folder} has no {name}: it was written by a run with another model or old policy")
             if known[name] != tensor.shape:
                 raise RunError(f"the checkpoint {folder} has {name} of shape {tuple(known[name])}, not {tuple(tensor.shape)}")
+        _expect_no_group()
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except OSError as error:
         raise RunError(f"the checkpoint {folder} cannot be read: {error}") from error
+
+
+def _expect_no_group() -> None:
+    """Have torch not warn at each call that a rank is on its own: it is meant to be. Said at the call, since whoever imports this
+    within `warnings.catch_warnings`, in any thread, loses what was said at the import."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
 
 
 def _sizes(folder: Path) -> dict[str, torch.Size]:
