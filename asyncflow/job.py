@@ -96,6 +96,8 @@ class Job:
         self._loops: list[asyncio.Task[Any]] = []
         self._folder = RunDir(config.run_dir)
         self._weights_dir: Path | None = None
+        self._model_before: int | None = None  # what was there when the run started
+        self._model_version: int | None = None  # of what this life has saved
         self.driver: Driver | None = None
 
     async def start(self) -> None:
@@ -124,7 +126,8 @@ class Job:
         sweep_shared_memory()
         self._weights_dir = self._folder.make_weights_dir()
         self._model_before = self._folder.model_id()
-        self._write_job_file(prepared, resumed)
+        self.job_file = self._make_job_file(prepared, resumed)
+        replace(config.run_dir / JOB_FILE, msgspec.json.encode(self.job_file))
         listener = self.listener
         told = Told(listener.group, self._on_step, self._on_evaluation, listener.says)
         driver = Driver(config, prepared, told, resumed)
@@ -211,6 +214,8 @@ class Job:
             self.certificate = driver.record.certificate()
             self.certificate.write(self.config.run_dir)
         self._write_report()
+        if self._model_version is not None:  # last: it says that the run has ended in order
+            self._folder.note_model(self._model_version)
 
     def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
@@ -317,19 +322,18 @@ class Job:
         """The run is finished, with its model: nothing is to be done."""
         run_dir, steps = self.config.run_dir, self.config.run.steps
         self.listener.says(
-            f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; set run.steps "
-            f"higher to go on"
+            f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; raise "
+            f"run.steps to go on"
         )
         self.rows = {row.pop("step"): row for row in metrics_of(run_dir)}
         self.certificate = read_certificate(run_dir)
-        self._write_job_file(prepared, resumed)  # trainers that torchrun has started wait for it
+        self.job_file = self._make_job_file(prepared, resumed)
 
-    def _write_job_file(self, prepared: Prepared, resumed: Resumed | None) -> None:
+    def _make_job_file(self, prepared: Prepared, resumed: Resumed | None) -> JobFile:
         job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self._weights_dir or ""), launch_of(os.environ))
         if resumed is not None:
             job = msgspec.structs.replace(job, first=resumed.state.version, checkpoint=str(resumed.folder.resolve()))
-        replace(self.config.run_dir / JOB_FILE, msgspec.json.encode(job))
-        self.job_file = job
+        return job
 
     async def _go_back(self, resumed: Resumed) -> None:
         """Let the run's folder be as it was when the checkpoint was written."""
@@ -352,7 +356,7 @@ class Job:
         self._folder.restore_model()
         if self._folder.model_id() != self._model_before:  # saved in this life
             assert self.driver is not None
-            self._folder.note_model(self.driver.ledger.ledger.committed)
+            self._model_version = self.driver.ledger.ledger.committed
             return
         if published is None:
             is_there = self._model_before is not None
@@ -367,7 +371,7 @@ class Job:
             shutil.copyfile(published.address, folder / "model.safetensors")
             shutil.copyfile(self._prepared.model / "config.json", folder / "config.json")
             copy_tokenizer(self._prepared.model, folder)
-        self._folder.note_model(published.version)
+        self._model_version = published.version
         self.listener.says(f"the trainer could not save in time: {self._folder.model} holds the last published weights")
 
     def _write_report(self) -> None:
@@ -406,9 +410,9 @@ class Job:
         the one that they go on from, so that they can save its model."""
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
-        is_read = checkpoint.keep and not self._evaluate_only and not driver.has_begun
+        is_to_be_read = not driver.has_begun
         is_hasty = self._has_failed or self.ended_by == signal.SIGINT
-        return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_read) and not is_hasty else grace
+        return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
 
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
         self.rows[step] = row

@@ -5,6 +5,9 @@
                    checkpoints/step-000012/                                          what it can go on from
                    model/ report.html trace.json                                     what is left of it
 
+`model/` has a file `.asyncflow-version` beside those of Hugging Face: how many steps it has been trained. It stays until another
+one takes its place.
+
 Whatever must be whole or not there at all is written beside its name, flushed to the disk, and renamed.
 """
 

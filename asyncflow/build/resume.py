@@ -202,8 +202,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]]:
-    """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed, but for its model, which stays
-    until there is another. Returns the rows of metrics.
+    """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed, but for its model, which
+    stays until there is another. Returns the rows of metrics.
 
     Spans are moved so that the last one kept ends at `now`, by the clock of the run that goes on. May be repeated.
     """

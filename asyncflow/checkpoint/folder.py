@@ -83,7 +83,7 @@ class Checkpoints:
             sync_folder(folder)
         if path.exists():  # a damaged one, or one of a life before this
             self._remove(version)
-        self.added(version).unlink(missing_ok=True)
+        self._forget_added(version)
         partial.rename(path)
         sync_folder(self._folder)
         sync_folder(self._folder.parent)  # which may have had no checkpoints before
@@ -146,7 +146,11 @@ class Checkpoints:
         shutil.rmtree(over, ignore_errors=True)
         path.rename(over)
         shutil.rmtree(over)
-        self.added(version).unlink(missing_ok=True)
+        self._forget_added(version)
+
+    def _forget_added(self, version: int) -> None:
+        if (added := self.added(version)).exists():
+            added.unlink()
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from typing import Any
 from asyncflow.build import saving
 from asyncflow.checkpoint import folder
 from asyncflow.config import parse
-from asyncflow.engines.train import state
+from asyncflow.engines.train import state, torch_engine
 from asyncflow.job import Job, Listener, run_with_signals
 from asyncflow.types import RunError, UserError
 
@@ -94,14 +94,39 @@ def _live(tree: dict[str, Any], resume: bool, harm: tuple[str, int], log: str) -
 
 
 @contextlib.contextmanager
+def patched(owner: Any, name: str, by: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _slow(load: Callable[..., Any], number: int) -> Callable[..., Any]:
+    async def load_slowly(engine: Any, folder: Path) -> None:
+        if number:
+            os.kill(os.getpid(), number)
+        await asyncio.sleep(1.5)
+        await load(engine, folder)
+
+    return load_slowly
+
+
+@contextlib.contextmanager
 def harmed(how: str, number: int) -> Iterator[None]:
     """Something happens at the write of this number to a checkpoint, from 0 on.
 
     `kill`: the process ends before it; `after`: right after it; `term`: it is told to end by SIGTERM; `full`: at the write of this
-    number of the checkpoint of version 1, of the next number of that of version 2, and so on, there is no room.
+    number of the checkpoint of version 1, of the next number of that of version 2, and so on, there is no room. `load`:
+    a checkpoint is loaded slowly, and the process gets the signal of this number, unless it is 0, as soon as that begins.
     """
     if not how:
         yield
+        return
+    if how == "load":
+        with patched(torch_engine.TorchEngine, "load_state", _slow(torch_engine.TorchEngine.load_state, number)):
+            yield
         return
     places: list[tuple[Any, str]] = [
         (saving, "write_driver"),

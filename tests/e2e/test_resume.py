@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from safetensors.numpy import load_file
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import join_pieces, read_spans
 from asyncflow.trainer import Trainer
+from asyncflow.types import RunError
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.lives import Life
@@ -32,7 +34,8 @@ MODES: dict[str, dict[str, Any]] = {
 def tree(folder: Path, *changes: dict[str, Any]) -> dict[str, Any]:
     """A run of 8 steps, with a checkpoint after every one and an evaluation after every second."""
     base: dict[str, Any] = {
-        "run": {"name": "test", "dir": str(folder), "steps": STEPS, "stall_timeout_seconds": 60},
+        # a life that was killed after its first step and before its first checkpoint begins anew, which is to be asked for
+        "run": {"name": "test", "dir": str(folder), "steps": STEPS, "stall_timeout_seconds": 60, "overwrite": True},
         "model": {"path": str(MODEL)},
         "data": {"path": "generated:arithmetic", "limit": 64},
         "rollout": {"num_slots": 16, "group_size": GROUP, "max_new_tokens": 24},
@@ -101,7 +104,8 @@ def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: 
         starts.append(life.said())
     last = Life(config)
     assert last.end() == 0, last.said()
-    assert "going on from" in last.said() and "passed over" not in "".join(starts)
+    assert "going on from" in last.said() or "is finished already" in last.said()  # the fourth life may have come to the end
+    assert "passed over" not in "".join(starts)
     check_same(last.run_dir, undisturbed)
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.voided and certificate.steps == STEPS
@@ -207,8 +211,88 @@ def test_more_steps_after_a_normal_end_and_what_may_not_change(tmp_path: Path) -
     assert (tmp_path / "test" / "model" / "model.safetensors").is_file()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_finished_run_keeps_its_model_whatever_is_done_to_it(tmp_path: Path) -> None:
+    config = tree(tmp_path, {"run": {"steps": 2, "overwrite": False}, "cluster": "inline", "eval": {"path": None}})
+    assert Life(config).end() == 0
+    run_dir = tmp_path / "test"
+    before = contents(run_dir)
+    life = Life(config)
+    assert life.end() == 0 and "is finished already" in life.said() and "going on" not in life.said(), life.said()
+    assert contents(run_dir) == before
+    with Trainer.from_config(config, resume=True) as trainer:
+        assert trainer.step() is None
+        with pytest.raises(RunError, match="this run is over"):
+            trainer.push_prompts([{"question": "", "answer": ""}])
+    assert contents(run_dir) == before
+
+    hasty = {"run": {"stop_grace_seconds": 1}}  # less than a load takes
+    more = merged(merged(config, hasty), {"run": {"steps": 3}})
+    life = Life(more, harm=("load", signal.SIGINT))  # interrupted while the checkpoint is loaded
+    assert life.end() == 130, life.said()
+    assert f"{run_dir / 'model'} stays as it was" in life.said()
+    model = {name: content for name, content in before.items() if name.startswith("model/")}
+    assert {name: content for name, content in contents(run_dir).items() if name.startswith("model/")} == model
+
+    for change, harm, status in (({}, 0, 0), ({"run": {"steps": 3}}, signal.SIGTERM, 143)):
+        (run_dir / "model" / ".asyncflow-version").unlink()  # as if killed after the model and before the end
+        (run_dir / "model" / "model.safetensors").write_bytes(b"of older weights")
+        # nothing is trained; the trainer saves the model all the same
+        life = Life(merged(merged(config, hasty), change), harm=("load", harm))
+        assert life.end() == status and "going on from" in life.said(), life.said()
+        assert "could not save in time" not in life.said()
+        assert {name: content for name, content in contents(run_dir).items() if name.startswith("model/")} == model
+
+    shutil.rmtree(run_dir / "checkpoints")
+    before = contents(run_dir)
+    life = Life(config)
+    assert life.end() == 2 and "has no checkpoint to go on from" in life.said() and "run.overwrite=true" in life.said()
+    assert contents(run_dir) == before
+
+
+def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_path: Path) -> None:
+    """Where that step has no checkpoint yet, which is written at the stop, and where it has one already."""
+    change = {"run": {"steps": 4}, "cluster": "inline", "eval": {"path": None}, "telemetry": {"samples_per_step": PROMPTS}}
+    for step, (name, every_steps) in enumerate((("Quintus", None), ("Sextus", 1)), 1):
+        with Trainer.from_config(tree(tmp_path, change, {"checkpoint": {"every_steps": every_steps}}), resume=True) as trainer:
+            trainer.step()
+            if every_steps:
+                wait_for(tmp_path / "test" / "checkpoints" / f"step-{step:06d}")
+            trainer.push_prompts([{"question": f"{name} has {n} coins. How many?", "answer": str(n)} for n in range(PROMPTS)])
+    with Trainer.from_config(tree(tmp_path, change), resume=True) as trainer:
+        while trainer.step() is not None:
+            pass
+    samples = rows(tmp_path / "test" / "samples.jsonl")
+    for name in ("Quintus", "Sextus"):
+        found = [row for row in samples if name in row["prompt"]]
+        assert len({row["prompt"] for row in found}) == len(found) == PROMPTS and len({row["step"] for row in found}) == 1
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def test_who_computes_the_references_log_probs_may_change(tmp_path: Path) -> None:
+    """Rows that were completed have them, or lack them."""
+    config = tree(tmp_path, {"schedule": "sub_step", "run": {"steps": 4}, "eval": {"path": None}})
+    config = merged(config, {"algorithm": {"name": "grpo", "kl_coefficient": 0.01}, "train": {"learning_rate": 1e-5}})
+    for number, reference in enumerate(("task", "fused", "task"), 1):
+        life = Life(merged(config, {"train": {"reference": reference}}))
+        life.wait_for_steps(number)
+        assert life.end(signal.SIGTERM if number < 3 else None) == (143 if number < 3 else 0), life.said()
+        if number < 3:
+            assert [*(life.run_dir / "checkpoints").glob("*/rows.afp")]
+    assert [row["step"] for row in rows(life.run_dir / "metrics.jsonl")] == [*range(4)]
+
+
 def test_the_command_line(tmp_path: Path) -> None:
-    config = tree(tmp_path, {"run": {"steps": 2}, "eval": {"path": None}})
+    config = tree(tmp_path, {"run": {"steps": 2, "overwrite": False}, "eval": {"path": None}})
     path = write_config(tmp_path, config)
     first = run_command("train", path, "--resume")
     assert first.returncode == 0 and "there is no checkpoint" in first.stdout + first.stderr, first.stdout + first.stderr

@@ -18,7 +18,9 @@ from asyncflow.build.resume import (
     check_fits,
     cut_back,
     data_hash,
+    holds_results,
     read_driver,
+    write_added,
     write_driver,
 )
 from asyncflow.config import Config, dump, parse
@@ -151,4 +153,29 @@ def test_files_are_cut_back_to_the_committed_steps_and_again_changes_nothing(tmp
             ("generate", -1.5, 0.0),
             ("publish", -1.0, 0.0),
         ]
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".jsonl")) == ["step"]
+    left = sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".jsonl"))
+    assert left == ["model", "step"]  # the model stays until there is another
+
+
+def test_what_was_added_to_a_checkpoint_takes_its_place(tmp_path: Path) -> None:
+    before = state(pushed=[SavedPrompt([7], {})], steps={2: {8: SavedPrompt([1], {})}})
+    write_driver(tmp_path / "step", before, [])
+    added = tmp_path / "step.added"
+    assert read_driver(tmp_path / "step", added).state == before
+    more = state(position=9, pushed=[SavedPrompt([7], {}), SavedPrompt([8], {})], steps={3: {9: SavedPrompt([2], {})}})
+    write_added(added, more)
+    assert read_driver(tmp_path / "step", added).state == more and read_driver(tmp_path / "step").state == before
+    added.write_bytes(added.read_bytes()[:-1])
+    with pytest.raises(RunError, match="cannot be read"):
+        read_driver(tmp_path / "step", added)
+
+
+def test_what_somebody_may_miss(tmp_path: Path) -> None:
+    assert not holds_results(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "rew')  # not a row yet
+    assert not holds_results(tmp_path)
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
+    assert holds_results(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "model").mkdir()
+    assert holds_results(tmp_path)

@@ -118,6 +118,32 @@ def killed_at(checkpoints: Checkpoints, number: int, is_before: bool) -> None:
     write(checkpoints, 3)
 
 
+def test_every_folder_is_flushed_and_so_is_the_one_that_checkpoints_are_made_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, synced = Checkpoints(tmp_path / "checkpoints", keep=2), list[Path]()
+    monkeypatch.setattr(folder_file, "sync_folder", synced.append)
+    partial = checkpoints.partial(1)
+    (partial / "versions" / "000000").mkdir(parents=True)
+    (partial / "versions" / "000000" / "model.safetensors").touch()
+    checkpoints.commit(1)
+    expected = [partial / "versions" / "000000", partial / "versions", partial, tmp_path / "checkpoints", tmp_path]
+    assert synced == expected
+
+
+def test_what_is_added_goes_with_its_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for version in (1, 2, 3):
+        write(checkpoints, version)
+        checkpoints.added(version).touch()
+    assert [checkpoints.added(version).exists() for version in (1, 2, 3)] == [False, True, True]
+    assert checkpoints.versions() == [2, 3] and checkpoints.newest(says_nothing) == 3
+    write(checkpoints, 3)  # again: nothing has come after it yet
+    assert not checkpoints.added(3).exists()
+    checkpoints.forget_after(1)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_cannot_be_written_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)

@@ -66,6 +66,9 @@ def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() 
     metas, batch = admissions.step(4)
     assert [(meta.group, meta.interval.low) for meta in metas] == [(8, 2), (7, 2)]
     assert batch.indices.tolist() == [15] and admissions.waiting == {}
+    fewer = Admissions(order, SCHEDULE, SHAPE, first=3, steps=steps, rows=rows, columns=["version_spans", "more"])
+    _, batch = fewer.step(3)
+    assert batch.indices.tolist() == [12, 13, 18] and "reward" not in batch.columns and fewer.begun(batch) == {6: 2, 9: 3}
     metas, batch = admissions.step(5)  # what was never admitted goes on in the data's order
     assert [meta.group for meta in metas] == [10, 11] and not len(batch)
     assert prompts_of(batch) == [int(prompt.ids[0]) for prompt in SeededOrder(PROMPTS, seed=3, position=4).take(2)]

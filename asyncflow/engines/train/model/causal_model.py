@@ -8,6 +8,7 @@ evaluation mode: with dropout the ratio of new to old log-probs would not be 1 w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -26,6 +27,8 @@ from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.types import Array, Ragged, UserError
+
+_LOADING = threading.Lock()  # transformers sets the process up for each load: of two at once one may lack its tied weights
 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
 
@@ -157,9 +160,10 @@ def load_module(path: Path | str, dtype: torch.dtype) -> Any:
         raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
     check_family(config.to_dict())
     disable_progress_bar()
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
-    )
+    with _LOADING:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+        )
     # Transformers would fill what is missing with random numbers and warn.
     if lacking := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")

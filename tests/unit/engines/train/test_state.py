@@ -3,9 +3,10 @@
 import asyncio
 import errno
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -102,6 +103,14 @@ def test_tensors_may_change_as_soon_as_they_are_staged(tmp_path: Path, monkeypat
     assert all(torch.equal(loaded[name], before[name]) for name in before)
 
 
+def test_torch_does_not_warn_that_a_rank_is_on_its_own(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        StateWriter().begin({"a": torch.ones(2)}, tmp_path).result(60)
+        load_tensors_into({"a": torch.zeros(2)}, tmp_path)
+    assert not [warning for warning in told if "torch.distributed" in str(warning.message)]
+
+
 def test_who_holds_a_copy_writes_nothing_but_its_own(tmp_path: Path) -> None:
     own: Mapping[str, torch.Tensor] = {"random/1": torch.tensor([1])}
     StateWriter(1, 2).begin({"a": torch.ones(2)}, tmp_path, own=own, is_first=False).result(60)
@@ -113,7 +122,7 @@ def test_who_holds_a_copy_writes_nothing_but_its_own(tmp_path: Path) -> None:
 
 
 async def test_a_disk_without_room_is_told_to_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **options: Any) -> None:
+    def full(*args: Any, **options: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
@@ -125,6 +134,25 @@ async def test_a_disk_without_room_is_told_to_who_waits(tmp_path: Path, monkeypa
             other.result(60)
     with pytest.raises(RunError, match=r"rank 1 could not write its part of the checkpoint: .*No space left"):
         StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / "two").result(60)
+    make, write_text = Path.mkdir, Path.write_text
+
+    def mkdir(path: Path, *args: Any, **options: Any) -> None:
+        make(path, *args, **options)
+        full()
+
+    def write_nothing(path: Path, text: str) -> int:
+        write_text(path, "")
+        return full()
+
+    for name, harm in (("mkdir", mkdir), ("write_text", write_nothing)):
+        with monkeypatch.context() as patch:
+            patch.setattr(state._RankWriter, "write_data", full)
+            patch.setattr(Path, name, harm)
+            with pytest.raises(OSError, match="No space left"):
+                StateWriter(1, 2).begin({}, tmp_path / name, own={"b": torch.ones(1)}).result(60)
+        why = "No space left" if name == "mkdir" else "the disk has not even had room for the reason"
+        with pytest.raises(RunError, match=f"rank 1 could not write its part of the checkpoint: .*{why}"):
+            StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / name).result(5)
     monkeypatch.setattr(state, "WRITE_SECONDS", 0.2)
     with pytest.raises(RunError, match=r"rank 1 has not written its part of the checkpoint within 0\.2 s"):
         StateWriter(0, 2).begin({"a": torch.ones(1)}, tmp_path / "three").result(60)

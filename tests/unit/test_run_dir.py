@@ -1,0 +1,98 @@
+"""A run's folder: its final model is there whole, or the one before it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow import run_dir as run_dir_file
+from asyncflow.run_dir import RunDir
+
+
+def save(folder: RunDir, version: int) -> None:
+    with folder.saving_model() as partial:
+        (partial / "more").mkdir(parents=True, exist_ok=True)
+        (partial / "more" / "weights").write_text(f"weights {version}")
+
+
+def weights(folder: RunDir) -> str:
+    return (folder.model / "more" / "weights").read_text()
+
+
+def test_a_model_says_of_how_many_steps_it_is_until_another_takes_its_place(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path)
+    assert folder.model_version is None and folder.model_id() is None
+    save(folder, 3)
+    assert folder.model_version is None
+    folder.note_model(3)
+    before = folder.model_id()
+    assert folder.model_version == 3 and before is not None
+    save(folder, 4)
+    assert weights(folder) == "weights 4" and folder.model_version is None and folder.model_id() != before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_block_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path)
+    save(folder, 3)
+    with pytest.raises(OSError, match="full"), folder.saving_model() as partial:
+        partial.mkdir()
+        raise OSError("full")
+    assert weights(folder) == "weights 3"
+
+
+def test_files_and_folders_are_flushed_before_the_name_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[str]()
+    monkeypatch.setattr(run_dir_file, "sync_file", lambda path: done.append(str(path.relative_to(tmp_path))))
+    monkeypatch.setattr(run_dir_file, "sync_folder", lambda path: done.append(str(path.relative_to(tmp_path))))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append("rename"), rename(path, to))[1])
+    save(RunDir(tmp_path), 3)
+    assert done == ["model.partial/more/weights", "model.partial/more", "model.partial", "rename", "."]
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_killed_at_each_write_one_of_the_two_models_is_left_whole(tmp_path: Path, is_before: bool) -> None:
+    for number in range(20):
+        folder = RunDir(tmp_path / str(number))
+        save(folder, 3)
+        if not (pid := os.fork()):
+            killed_at(number, is_before)
+            save(folder, 4)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        folder.restore_model()
+        if os.WIFEXITED(status):
+            assert number >= 5 and weights(folder) == "weights 4"
+            return
+        assert os.WTERMSIG(status) == signal.SIGKILL and weights(folder) in ("weights 3", "weights 4")
+        save(folder, 5)
+        assert weights(folder) == "weights 5"
+    raise AssertionError("saving does not end")
+
+
+def killed_at(number: int, is_before: bool) -> None:
+    """End this process at the change on the disk of this number."""
+    count = 0
+
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            is_it = count == number + 1
+            if is_it and is_before:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **options)
+            if is_it:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for owner, name in ((Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")):
+        setattr(owner, name, wrapped(getattr(owner, name)))
