@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from asyncflow.engines.base import Response
+from asyncflow.rewards.base import Sample
 from asyncflow.types import GroupMeta, Interval
+from asyncflow.workflows.samples import ScoredRow
 
 
 def meta(
@@ -18,3 +21,8 @@ async def turns(count: int = 60) -> None:
     """So many of the event loop's, in which whoever can go on does."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def scored(row: int, response: Response, reward: float | None) -> ScoredRow:
+    """A row that is ready to be stored."""
+    return ScoredRow(row, response, Sample("", "", {}, response.finish_reason == "stop"), reward)

@@ -31,6 +31,7 @@ from asyncflow.workflows.ledger import LedgerService, StepTotals, Update
 from asyncflow.workflows.samples import (
     Prompt,
     Request,
+    ScoredRow,
     Shape,
     UnusableResponse,
     admission,
@@ -39,6 +40,7 @@ from asyncflow.workflows.samples import (
     outputs,
 )
 from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.scored import ScoredRows
 from asyncflow.workflows.turns import Turns
 
 
@@ -102,29 +104,36 @@ async def feed(
 
 
 async def produce(by: Producer, leased: Leased, request: Request, on_generated: Callable[[], None]) -> None:
-    """One group: generate; score and enqueue each response as soon as it ends."""
+    """One group: generate, score each response as soon as it ends, and enqueue what is scored."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
     key, prompt = SampleKey(by.shape.seed, request.meta.group), by.decode(request.prompt_ids)
+    scored = ScoredRows(len(samples))
     async with asyncio.TaskGroup() as scoring:
         async for response in by.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
             by.on_response(response)
-            scoring.create_task(_score_and_enqueue(by, leased, request, prompt, response))
+            scoring.create_task(_score_and_enqueue(by, leased, request, prompt, response, scored))
         on_generated()
 
 
-async def _score_and_enqueue(by: Producer, leased: Leased, request: Request, prompt: str, response: Response) -> None:
+async def _score_and_enqueue(
+    by: Producer, leased: Leased, request: Request, prompt: str, response: Response, scored: ScoredRows
+) -> None:
     row = row_index(request.meta.group, response.sample, by.shape.group_bits)
     sample = Sample(prompt, by.decode(response.token_ids), request.example, response.finish_reason == "stop")
     try:
         check_response(response)
         reward = None if by.score is None else await by.score(sample)  # 7
     except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
+        scored.failed()
         await by.queue.fail(leased.lease, [row], str(failure))
     else:
-        is_stored = await by.queue.complete(leased.lease, outputs(row, request.meta.group, response, reward))  # 8: enqueue
-        if reward is not None and is_stored.all():
-            by.keep_sample(kept_sample(request.meta, row, sample, reward))
+        rows = await scored.to_store(ScoredRow(row, response, sample, reward))
+        if rows:
+            is_stored = await by.queue.complete(leased.lease, outputs(request.meta.group, rows))  # 8: enqueue
+            for one in itertools.compress(rows, is_stored):
+                if one.reward is not None:
+                    by.keep_sample(kept_sample(request.meta, one.row, one.sample, one.reward))
     finally:
         by.on_scored()
 
@@ -194,4 +203,4 @@ async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -
         result = OptimResult(grad_norm=float("nan"), learning_rate=0.0, skipped=True)
     else:
         result = await engine.optim_step(normaliser)
-    return Update(result.grad_norm, result.learning_rate, normaliser, result.skipped)
+    return Update(result.grad_norm, result.learning_rate, normaliser, result.skipped, result.fill_tokens)

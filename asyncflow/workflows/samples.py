@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -145,18 +145,29 @@ def check_response(response: Response) -> None:
         raise UnusableResponse(f"the log-prob of token {first} of the response is {response.logprobs[first]}")
 
 
-def outputs(row: int, group: int, response: Response, reward: float | None) -> Batch:
-    """The columns that a response completes its row with; without a reward where another task scores."""
+class ScoredRow(NamedTuple):
+    """A response that can be stored; without a reward where another task scores."""
+
+    row: int
+    response: Response
+    sample: Sample
+    reward: float | None
+
+
+def outputs(group: int, scored: Sequence[ScoredRow]) -> Batch:
+    """The columns that responses of one group complete their rows with."""
+    responses = [one.response for one in scored]
     columns: dict[str, Values] = {
-        "response_ids": Ragged.from_arrays([response.token_ids], "int64"),
-        "rollout_logprobs": Ragged.from_arrays([response.logprobs], "float32"),
-        "loss_mask": Ragged.from_arrays([np.ones(len(response.token_ids), np.uint8)], "uint8"),
-        "version_spans": Ragged.from_arrays([response.version_spans.reshape(-1)], "int64"),
-        "truncated": np.array([response.finish_reason == "length"], np.uint8),
+        "response_ids": Ragged.from_arrays([response.token_ids for response in responses], "int64"),
+        "rollout_logprobs": Ragged.from_arrays([response.logprobs for response in responses], "float32"),
+        "loss_mask": Ragged.from_arrays([np.ones(len(response.token_ids), np.uint8) for response in responses], "uint8"),
+        "version_spans": Ragged.from_arrays([response.version_spans.reshape(-1) for response in responses], "int64"),
+        "truncated": np.array([response.finish_reason == "length" for response in responses], np.uint8),
     }
-    if reward is not None:
-        columns["reward"] = np.array([reward], np.float32)
-    return Batch(np.array([row], np.int64), np.array([group], np.int64), columns)
+    rewards = [one.reward for one in scored if one.reward is not None]
+    if rewards:
+        columns["reward"] = np.array(rewards, np.float32)
+    return Batch(np.array([one.row for one in scored], np.int64), np.array([group], np.int64), columns)
 
 
 def kept_sample(meta: GroupMeta, row: int, sample: Sample, reward: float) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from asyncflow.workflows import samples
 from asyncflow.workflows.bounded import NEVER
 from asyncflow.workflows.samples import COLUMNS, Prompt
+from tests.builders import scored
 
 BITS = 2
 
@@ -44,8 +45,8 @@ def stored(m: GroupMeta, *responses: Response, prompt_length: int = 2) -> Leased
         storage = MemoryStorage()
         await storage.open(schema)
         await storage.write([m], samples.admission([m], [Prompt(np.arange(prompt_length), {})], [1.0]))
-        for row, r in zip(rows, responses, strict=True):
-            await storage.write([], samples.outputs(row, m.group, r, reward=r.sample / 2))
+        rows_scored = [scored(row, each, each.sample / 2) for row, each in zip(rows, responses, strict=True)]
+        await storage.write([], samples.outputs(m.group, rows_scored))
         return await storage.read(np.array(rows), schema.task("train").reads)
 
     return leased([m], [rows], asyncio.run(store()))
@@ -78,17 +79,18 @@ def test_admitted_prompts_come_back_as_requests() -> None:
     assert [dict(r.example) for r in found] == [dict(p.example) for p in prompts]
 
 
-def test_a_response_becomes_the_columns_that_are_declared_for_it() -> None:
-    batch = samples.outputs(22, 5, response(2, 4, versions=(3, 4), reason="length"), 0.25)
+def test_responses_become_the_columns_that_are_declared_for_them() -> None:
+    long, short = response(2, 4, versions=(3, 4), reason="length"), response(0, 1)
+    batch = samples.outputs(5, [scored(22, long, 0.25), scored(20, short, 0.0)])  # as they have ended
     assert set(batch.columns) == set(samples.RESPONSE_COLUMNS)
-    assert (batch.indices.tolist(), batch.groups.tolist()) == ([22], [5])
-    assert batch.ragged("response_ids")[0].tolist() == [20, 21, 22, 23]
-    assert batch.ragged("rollout_logprobs")[0].tolist() == [-2.0] * 4
-    assert batch.ragged("loss_mask")[0].tolist() == [1, 1, 1, 1]
-    assert batch.ragged("version_spans")[0].tolist() == [0, 3, 1, 4]
-    assert batch.dense("truncated").tolist() == [1] and batch.dense("reward").tolist() == [0.25]
-    assert samples.outputs(0, 0, response(0, 1), 0.0).dense("truncated").tolist() == [0]
+    assert (batch.indices.tolist(), batch.groups.tolist()) == ([22, 20], [5])
+    assert [each.tolist() for each in batch.ragged("response_ids")] == [[20, 21, 22, 23], short.token_ids.tolist()]
+    assert [each.tolist() for each in batch.ragged("rollout_logprobs")] == [[-2.0] * 4, short.logprobs.tolist()]
+    assert [each.tolist() for each in batch.ragged("loss_mask")] == [[1, 1, 1, 1], [1]]
+    assert [each.tolist() for each in batch.ragged("version_spans")] == [[0, 3, 1, 4], short.version_spans.reshape(-1).tolist()]
+    assert batch.dense("truncated").tolist() == [1, 0] and batch.dense("reward").tolist() == [0.25, 0.0]
     samples.schema(BITS, 9.0, 2).check(batch)
+    assert "reward" not in samples.outputs(5, [scored(22, long, None)]).columns
 
 
 def test_a_token_of_a_version_outside_the_interval_is_refused_naming_the_row() -> None:
@@ -193,7 +195,7 @@ def test_the_reward_as_a_task_reads_what_a_scorer_sees_and_adds_the_column_that_
         prompts = [Prompt(np.array([7, 7]), {"answer": "5"}), Prompt(np.array([8]), {"answer": "9"})]
         await storage.write([m, other], samples.admission([m, other], prompts, [1.0, 1.0]))
         for row, group, r in ((20, 5, response(0, 2)), (22, 5, response(2, 3, reason="length")), (37, 9, response(1, 1))):
-            made = samples.outputs(row, group, r, reward=None)
+            made = samples.outputs(group, [scored(row, r, None)])
             schema.check_outputs("rollout", made)
             await storage.write([], made)
         return await storage.read(np.array([20, 22, 37]), task.reads)

@@ -72,7 +72,7 @@ class World:
             spans = np.array([(0, 0)], np.int64)
             response = Response(row % 4, np.arange(1 + row % 4) + row, -np.ones(1 + row % 4, np.float32), spans, "stop")
             score = None if self.task == "reward" else 0.0
-            await self.client.complete(leased.lease, outputs(row, row >> BITS, response, score))
+            await self.client.complete(leased.lease, outputs(row >> BITS, [builders.scored(row, response, score)]))
         await self.client.fail(leased.lease, [row for row in leased.lease.indices if row not in rows], "later")
         await turns()
 

@@ -29,7 +29,7 @@ from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 from asyncflow.workflows.synchronous import Synchronous
 from asyncflow.workflows.turns import Turns, members
-from tests.builders import turns
+from tests.builders import scored, turns
 
 BITS = 1
 
@@ -73,7 +73,7 @@ class World:
     async def complete(self, *groups: int) -> None:
         for group in groups:
             response = Response(0, np.arange(2), -np.ones(2, np.float32), np.array([(0, 0)], np.int64), "stop")
-            (is_stored,) = await self.client.complete(self.rollout, outputs(group << BITS, group, response, 0.0))
+            (is_stored,) = await self.client.complete(self.rollout, outputs(group, [scored(group << BITS, response, 0.0)]))
             assert is_stored
             await turns()
 
