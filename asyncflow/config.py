@@ -155,8 +155,6 @@ class RolloutConfig(Section):
     device: Device = "cpu"
     num_threads: PositiveInt = 1
     """Computing threads of each worker (CPU)."""
-    min_healthy_workers: PositiveInt = 1
-    """With fewer workers that live and have the weights that they are to have, the run stops."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """How often a worker that died is started again, after a pause that doubles each time. 0: its death ends the run."""
     kv_on_install: Literal["keep", "recompute"] = "keep"
@@ -190,7 +188,10 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
     max_grad_norm: Finite = 1.0
     pipeline_micro_batches: PositiveInt = 4
-    """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, filled to one length."""
+    """With `plan.train.pp` above 1: micro-batches that go through the pipeline together."""
+    pipeline_fill: bool = False
+    """Bring the micro-batches that go through the pipeline together to one length, by a segment that stands for nothing. Slower,
+    but for devices that compile a program for every shape."""
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3
@@ -214,6 +215,8 @@ class WeightSyncConfig(Section):
     rounded weights."""
     deadline_seconds: PositiveFloat = 60.0
     """Who sends or takes nothing for so long is given up, by name."""
+    min_healthy_workers: PositiveInt = 1
+    """With fewer rollout workers that live and have the weights that they are to have, the run stops."""
     listen: str | None = None
     """The trainer's door for `collective` and `network`, `tls:HOST:PORT` (port 0: any), where the other machines reach it. None:
     one that only this machine reaches."""
@@ -333,10 +336,9 @@ class Config(Section):
                 f"{group % pieces}; take one of {', '.join(str(d) for d in range(1, group + 1) if group % d == 0)}"
             )
         workers, prompts = self.rollout.num_workers, self.train.prompts_per_step
-        if workers < self.rollout.min_healthy_workers:
+        if workers < (healthy := self.weight_sync.min_healthy_workers):
             raise ValueError(
-                f"rollout.min_healthy_workers={self.rollout.min_healthy_workers} is more than rollout.num_workers={workers}: take "
-                f"{workers} or less"
+                f"weight_sync.min_healthy_workers={healthy} is more than rollout.num_workers={workers}: take {workers} or less"
             )
         if prompts < self.plan.train.dp:
             raise ValueError(
@@ -429,7 +431,7 @@ def _sentence(error: dict[str, Any]) -> str:
         elsewhere = [f"{section}.{error['loc'][-1]}" for section in _keys(()) if error["loc"][-1] in _keys((section,))]
         hint = f"known here are {', '.join(known)}"
         if near or elsewhere:
-            hint = f"did you mean {(near or elsewhere)[0]!r}?"
+            hint = f"did you mean {(elsewhere or near)[0]!r}?"
         return f"unknown key {where!r}: {hint}"
     if error["type"] == "missing":
         return f"{where!r} is missing"

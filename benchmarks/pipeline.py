@@ -6,7 +6,7 @@ A random Qwen2 of 6.1M parameters (6 layers, hidden 256, vocabulary 1024) in two
 responses to a prompt of 64 tokens, in rows; lengths are log-normal, 128 tokens on average. The same turns are computed
 
     as they are  every micro-batch at its own length
-    filled       each up to the longest of its turn, by a segment that attends to itself alone and has no loss
+    filled       each up to the longest of its turn, by a segment that stands for nothing (`train.pipeline_fill`)
 
 one after the other, in turn, forward and backward (1F1B). Told are the medians of the ratios within each turn, in seconds on the
 clock and in tokens, and how far the gradients of the two are apart. See docs/decisions/0007-pipelines-need-no-filling.md.
@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,7 +35,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
-from asyncflow.engines.train.model.packing import AttentionLayout, Packed, pack
+from asyncflow.engines.train.model.packing import Packed, filled_alike, pack
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.stages import cut_stage
 from asyncflow.types import Ragged
@@ -85,16 +85,6 @@ def new_turn(seed: int) -> list[Packed]:
     return turn
 
 
-def filled(packed: Packed, num_tokens: int) -> Packed:
-    """In rows no segment sees another, so that one more is inert."""
-    fill = num_tokens - packed.num_tokens
-    if not fill:
-        return packed
-    positions_P = torch.cat([packed.positions_P, torch.arange(fill)])
-    layout = AttentionLayout((*packed.layout.segment_lengths, fill), has_prompt=False, positions_P=positions_P)
-    return replace(packed, tokens_P=torch.cat([packed.tokens_P, torch.zeros(fill, dtype=torch.int64)]), layout=layout)
-
-
 def measure(rank: int, store: str, turns: int) -> list[tuple[float, float, float]]:
     """For each turn the ratios filled / as it is in seconds and in tokens, and the distance of this stage's gradients."""
     torch.set_num_threads(1)
@@ -105,8 +95,7 @@ def measure(rank: int, store: str, turns: int) -> list[tuple[float, float, float
 
     def timed(turn: Sequence[Packed]) -> tuple[float, Tensor]:
         def loss(i: int, hidden_PH: Tensor) -> Tensor:
-            # What fills comes behind all that predicts.
-            hidden_TH = turn[i].predicting(hidden_PH[: len(turn[i].row_T) + 64 * len(turn[i].response_lengths)])
+            hidden_TH = turn[i].predicting(hidden_PH)
             return log_probs_and_entropy(hidden_TH, module.lm_head.weight, turn[i].targets_T, chunk_tokens=1024)[0].sum()
 
         module.zero_grad()
@@ -121,7 +110,7 @@ def measure(rank: int, store: str, turns: int) -> list[tuple[float, float, float
     found = []
     for seed in range(1, turns + 1):
         turn = new_turn(seed)
-        even = [filled(packed, max(one.num_tokens for one in turn)) for packed in turn]
+        even = filled_alike(turn)
         (seconds, gradient), (filled_seconds, filled_gradient) = timed(turn), timed(even)
         tokens, filled_tokens = (sum(packed.num_tokens for packed in packs) for packs in (turn, even))
         distance = (torch.linalg.vector_norm(gradient - filled_gradient) / torch.linalg.vector_norm(gradient)).item()

@@ -281,10 +281,10 @@ class Driver:
 
     def _judge(self, worker: str, why: str) -> None:
         """With too few others the run stops."""
-        workers, needed = self.config.rollout.num_workers, self.config.rollout.min_healthy_workers
+        workers, needed = self.config.rollout.num_workers, self.config.weight_sync.min_healthy_workers
         healthy = workers - self.board.num_unhealthy(self.config.weight_sync.deadline_seconds)
         if healthy < needed and not self.ledger.is_stopping and not self.failure.done():
-            numbers = f"{healthy} of {workers} rollout workers are left, and rollout.min_healthy_workers is {needed}"
+            numbers = f"{healthy} of {workers} rollout workers are left, and weight_sync.min_healthy_workers is {needed}"
             self.failure.set_exception(RunError(f"worker {worker} {why}; {numbers}"))
 
     def _lost(self, unit: int, rows: list[int]) -> None:

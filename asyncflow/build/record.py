@@ -210,6 +210,7 @@ class RunRecord:
             learning_rate=update.learning_rate,
             normaliser=update.normaliser,
             is_skipped=update.is_skipped,
+            fill_tokens=update.fill_tokens,
         )
         redelivered = self._rows_redelivered()
         metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)

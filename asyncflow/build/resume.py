@@ -42,10 +42,10 @@ VERSIONS_DIR: Final = "versions"
 MAY_CHANGE: Final = (
     "run.name", "run.dir", "run.steps", "run.overwrite", "run.stall_timeout_seconds", "run.stop_grace_seconds",
     "reward.num_workers", "reward.deadline_seconds", "reward.memory_bytes",
-    "rollout.num_workers", "rollout.num_slots", "rollout.num_threads", "rollout.min_healthy_workers", "rollout.max_restarts",
-    "train.num_threads", "train.pipeline_micro_batches", "train.activation_checkpointing", "train.offload",
+    "rollout.num_workers", "rollout.num_slots", "rollout.num_threads", "rollout.max_restarts",
+    "train.num_threads", "train.pipeline_micro_batches", "train.pipeline_fill", "train.activation_checkpointing", "train.offload",
     "train.offload_optimizer", "train.max_skipped_updates", "train.check_shared_prompt", "train.reference",
-    "weight_sync.name", "weight_sync.deadline_seconds", "weight_sync.listen",
+    "weight_sync.name", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers", "weight_sync.listen",
     "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps",
 )  # fmt: skip
 """What of the configuration may be other when a run is gone on with; below a section's name, all of it."""

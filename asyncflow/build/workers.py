@@ -314,6 +314,7 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
     return TrainEngineOptions(
         layout=config.layout,
         pipeline_micro_batches=train.pipeline_micro_batches,
+        pipeline_fill=train.pipeline_fill,
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
         betas=train.betas,

@@ -26,7 +26,8 @@ from asyncflow.workflows.schedule import Schedule
 DELAY_SECONDS = 0.05
 SETTINGS: dict[str, Any] = {
     "run": {"overwrite": True},
-    "rollout": {"num_workers": 2, "num_threads": 1, "max_restarts": 3, "min_healthy_workers": 1},
+    "rollout": {"num_workers": 2, "num_threads": 1, "max_restarts": 3},
+    "weight_sync": {"min_healthy_workers": 1},
     "train": {"num_threads": 1},
     "telemetry": {"fingerprints": True, "trackers": []},
     "eval": {"path": None},

@@ -124,7 +124,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchResult:
-    """`metrics`: sums over the loss tokens. `is_finite`: False if the loss or a log-prob was not; nothing was accumulated then.
+    """`metrics`: sums over the loss tokens. `physical_tokens`: those computed, without what fills up. `is_finite`: False if the
+    loss or a log-prob was not; nothing was accumulated then.
 
     `logprob_differences`: loss tokens whose log-prob is the rollout engine's to the bit, and the largest difference in nats.
     """
@@ -139,11 +140,16 @@ class MicroBatchResult:
 
 @dataclass(frozen=True, slots=True)
 class OptimResult:
-    """`skipped`: the accumulated gradient was not finite; the weights are unchanged and the sums are cleared."""
+    """`skipped`: the accumulated gradient was not finite; the weights are unchanged and the sums are cleared.
+
+    `fill_tokens`: computed for nothing since the last update, in all data-parallel groups, where micro-batches were brought to one
+    length or a group had none.
+    """
 
     grad_norm: float
     learning_rate: float
     skipped: bool = False
+    fill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +183,14 @@ class TrainEngineOptions:
     (None: in `dtype`); `offload`: in host memory. `check_shared_prompt`: the first micro-batch whose prompt is shared is computed
     unshared, too, and compared.
 
-    `layout`: how the model is cut over processes; a pipeline takes `pipeline_micro_batches` together. `activation_checkpointing`:
+    `layout`: how the model is cut over processes; a pipeline takes `pipeline_micro_batches` together,
+    with `pipeline_fill` brought to one length. `activation_checkpointing`:
     each layer's activations are made again in the backward pass. `offload_optimizer`: the optimiser's state is kept in host memory.
     """
 
     layout: Layout
     pipeline_micro_batches: int
+    pipeline_fill: bool
     learning_rate: float
     warmup_steps: int
     betas: tuple[float, float]

@@ -62,6 +62,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "trainer was in forward_backward or optim_step.",
     "perf/physical_tokens_ratio": "Tokens computed / logical tokens, over the step's micro-batches: below 1 where prompts are "
     "shared, above 1 where there is padding.",
+    "perf/fill_ratio": "Tokens computed for nothing / tokens computed: what brought a pipeline's micro-batches to one length, and "
+    "what stood where a data-parallel group had no micro-batch.",
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
     "rows/trained": "Rows that the step's updates were computed from.",
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
@@ -124,6 +126,7 @@ class StepMetrics:
         self._loss_tokens = 0
         self._logical_tokens = 0
         self._physical_tokens = 0
+        self._fill_tokens = 0
         self._metric_sums: dict[str, float] = {}
         self._non_finite = 0
         self._grad_norms: list[float] = []
@@ -189,8 +192,11 @@ class StepMetrics:
             else:
                 self._metric_sums[name] = max(so_far, total) if is_maximum(name) else so_far + total
 
-    def add_update(self, *, grad_norm: float, learning_rate: float, normaliser: float, is_skipped: bool = False) -> None:
-        """One `optim_step`, with the number that its gradient sums were divided by."""
+    def add_update(
+        self, *, grad_norm: float, learning_rate: float, normaliser: float, is_skipped: bool = False, fill_tokens: int = 0
+    ) -> None:
+        """One `optim_step`, with the number that its gradient sums were divided by, and the tokens that filled up its turns."""
+        self._fill_tokens += fill_tokens
         self._normaliser += normaliser
         if is_skipped:
             self._skipped += 1
@@ -255,7 +261,9 @@ class StepMetrics:
         if times.could_generate is not None and times.train_began is not None:
             row["perf/train_startup_seconds"] = times.train_began - times.could_generate
         if self._logical_tokens:
-            row["perf/physical_tokens_ratio"] = self._physical_tokens / self._logical_tokens
+            computed = self._physical_tokens + self._fill_tokens
+            row["perf/physical_tokens_ratio"] = computed / self._logical_tokens
+            row["perf/fill_ratio"] = self._fill_tokens / max(computed, 1)
         rollout_seconds = active_seconds(spans, [ROLLOUT_TASK], start, end)
         if rollout_seconds:
             row["perf/rollout_tokens_per_second"] = tokens_within(spans, ROLLOUT_TASK, start, end) / rollout_seconds

@@ -49,12 +49,13 @@ class Consumed(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One optimiser step. `is_skipped`: it could not be made, the weights are as before."""
+    """One optimiser step. `is_skipped`: it could not be made, the weights are as before. `fill_tokens`: as `OptimResult` has it."""
 
     grad_norm: float
     learning_rate: float
     normaliser: int
     is_skipped: bool
+    fill_tokens: int = 0
 
 
 class StepTotals(msgspec.Struct, frozen=True):

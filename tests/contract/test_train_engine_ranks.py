@@ -76,7 +76,7 @@ async def step(engine: TrainEngine, batches: Sequence[MicroBatch], normaliser: i
 
 def work(kind: str, own: dict[str, Any], layout: Layout, path: Path, folder: Path) -> dict[str, Any] | None:
     """A rank's part; of a leader what it has seen."""
-    engine = make(kind, path, own, layout=layout, **OPTIONS)
+    engine = make(kind, path, own, layout=layout, pipeline_fill=layout.size > 2, **OPTIONS)  # on two ranks native lengths
     if engine.data_parallel_rank is None:
         asyncio.run(engine.follow(Sum(policy_gradient), lambda name: nullcontext()))
         return None

@@ -139,7 +139,8 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
 ) -> None:
     run_dir = tmp_path / "runs" / "test"
     command = background(
-        "train", config(small, tmp_path, "test", run={"steps": 500}, rollout={"min_healthy_workers": 2, "max_restarts": 1})
+        "train",
+        config(small, tmp_path, "test", run={"steps": 500}, rollout={"max_restarts": 1}, weight_sync={"min_healthy_workers": 2}),
     )
     wait_for(lambda: committed(run_dir) >= 1, command)
     everyone = processes_of(run_dir)
@@ -147,7 +148,7 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
     _, errors = command.communicate(timeout=90)
     assert command.returncode == 1
     (line,) = errors.strip().splitlines()
-    for words in ("worker rollout/1", "SIGKILL", "1 of 2 rollout workers are left", "rollout.min_healthy_workers is 2"):
+    for words in ("worker rollout/1", "SIGKILL", "1 of 2 rollout workers are left", "weight_sync.min_healthy_workers is 2"):
         assert words in line
     assert not processes_of(run_dir) and not [p for p in everyone if p.is_running() and p.status() != "zombie"]
     assert not Path(json.loads((run_dir / "job.json").read_text())["weights_dir"]).exists()
@@ -176,5 +177,5 @@ def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on_while_the
     assert command.returncode == 1 and not processes_of(run_dir)
     assert "it has been started again 1 times, and is given up" in output
     (line,) = errors.strip().splitlines()
-    for words in ("worker rollout/0", "0 of 2 rollout workers are left", "rollout.min_healthy_workers is 1"):
+    for words in ("worker rollout/0", "0 of 2 rollout workers are left", "weight_sync.min_healthy_workers is 1"):
         assert words in line

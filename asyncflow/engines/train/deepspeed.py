@@ -78,7 +78,7 @@ class DeepSpeedEngine:
         self._zero = Zero(*arguments, zero or {})
         self._weights = _Weights(self._zero, list(self._specs))
         self._state = GatheredState(is_writer=self._ranks.rank == 0)
-        self._num_added = 0
+        self._num_added = self._fill_tokens = 0
 
         frozen_dtype = getattr(torch, options.frozen_dtype or options.dtype)
         frozen = partial(
@@ -160,7 +160,9 @@ class DeepSpeedEngine:
     def _forward_backward(self, micro_batch: MicroBatch | None, objective: Objective) -> MicroBatchResult | None:
         """One place of a turn; None: this process has no micro-batch for it, and runs a token through every module, times 0."""
         if micro_batch is None:
-            total = 0.0 * self._zero(_nothing(self.device), _everything)
+            nothing = _nothing(self.device)
+            self._fill_tokens += nothing.num_tokens
+            total = 0.0 * self._zero(nothing, _everything)
             if self._every(True):
                 self._add(total)
             return None
@@ -193,16 +195,18 @@ class DeepSpeedEngine:
     def _optim_step(self, normaliser: int) -> OptimResult:
         self._models.before_update()
         learning_rate = self._optimizer.learning_rate
+        (fill_tokens,) = self._ranks.total([self._fill_tokens])
+        self._fill_tokens = 0
         if not self._num_added:  # every micro-batch was refused
-            return OptimResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True)
+            return OptimResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True, fill_tokens=fill_tokens)
         self._num_added = 0
         grad_norm, is_done = self._zero.step(normaliser, learning_rate)
         self._optimizer.num_updates += is_done
-        return OptimResult(grad_norm, learning_rate, skipped=not is_done)
+        return OptimResult(grad_norm, learning_rate, skipped=not is_done, fill_tokens=fill_tokens)
 
     def _discard(self) -> None:
         self._models.before_update()  # the version rises all the same
-        self._num_added = 0
+        self._num_added = self._fill_tokens = 0
         self._zero.forget()
 
     def _policy_log_probs(self, packed: Packed) -> Tensor:

@@ -26,6 +26,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from asyncflow.engines.train.megatron_weights import Origin
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.hf_files import write_model
-from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.engines.train.model.packing import filled_alike, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.parallel import calls
@@ -87,6 +88,7 @@ class MegatronEngine:
         self._state = GatheredState(is_writer=self._ranks.rank == 0)
         self._is_to_check = options.check_shared_prompt
         self._has_gradient = self._is_broken = False
+        self._fill_tokens = 0
         # The count holds for GEMMs only when it is set inside the thread that calls them.
         self._thread = ComputeThread("train-engine", setup=lambda: torch.set_num_threads(options.num_threads))
         self._handlers: Mapping[type, Callable[[Any, Objective | None], Any]] = {
@@ -223,6 +225,9 @@ class MegatronEngine:
         if self._is_to_check and shared is not None:
             check_shared_log_probs(self._policy.log_probs, micro_batches[shared], self.device, self._policy.dtype)
             self._is_to_check = False
+        if self._options.pipeline_fill and self._options.layout.pp > 1:
+            batches = filled_alike(batches)
+            self._fill_tokens += sum(packed.fill_tokens for packed in batches)
         known = [micro_step.given(self._models, packed, batch) for packed, batch in zip(batches, micro_batches, strict=True)]
         results: dict[int, MicroBatchResult] = {}
 
@@ -243,15 +248,16 @@ class MegatronEngine:
     def _optim_step(self, normaliser: int) -> OptimResult:
         self._models.before_update()
         has_gradient, is_broken = self._ranks.largest([self._has_gradient, self._is_broken], of="dp")
+        (fill_tokens,) = self._ranks.total([self._fill_tokens], of="dp")
         if is_broken or not has_gradient:  # every micro-batch was refused
             self._clear()
-            norm = math.nan if is_broken else 0.0
-            return OptimResult(grad_norm=norm, learning_rate=self._optimizer.learning_rate, skipped=True)
+            norm, learning_rate = math.nan if is_broken else 0.0, self._optimizer.learning_rate
+            return OptimResult(grad_norm=norm, learning_rate=learning_rate, skipped=True, fill_tokens=fill_tokens)
         gradients = self._summed(normaliser)
         result = self._optimizer.update(gradients, self._norm(gradients))
         self._narrow()
         self._clear()
-        return result
+        return replace(result, fill_tokens=fill_tokens)
 
     @torch.no_grad()
     def _narrow(self) -> None:
@@ -306,6 +312,7 @@ class MegatronEngine:
 
     def _clear(self) -> None:
         self._has_gradient = self._is_broken = False
+        self._fill_tokens = 0
         for master in self._masters.values():
             master.grad = None
 

@@ -41,7 +41,7 @@ def full_step() -> StepMetrics:
     metrics.add_micro_batch(
         loss_sum=-2.0, loss_tokens=70, logical_tokens=90, physical_tokens=80, metrics={"policy/kl": 7.0, "policy/entropy": 70.0}
     )
-    metrics.add_update(grad_norm=2.0, learning_rate=1e-3, normaliser=100)
+    metrics.add_update(grad_norm=2.0, learning_rate=1e-3, normaliser=100, fill_tokens=10)
     metrics.count_rows(dead=1, redelivered=3)
     return metrics
 
@@ -72,7 +72,8 @@ def test_a_hand_worked_step():
         "perf/rollout_tokens_per_second": 900 / 8,
         # 130 logical tokens in 4 s of forward_backward and optim_step.
         "perf/train_tokens_per_second": 130 / 4,
-        "perf/physical_tokens_ratio": 115 / 130,
+        "perf/physical_tokens_ratio": (115 + 10) / 130,
+        "perf/fill_ratio": 10 / (115 + 10),
         "perf/idle_ratio/rollout/0": 0.4,
         "perf/idle_ratio/rollout/1": 0.25,
         "perf/idle_ratio/trainer/0": 0.6,
@@ -136,7 +137,7 @@ def test_skipped_updates_and_non_finite_micro_batches_are_counted_and_enter_no_m
     assert row["policy/kl"] == pytest.approx(0.1)
     assert row["policy/grad_norm"] == 2.0
     assert row["policy/loss"] == pytest.approx(4 / 200)
-    assert row["perf/physical_tokens_ratio"] == pytest.approx(125 / 140)
+    assert row["perf/physical_tokens_ratio"] == pytest.approx(135 / 140)
 
 
 def test_a_group_with_unequal_arrays_is_refused():

@@ -130,7 +130,7 @@ def _result(known: Given, total: Tensor, metrics: Mapping[str, Tensor], logprobs
     return MicroBatchResult(
         loss_sum=loss_sum,
         loss_tokens=int(loss_tokens),
-        physical_tokens=known.packed.num_tokens,
+        physical_tokens=known.packed.num_tokens - known.packed.fill_tokens,
         metrics=dict(zip(metrics, values, strict=True)),
         is_finite=bool(finite),
         logprob_differences=(int(num_equal), difference),

@@ -15,7 +15,7 @@ state is used once for each response; the logits at the last token of a response
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ class Packed:
     layout: AttentionLayout
     prompt_length: int
     response_lengths: tuple[int, ...]
+    fill_tokens: int = 0  # of the last segment, if it is one that stands for nothing
 
     @property
     def positions_P(self) -> Tensor:
@@ -63,7 +64,7 @@ class Packed:
 
     @property
     def num_tokens(self) -> int:
-        """P: tokens that the model computes."""
+        """P: tokens that the model computes, those that fill up included."""
         return sum(self.layout.segment_lengths)
 
     def predicting(self, hidden_PH: Tensor) -> Tensor:
@@ -76,10 +77,10 @@ class Packed:
             return hidden_PH[:0]
         if self.layout.has_prompt:
             sizes = [size for n in (self.prompt_length, *self.response_lengths) for size in (n - 1, 1)]
-            _, last_1H, *rest = hidden_PH.split_with_sizes(sizes)
+            _, last_1H, *rest, _ = hidden_PH.split_with_sizes([*sizes, self.fill_tokens])
             return torch.cat([part for body_BH in rest[::2] for part in (last_1H, body_BH)])
         sizes = [size for n in self.response_lengths for size in (self.prompt_length - 1, n, 1)]
-        return torch.cat(hidden_PH.split_with_sizes(sizes)[1::3])
+        return torch.cat(hidden_PH.split_with_sizes([*sizes, self.fill_tokens])[1::3])
 
 
 def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu", *, is_shared: bool) -> Packed:
@@ -125,7 +126,23 @@ def pack_inert(num_tokens: int, device: str | torch.device = "cpu") -> Packed:
     """A segment that attends to itself alone and predicts nothing: for a process without a micro-batch while others have one."""
     tokens_P = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     layout = AttentionLayout((num_tokens,), has_prompt=False, positions_P=torch.arange(num_tokens, device=device))
-    return Packed(tokens_P, tokens_P[:0], tokens_P[:0], layout, prompt_length=num_tokens, response_lengths=())
+    return Packed(tokens_P, tokens_P[:0], tokens_P[:0], layout, num_tokens, response_lengths=(), fill_tokens=num_tokens)
+
+
+def filled_alike(packed: Sequence[Packed]) -> list[Packed]:
+    """Each as long as the longest, by one more segment at its end that no other sees and that predicts nothing."""
+    longest = max((one.num_tokens for one in packed), default=0)
+    return [_filled(one, longest - one.num_tokens) if one.num_tokens < longest else one for one in packed]
+
+
+def _filled(packed: Packed, num_tokens: int) -> Packed:
+    zeros = packed.tokens_P.new_zeros(num_tokens)  # a position that every model has, again and again
+    layout = AttentionLayout(
+        segment_lengths=(*packed.layout.segment_lengths, num_tokens),
+        has_prompt=packed.layout.has_prompt,
+        positions_P=torch.cat([packed.positions_P, zeros]),
+    )
+    return replace(packed, tokens_P=torch.cat([packed.tokens_P, zeros]), layout=layout, fill_tokens=packed.fill_tokens + num_tokens)
 
 
 def token_ratio(prompt_length: int, response_lengths: Sequence[int]) -> float:

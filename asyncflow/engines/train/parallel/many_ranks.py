@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +32,7 @@ from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_o
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.hf_files import write_model
-from asyncflow.engines.train.model.packing import Packed, pack_inert, pack_thrifty
+from asyncflow.engines.train.model.packing import Packed, filled_alike, pack_inert, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.parallel.cut_model import CutModel, placed_like
@@ -78,6 +79,9 @@ class ManyRanks:
             self._check_sharing(micro_batches, packed)
         # A rank that has none takes part with a micro-batch of nothing.
         packed += [pack_inert(INERT_TOKENS, self.ranks.device) for _ in range(num_micro_batches - len(packed))]
+        if self._fills:
+            packed = filled_alike(packed)
+        self._fill_tokens += sum(one.fill_tokens for one in packed)
         refs = self._log_probs(self.models.reference, packed) if asks_reference else []
         olds = self._log_probs(self.models.old_model, packed) if asks_old else []
         results: list[MicroBatchResult] = []
@@ -118,11 +122,12 @@ class ManyRanks:
             self._pipeline.add_tied_(gradient)
         counted = [part.grad for part in self._counted if part.grad is not None]
         (largest,) = self.ranks.largest([largest_magnitude(counted)])
-        squares, num_added = self.ranks.total([sum_of_squares(counted, largest), self._num_added])
+        own_fill_tokens = self._fill_tokens if self.ranks.is_leader else 0
+        squares, num_added, fill_tokens = self.ranks.total([sum_of_squares(counted, largest), self._num_added, own_fill_tokens])
         # Where every micro-batch was refused, there is nothing to step by.
         result = self._optimizer.update(gradients if num_added else [], norm_of(squares, largest))
         self._clear()
-        return result
+        return replace(result, fill_tokens=fill_tokens)
 
     def discard(self) -> None:
         """See `TrainEngine.discard`."""
@@ -212,6 +217,7 @@ class ManyRanks:
             part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
         ]
         self._num_added = 0  # micro-batches of this data-parallel group whose gradients are in the sums
+        self._fills, self._fill_tokens = options.layout.pp > 1 and options.pipeline_fill, 0
         own = [name for name in policy.parts if name != stage.copy_name]
         self._state = self._engine_state({name: name for name in own})
         self.specs: Mapping[str, TensorSpec] = dict(sorted(policy.specs.items()))
@@ -240,7 +246,7 @@ class ManyRanks:
 
     def _clear(self) -> None:
         self._sums.clear()
-        self._num_added = 0
+        self._num_added = self._fill_tokens = 0
 
     def _to_first(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """From the ranks of the stage that has it (`tensor` is their part of it) to rank 0, whole, on its CPU; None elsewhere."""

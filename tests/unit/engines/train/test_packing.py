@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.engines.train.model.packing import pack, pack_inert, token_ratio
+from asyncflow.engines.train.model.packing import filled_alike, pack, pack_inert, token_ratio
 from asyncflow.types import Ragged
 
 PROMPT = np.array([1, 2, 3])
@@ -47,6 +47,30 @@ def test_an_inert_segment_predicts_nothing_and_leaves_no_gradient() -> None:
     assert predicting_TH.shape == (0, 2)
     predicting_TH.sum().backward()
     assert hidden_PH.grad is not None and not hidden_PH.grad.any()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_filling_brings_all_to_the_longest_and_changes_nothing_that_predicts(is_shared: bool) -> None:
+    """An inert one is filled like the others."""
+    prompt_ids = np.arange(4)
+    short, long = (
+        pack(prompt_ids, Ragged.from_arrays([np.arange(n) for n in lengths], "int64"), is_shared=is_shared)
+        for lengths in [(3, 1), (5, 6, 2)]
+    )
+    filled, same, inert = filled_alike([short, long, pack_inert(2)])
+    assert same is long and (filled.num_tokens, inert.num_tokens) == (long.num_tokens, long.num_tokens)
+    assert filled.fill_tokens == long.num_tokens - short.num_tokens and inert.fill_tokens == inert.num_tokens
+    for one in (filled, inert):
+        assert sum(one.layout.segment_lengths) == len(one.tokens_P) == len(one.positions_P) == one.num_tokens
+        assert one.layout.segment_lengths[-1] and not one.positions_P[-1]
+    assert filled.layout.segment_lengths[:-1] == short.layout.segment_lengths
+    assert filled.tokens_P[: short.num_tokens].equal(short.tokens_P) and filled.targets_T.equal(short.targets_T)
+    hidden_PH = torch.randn(filled.num_tokens, 2, requires_grad=True)
+    predicting_TH = filled.predicting(hidden_PH)
+    assert predicting_TH.equal(short.predicting(hidden_PH[: short.num_tokens]))
+    predicting_TH.sum().backward()
+    assert hidden_PH.grad is not None and not hidden_PH.grad[short.num_tokens :].any()
+    assert not inert.predicting(hidden_PH).numel() and filled_alike([]) == []
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.parallel.many_ranks import INERT_TOKENS
 from asyncflow.types import Array, Layout
 from tests.unit.engines.train.parallel import training_ranks as on_ranks
 from tests.unit.engines.train.parallel.processes import Processes, RankFailed
@@ -68,7 +71,11 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(
     alone = on_ranks.train_alone(model_path(family), steps, options | {"activation_checkpointing": False})
     first, *others = ranks.run(on_ranks.train, model_path(family), steps, Layout(dp=dp), options, size=dp)
     assert all(update.grad_norm > 2 * OPTIONS["max_grad_norm"] for update in alone.updates)
-    assert first.updates == alone.updates and all(other.updates == alone.updates for other in others)
+    assert all(other.updates == first.updates for other in others)
+    assert [replace(update, fill_tokens=0) for update in first.updates] == alone.updates
+    turns = [[len(batches) for batches in turn] for step in steps for turn in step]
+    missing = sum(max(counts) - count for counts in turns for count in counts)
+    assert missing > 3 * dp and sum(update.fill_tokens for update in first.updates) == missing * INERT_TOKENS
     assert first.fingerprint == alone.fingerprint and len(first.fingerprint) == 4 * len(first.weights)
     assert first.weights.keys() == alone.weights.keys()
     assert all(np.array_equal(first.weights[name], alone.weights[name]) for name in alone.weights)
@@ -113,6 +120,32 @@ def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
         assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
     for rank, answer in enumerate(answers):  # those that follow know what their leader does
         assert answer.results == answers[rank - rank % each].results
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "is_shared"),
+    [(Layout(pp=2), "qwen2-tiny", True), (Layout(tp=2, pp=2), "llama-tiny", False), (Layout(dp=2, pp=2), "qwen3-tiny", True)],
+    ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else str(value),
+)
+def test_a_pipeline_filled_to_one_length_computes_the_same_and_tells_the_fill(
+    ranks: Processes, model_path: ModelPath, layout: Layout, family: str, is_shared: bool
+) -> None:
+    """Two micro-batches of unequal lengths for the first group; for the second, if there is one, then none."""
+    batches = [on_ranks.make_batch(seed, lengths, 20) for seed, lengths in enumerate([(5, 3), (9, 14, 2), (4, 4), (3, 1)])]
+    turns = [[batches[:2], batches[2:]][: layout.dp], [batches[1:3], []][: layout.dp]]
+    options = {**OPTIONS, "has_reference": True, "old": "step_start", "check_shared_prompt": is_shared, "pipeline_fill": True}
+    alone = on_ranks.gradients_alone(model_path(family), turns, options)
+    answers = ranks.run(on_ranks.gradients, model_path(family), turns, layout, options, size=layout.size)
+    assert difference(alone.sums, answers[0].sums) < 1e-5 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
+    seen = [result for leader in range(0, layout.size, layout.tp * layout.pp) for result in answers[leader].results]
+    for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, alone.results)), strict=True):
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+        assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
+    tokens = [[[pack_thrifty(b.prompt_ids, b.response_ids).num_tokens for b in group] for group in turn] for turn in turns]
+    fill = sum(max(group) - one for turn in tokens for group in turn for one in group)
+    inert = INERT_TOKENS * sum(max(map(len, turn)) - len(group) for turn in tokens for group in turn)
+    assert fill and bool(inert) == (layout.dp > 1)
+    assert [answer.fill_tokens for answer in answers] == [fill + inert] * layout.size
 
 
 def test_a_loss_that_is_not_finite_adds_nothing_on_any_rank_and_is_told_by_its_own(ranks: Processes, model_path: ModelPath) -> None:

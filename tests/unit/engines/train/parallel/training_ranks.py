@@ -151,12 +151,13 @@ def make_steps(
 
 @dataclass
 class Gradients:
-    """`sums` of the gradients, whole, by name, on rank 0; `norm` of them; `tied`: after an update by them, the bytes of this
-    rank's part of the matrix that the first and the last stage have."""
+    """`sums` of the gradients, whole, by name, on rank 0; `norm` of them; `fill_tokens` told with it; `tied`: after an update by
+    them, the bytes of this rank's part of the matrix that the first and the last stage have."""
 
     results: list[MicroBatchResult]
     sums: dict[str, Array]
     norm: float
+    fill_tokens: int
     tied: bytes | None
 
 
@@ -180,9 +181,10 @@ def gradients(
         many.discard()
         for turn in turns:
             many.forward_backward(turn[many.ranks.dp_rank], objective)
-        norm = many.optim_step(1).grad_norm
+        update = many.optim_step(1)
         known = {name: tensor.numpy() for name, tensor in whole_ones.items() if tensor is not None}
-        return Gradients(results, known, norm, None if tied is None else policy.parts[tied].detach().numpy().tobytes())
+        tied_bytes = None if tied is None else policy.parts[tied].detach().numpy().tobytes()
+        return Gradients(results, known, update.grad_norm, update.fill_tokens, tied_bytes)
     finally:
         many.close()
 
@@ -196,7 +198,7 @@ def gradients_alone(path: Path, turns: list[Turn], options: dict[str, Any], obje
     sums = {name: p.grad.numpy() for name, p in one.policy.parameters.items() if p.grad is not None}
     one.discard()
     one.forward_backward(batches, objective)
-    return Gradients(results, sums, one.optim_step(1).grad_norm, None)
+    return Gradients(results, sums, one.optim_step(1).grad_norm, 0, None)
 
 
 @dataclass(frozen=True)
