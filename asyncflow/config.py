@@ -1,77 +1,20 @@
-"""The configuration: YAML, typed, checked at load. Unknown or contradictory keys are errors of one sentence.
+"""The configuration: its sections, and what is possible. How they are read, and what is said of a mistake: settings.py.
 
-A choice is a name, or a mapping with its options (`schedule: periodic`, `reward: {name: final_answer, require_end: false}`), or a
-user's own (`reward: {path: "my_file.py:my_reward"}`).
+Unknown or contradictory keys are errors of one sentence.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from asyncflow.types import Layout, Old, UserError
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, every key known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_default_choices(cls, tree: Any) -> Any:
-        """Options without a name are options of the default choice."""
-        named = dict(tree) if isinstance(tree, Mapping) else {}
-        for key, field in cls.model_fields.items():
-            if isinstance(field.default, Choice) and isinstance(named.get(key), Mapping) and not {"name", "path"} & set(named[key]):
-                named[key] = {"name": field.default.name, **named[key]}
-        return named if isinstance(tree, Mapping) else tree
-
-
-class Choice(BaseModel):
-    """Something chosen by name or by path, with its options."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    name: str
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
-def _as_choice(value: Any) -> Any:
-    if isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, Mapping):
-        options = dict(value)
-        names = [options.pop(key) for key in ("name", "path") if key in options]
-        if len(names) != 1:
-            raise ValueError("needs exactly one of 'name' and 'path'")
-        dumped = options.pop("options", {})  # `dump` writes them one level down
-        if not isinstance(dumped, Mapping):
-            raise ValueError("'options' must be a mapping")
-        return {"name": names[0], "options": {**dumped, **options}}
-    return value
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads `1e-6` as the number that it is in YAML 1.2, and not as text."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes a text that `_Loader` would read as a number."""
-
-
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
-
-Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
-
+from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
+from asyncflow.types import Layout, Old
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:\d+)?$")]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
@@ -320,8 +263,9 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     queue: QueueConfig = QueueConfig()
-    cluster: Literal["local", "inline"] = "local"
-    """`local`: one process per worker on this machine. `inline`: everything in this process, for debugging."""
+    cluster: Chosen = Choice(name="local")
+    """Where workers run. `local`: one process per worker on this machine. `inline`: all in this process, for debugging. `ray`:
+    placed by Ray, on this machine or on several."""
     telemetry: TelemetryConfig = TelemetryConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -371,79 +315,16 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     return parse(tree)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The sections of a YAML file, not yet checked. Raises `UserError`."""
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise UserError(f"the config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"the config {path} holds no sections: it must be a mapping such as 'run: {{steps: 10}}'")
-    return tree
-
-
 def parse(tree: Mapping[str, Any]) -> Config:
     """Check a configuration given as nested mappings. Raises `UserError` naming the key and what to do."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise UserError("; ".join(_sentence(dict(e)) for e in error.errors())) from error
+    return checked(Config, tree)
 
 
 def parse_dumped(text: str) -> Config:
     """The configuration that `dump` wrote. Raises `UserError`."""
-    return parse(yaml.load(text, _Loader))
+    return parse(from_yaml(text))
 
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML that `load` takes."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one key of nested mappings by `key.path=value`, the value being YAML. Raises `UserError`."""
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"override {override!r} is not of the form key.path=value")
-    *parents, last = key.split(".")
-    for parent in parents:
-        below = tree.setdefault(parent, {})
-        if below is None:  # a section's head with nothing below it
-            below = tree[parent] = {}
-        if isinstance(below, str):  # a choice given by name gets options
-            below = tree[parent] = {"name": below}
-        if not isinstance(below, dict):
-            raise UserError(f"override {override!r}: {parent!r} has no keys below it")
-        tree = below
-    try:
-        tree[last] = yaml.load(value, _Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"override {override!r}: the value is not YAML") from error
-
-
-def _sentence(error: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = _keys(error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-        elsewhere = [f"{section}.{error['loc'][-1]}" for section in _keys(()) if error["loc"][-1] in _keys((section,))]
-        hint = f"known here are {', '.join(known)}"
-        if near or elsewhere:
-            hint = f"did you mean {(elsewhere or near)[0]!r}?"
-        return f"unknown key {where!r}: {hint}"
-    if error["type"] == "missing":
-        return f"{where!r} is missing"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    shown = "" if error["type"] == "value_error" else f", not {error['input']!r}"
-    return f"{where}: {message}{shown}" if where else message
-
-
-def _keys(location: Sequence[str | int]) -> list[str]:
-    """The keys known at a place of the configuration."""
-    section: Any = Config
-    for part in location:
-        field = getattr(section, "model_fields", {}).get(part)
-        section = field.annotation if field is not None else None
-    return list(getattr(section, "model_fields", {}))
+    return to_yaml(config.model_dump(mode="json"))

@@ -193,7 +193,7 @@ def grow_a_table(rows: int) -> Table:
         metas, indices = payloads.admit(16384)
         table.admit(metas, 0)
         table.notify(indices, SCHEMA.mask(["x"]), None, 0.0)
-    assert table.take(Want(rows=8)) is not None
+    assert table.ready.take(Want(rows=8)) is not None
     return table
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -70,6 +71,18 @@ def current_process() -> Process:
     return process
 
 
+class _NumberedTask(asyncio.Task[Any]):
+    """asyncio keeps tasks in sets, and so may anybody: a `TaskGroup` cancels its own in the order of its set. By their numbers that
+    is the same in every process; by their addresses, as usual, it is not."""
+
+    def __init__(self, number: int, coro: Any, **options: Any) -> None:
+        self._number = number  # first: what follows puts the task into a set
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """Virtual seconds from 0. What is sent to an executor runs at once. `errors`: what the loop was told that nobody took."""
 
@@ -83,6 +96,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.processes: list[Process] = []
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Process | None] = weakref.WeakKeyDictionary()
         self._steps = 0
+        self._numbers = itertools.count()
+        self.set_task_factory(lambda loop, coro, **options: _NumberedTask(next(self._numbers), coro, loop=loop, **options))
         self.is_over = False  # everybody runs again, so that every task can end
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jinja2.sandbox
 import numpy as np
 from tokenizers import Tokenizer
 
+from asyncflow.model_folder import end_token_ids, read_json
 from asyncflow.types import Array, UserError
 
 
@@ -59,26 +59,6 @@ class CheckpointTokenizer:
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
         return source if isinstance(source, str) else None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no file. Raises `UserError` if it is not JSON."""
-    if not file.is_file():
-        return {}
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
-    return tree if isinstance(tree, dict) else {}
-
-
-def end_token_ids(folder: Path) -> list[int]:
-    """The ids that end a response, from `generation_config.json`, else `config.json`."""
-    for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id")
-        if found is not None and found != []:
-            return list(found) if isinstance(found, list) else [int(found)]
-    return []
 
 
 def _compile(template: str) -> jinja2.Template:

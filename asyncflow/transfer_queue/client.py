@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -21,15 +19,14 @@ import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.batches import WireBatch, read_lease, take, units_of
-from asyncflow.transfer_queue.controller import Controller, Handed, TaskStatus
+from asyncflow.transfer_queue.client_leases import ClientLeases
+from asyncflow.transfer_queue.controller import Controller, TaskStatus
 from asyncflow.transfer_queue.directory import Places, remote_directory
-from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
-from asyncflow.transfer_queue.schema import FILTERED, TaskSpec
+from asyncflow.transfer_queue.leases import Lease, StaleToken, Want
+from asyncflow.transfer_queue.schema import FILTERED
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
-from asyncflow.transport import ConnectionLost, Credentials, Peer
+from asyncflow.transport import Credentials, Peer
 from asyncflow.types import Array, Batch, GroupMeta
-
-log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 3.0
 ANY_GROUP = Want(groups=1)
@@ -51,10 +48,7 @@ class TransferQueueClient:
         """`places` has to have learnt its description; `connect` does all that."""
         self.schema = places.schema
         self._places = places
-        self._held: dict[Token, set[int]] = {}
-        self._asking: dict[str, set[asyncio.Future[Handed | None]]] = {}
-        self._withdrawals: Counter[str] = Counter()
-        self._giving_back: set[asyncio.Future[None]] = set()
+        self.leases = ClientLeases(places.schema, self._controller)
         self._peer: Peer | None = None
 
     @classmethod
@@ -118,8 +112,8 @@ class TransferQueueClient:
         self.schema.mask(reads)
         if not want.groups and not want.rows and not want.tokens:
             want = msgspec.structs.replace(want, groups=1)
-        withdrawals = self._withdrawals[task]  # asked again after one it would be for what the worker has just given up
-        while self._withdrawals[task] == withdrawals and (handed := await self._ask(task, want, list(reads))) is not None:
+        leases, withdrawals = self.leases, self.leases.num_withdrawals(task)
+        while leases.num_withdrawals(task) == withdrawals and (handed := await leases.ask(task, want, list(reads))) is not None:
             lease = handed.lease
             if handed.batch is not None:
                 leased: Leased | None = Leased(lease, handed.batch.batch())
@@ -127,23 +121,12 @@ class TransferQueueClient:
                 try:
                     leased = await self.fetch(lease, reads, is_sure=columns is None)
                 except BaseException:  # whatever it is, and if the asker has gone: the rows are somebody else's to have
-                    self._give_back(lease)
+                    leases.give_back(lease)
                     raise
             if leased is not None:
-                self._held[lease.token] = set(leased.lease.indices)  # not sooner: what its asker never sees is not kept alive
+                leases.hold(leased.lease)  # not sooner: what its asker never sees is not kept alive
                 return leased
         return None
-
-    def _give_back(self, lease: Lease) -> None:
-        """Beside whatever goes on: the asker may have been cancelled."""
-        giving = asyncio.ensure_future(self._controller(lease.token.task).give_back(lease.token))
-        self._giving_back.add(giving)
-        giving.add_done_callback(self._gave_back)
-
-    def _gave_back(self, giving: asyncio.Future[None]) -> None:
-        self._giving_back.discard(giving)
-        if not giving.cancelled() and (error := giving.exception()) is not None:
-            log.warning("a lease could not be given back, and is over when it expires: %s", error)
 
     async def fetch(self, lease: Lease, columns: Sequence[str], *, is_sure: bool = False) -> Leased | None:
         """These columns of a lease's rows, also for somebody whom its holder has told of it.
@@ -176,8 +159,8 @@ class TransferQueueClient:
                 yield leased
         finally:
             if fetching.done() and not fetching.cancelled() and fetching.exception() is None and (left := fetching.result()):
-                self._let_go(left.lease, left.lease.indices)
-                self._give_back(left.lease)
+                self.leases.let_go(left.lease, left.lease.indices)
+                self.leases.give_back(left.lease)
             fetching.cancel()
 
     async def read(self, units: Mapping[int, Array], columns: Sequence[str]) -> list[Batch]:
@@ -205,7 +188,7 @@ class TransferQueueClient:
                 groups = np.flatnonzero(np.isin(outputs.groups, outputs.indices[rows] >> self.schema.group_bits))
                 part = take(self.schema, outputs, rows, groups)
             stored[rows] = await self._unit(number).complete(lease.token, WireBatch.of(part))
-        self._let_go(lease, outputs.indices.tolist())
+        self.leases.let_go(lease, outputs.indices.tolist())
         return stored
 
     async def complete_marks(self, leases: Sequence[Lease]) -> None:
@@ -226,7 +209,7 @@ class TransferQueueClient:
 
     async def fail(self, lease: Lease, rows: Sequence[int], error: str) -> None:
         """Give rows back after a failure. Does nothing when the lease is over: its rows have been given back already."""
-        self._let_go(lease, rows)
+        self.leases.let_go(lease, rows)
         with contextlib.suppress(StaleToken):
             await self._controller(lease.token.task).fail(lease.token, list(rows), error)
 
@@ -236,20 +219,7 @@ class TransferQueueClient:
 
     async def renew_held(self) -> None:
         """For ever: put the deadlines of all leases held through this client off, well before they are reached."""
-        async with asyncio.TaskGroup() as tasks:  # the controller of one may be away, and is not to hold the others up
-            for task in self.schema.tasks:
-                tasks.create_task(self._renew_held(task))
-
-    async def _renew_held(self, task: TaskSpec) -> None:
-        while True:
-            await asyncio.sleep(task.lease_seconds / 3)
-            for token in [token for token in self._held if token.task == task.name]:
-                try:
-                    await self._controller(task.name).renew(token)
-                except StaleToken:  # expired all the same: its rows are somebody else's by now
-                    self._held.pop(token, None)
-                except ConnectionLost as error:
-                    log.warning("a lease of task %r could not be renewed: %s", task.name, error)
+        await self.leases.renew_held()
 
     async def renew(self, lease: Lease) -> None:
         """Put one lease's deadline off, for those who do not run `renew_held`. Raises `StaleToken`."""
@@ -257,11 +227,7 @@ class TransferQueueClient:
 
     async def withdraw(self, task: str) -> None:
         """Have this worker's parked requests answered with None."""
-        self._withdrawals[task] += 1
-        asking = list(self._asking.get(task, ()))
-        await self._controller(task).withdraw()
-        for request in asking:  # it was lost on its way: it is not to be repeated
-            request.cancel()
+        await self.leases.withdraw(task)
 
     async def drop(self, rows: Sequence[int] | Array) -> None:
         """Free rows everywhere."""
@@ -296,25 +262,6 @@ class TransferQueueClient:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, task: str, want: Want, columns: list[str]) -> Handed | None:
-        request = asyncio.ensure_future(self._controller(task).lease(want, columns))
-        asking = self._asking.setdefault(task, set())
-        asking.add(request)
-        try:
-            await asyncio.wait([request])
-            return None if request.cancelled() else request.result()
-        except asyncio.CancelledError:
-            request.add_done_callback(self._unwanted)
-            request.cancel()
-            raise
-        finally:
-            asking.discard(request)
-
-    def _unwanted(self, request: asyncio.Future[Handed | None]) -> None:
-        """A lease that came when its asker had just gone."""
-        if not request.cancelled() and request.exception() is None and (handed := request.result()) is not None:
-            self._give_back(handed.lease)
-
     async def _still_there(self, lease: Lease) -> Lease | None:
         """The part of a lease that has not been dropped; the rest is nobody's any more."""
         groups, rows, attempts, units = [], [], [], []
@@ -340,12 +287,6 @@ class TransferQueueClient:
 
     def _unit(self, number: int) -> StorageUnit:
         return self._places.get(StorageUnit, f"unit/{number}")
-
-    def _let_go(self, lease: Lease, rows: Sequence[int]) -> None:
-        held = self._held.get(lease.token, set())
-        held.difference_update(rows)
-        if not held:
-            self._held.pop(lease.token, None)
 
 
 async def _all_that_answer(asked: Sequence[Awaitable[T]]) -> dict[int, T]:

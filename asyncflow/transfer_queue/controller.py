@@ -165,7 +165,7 @@ class Controller:
     async def status(self) -> TaskStatus:
         self._prune()
         table = self.table
-        oldest = table.oldest_ready(_now())
+        oldest = table.ready.waiting_seconds(_now())
         return TaskStatus(table.counts(), oldest, len(self._parked), self.holders(), dict(table.dead), self.following.lost)
 
     def holders(self) -> dict[str, int]:

@@ -121,33 +121,17 @@ class StreamDataLoader:
         Raises:
             ValueError: arguments that contradict each other.
         """
-        if batch_size is None and groups is None and tokens is None:
-            raise ValueError("a batch needs a limit: batch_size (rows), groups or tokens")
-        for what, value, least in (
-            ("batch_size", batch_size, 1),
-            ("groups", groups, 1),
-            ("tokens", tokens, 1),
-            ("at_least", at_least, 1),
-            ("pad_to_multiple_of", pad_to_multiple_of, 1),
-            ("num_workers", num_workers, 0),
-            ("prefetch", prefetch, 0),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{what} is {value}: it has to be {least} or more")
-        if batch_size is not None and at_least > batch_size:
-            raise ValueError(f"at_least {at_least} rows never fit into a batch_size of {batch_size}")
-        if pad_values and pad_to_multiple_of is None:
-            raise ValueError("pad_values without pad_to_multiple_of: nothing is padded")
+        _check_least(0, num_workers=num_workers, prefetch=prefetch)
         if acknowledge not in ("on_next", "manual"):
             raise ValueError(f"acknowledge is 'on_next' or 'manual', not {acknowledge!r}")
         self.task, self.step = task, step
         self.batch_size, self.num_workers, self.prefetch = batch_size, num_workers, prefetch
-        self._want = Want(groups or 0, batch_size or 0, tokens or 0, at_least, installed, rank=rank)
+        self._want = _want(batch_size, groups, tokens, at_least, installed, rank)
+        self._padding = _padding(pad_to_multiple_of, pad_values)
         self._device = torch.device(device)
         self._broadcast: GroupBroadcast | None = None
         if group is not None and dist.get_world_size(group) > 1:
             self._broadcast = GroupBroadcast(group, lead, self._device)
-        self._padding = None if pad_to_multiple_of is None else Padding(pad_to_multiple_of, dict(pad_values or {}))
         self._source = StreamSource(
             address=address,
             name=name,
@@ -312,3 +296,27 @@ class StreamDataLoader:
         for name in self._padding.values if self._padding else ():
             if name not in columns or not columns[name].ragged:
                 raise ValueError(f"pad_values names {name!r}, which is no ragged column of {', '.join(columns)}")
+
+
+def _want(batch_size: int | None, groups: int | None, tokens: int | None, at_least: int, installed: int | None, rank: int) -> Want:
+    """What is asked for each batch. Raises `ValueError` for limits that none could have."""
+    if batch_size is None and groups is None and tokens is None:
+        raise ValueError("a batch needs a limit: batch_size (rows), groups or tokens")
+    _check_least(1, batch_size=batch_size, groups=groups, tokens=tokens, at_least=at_least)
+    if batch_size is not None and at_least > batch_size:
+        raise ValueError(f"at_least {at_least} rows never fit into a batch_size of {batch_size}")
+    return Want(groups or 0, batch_size or 0, tokens or 0, at_least, installed, rank=rank)
+
+
+def _padding(multiple: int | None, values: Mapping[str, float] | None) -> Padding | None:
+    """How ragged columns are padded, if they are. Raises `ValueError`."""
+    _check_least(1, pad_to_multiple_of=multiple)
+    if values and multiple is None:
+        raise ValueError("pad_values without pad_to_multiple_of: nothing is padded")
+    return None if multiple is None else Padding(multiple, dict(values or {}))
+
+
+def _check_least(least: int, **numbers: int | None) -> None:
+    for what, value in numbers.items():
+        if value is not None and value < least:
+            raise ValueError(f"{what} is {value}: it has to be {least} or more")

@@ -16,6 +16,7 @@ import numpy as np
 
 from asyncflow.transfer_queue.batches import take
 from asyncflow.transfer_queue.facts import Facts, KeptFacts, forget_oldest
+from asyncflow.transfer_queue.freeing import Freeing, Writes
 from asyncflow.transfer_queue.index import Index
 from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import Notice
@@ -38,12 +39,8 @@ class Holdings:
         self.facts = KeptFacts(storage)
         self._writers: dict[tuple[str, int], Token] = {}  # (task, row) -> the lease that completed it, the latest ones
         self._num_drops = 0
-        self._arriving: set[int] = set()  # groups that have been admitted and are being written for the first time
-        self._writes: dict[object, Array] = {}  # under way, with the groups that they concern
-        self._settled = asyncio.Event()  # set, and replaced, whenever a write is over
-        self._unfreed: list[tuple[Array, Array]] = []  # rows, and whole groups, that are dropped and still in the storage
-        self._freeing = asyncio.Lock()
-        self._snapshotting = asyncio.Lock()  # nothing is freed meanwhile
+        self._writes = Writes()
+        self.freeing = Freeing(storage, self.facts, self._writes, schema.group_bits)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._token_columns = {c.name: c.per for c in schema.columns if c.counts_tokens}
 
@@ -75,8 +72,8 @@ class Holdings:
     async def admit(self, metas: Sequence[GroupMeta], columns: Batch, row_bytes: int) -> list[GroupMeta]:
         """Wait for room for those of the groups that are new, and admit them. A group that was dropped does not come back."""
         while True:
-            while self._arriving and any(meta.group in self._arriving for meta in metas):  # whether they are there is not sure yet
-                await self._settled.wait()
+            while self._writes.are_arriving(metas):  # whether they are there is not sure yet
+                await self._writes.settled.wait()
             new = [meta for meta in metas if not self._is_known(meta)]
             if not new:
                 return []
@@ -88,7 +85,7 @@ class Holdings:
         new = self._admit(new, each)
         if surplus := reserved - _num_rows(new):  # of a group that is in the request twice
             self.room.release(surplus, surplus * each)
-        self._arriving.update(meta.group for meta in new)
+        self._writes.arrive(new)
         return new
 
     async def store(self, batch: Batch, new: list[GroupMeta], writer: Token | None = None) -> Array:
@@ -108,26 +105,23 @@ class Holdings:
     async def _store(self, batch: Batch, new: list[GroupMeta], writer: Token | None) -> Array:
         row_mask, group_mask = self.schema.masks_of(tuple(batch.columns))
         groups = batch.groups.tolist()
-        while self._writes and self.index.is_claimed(batch.indices, row_mask, groups, group_mask):
-            await self._settled.wait()  # until it is sure whether that is kept
+        while self._writes.are_under_way and self.index.is_claimed(batch.indices, row_mask, groups, group_mask):
+            await self._writes.settled.wait()  # until it is sure whether that is kept
         free = self.index.claim(batch.indices, row_mask) if row_mask else np.zeros(len(batch.indices), bool)
         free_groups = np.array(self.index.claim_groups(groups, group_mask) if group_mask else [False] * len(groups), bool)
         if not new and not free.any() and not free_groups.any():
             return free
         rows, numbers = batch.indices[free], batch.groups[free_groups].tolist()
-        is_written, write, num_drops = False, object(), self._num_drops
-        self._writes[write] = batch.groups
+        is_written, write, num_drops = False, self._writes.begin(batch.groups), self._num_drops
         try:
             await self._write(batch, new, free, free_groups, row_mask, group_mask)
             is_written = True
         finally:
             self.index.settle(rows, row_mask, is_written=is_written)
             self.index.settle_groups(numbers, group_mask, is_written=is_written)
-            del self._writes[write]
             if not is_written:
                 self._take_back(new)
-                self._arriving.difference_update(meta.group for meta in new)
-            self._wake()
+            self._writes.end(write, [] if is_written else new)
         if writer is not None:
             self._writers.update(((writer.task, row), writer) for row in rows.tolist())
             forget_oldest(self._writers)
@@ -135,14 +129,13 @@ class Holdings:
         there = rows if num_drops == self._num_drops else self.index.present(rows)
         told = self._tell(new, there, row_mask, self.index.rows_of(numbers), group_mask)
         try:
-            await self._sweep(rows, there)
+            if len(there) < len(rows):  # dropped while they were being written
+                await self._forget_in_storage(np.setdiff1d(rows, there))
             for answer in told:
                 if not answer.done():
                     await answer
         finally:
-            if new:
-                self._arriving.difference_update(meta.group for meta in new)
-                self._wake()
+            self._writes.arrived(new)
         return free
 
     async def _write(
@@ -192,11 +185,6 @@ class Holdings:
             self.room.leave({meta.group: len(rows)}, [meta.group])
             self._post(Notice(rows=rows.tobytes(), is_drop=True))  # a controller that was told everything meanwhile knows it
 
-    def _wake(self) -> None:
-        """Have those look again who wait for a write to be over."""
-        self._settled.set()
-        self._settled = asyncio.Event()
-
     # -- out ----------------------------------------------------------------------------------------------------------------
 
     async def drop(self, rows: Array) -> None:
@@ -210,33 +198,18 @@ class Holdings:
             self._num_drops += 1
             of_rows, groups = (dropped >> self.schema.group_bits).tolist(), [meta.group for meta in gone]
             self.facts.drop(zip(of_rows, dropped.tolist(), strict=True), groups)
-            self._unfreed.append((dropped, np.array(sorted(groups), np.int64)))
+            self.freeing.add(dropped, groups)
             self.room.leave(Counter(of_rows), groups)
             told = self._post(Notice(rows=dropped.tobytes(), is_drop=True))
-        await self._free()
+        await self.freeing.free()
         if told is not None:
             await told
 
-    async def _free(self) -> None:
-        """Free what has been dropped; while a snapshot is written, which may still read it, leave that to the snapshot's end."""
-        async with self._freeing:
-            await self.facts.keep()  # first: should this process die in between, they are not to come back
-            while self._unfreed and not self._snapshotting.locked():
-                rows, groups = self._unfreed[0]
-                while any(np.isin(written, rows >> self.schema.group_bits).any() for written in self._writes.values()):
-                    await self._settled.wait()  # what came to the storage after its group has gone would stay there
-                await self.storage.drop(rows, groups)
-                del self._unfreed[0]
-                self.facts.freed(groups.tolist())
-            await self.facts.keep()
-
-    async def _sweep(self, rows: Array, there: Array) -> None:
-        """Free what has been dropped while it was being written."""
-        if len(there) < len(rows):
-            gone = np.setdiff1d(rows, there)
-            groups = [g for g in np.unique(gone >> self.schema.group_bits).tolist() if g not in self.index.metas]
-            self._unfreed.append((gone, np.array(groups, np.int64)))
-            await self._free()
+    async def _forget_in_storage(self, rows: Array) -> None:
+        """Rows that are in the index no more."""
+        groups = np.unique(rows >> self.schema.group_bits).tolist()
+        self.freeing.add(rows, [group for group in groups if group not in self.index.metas])
+        await self.freeing.free()
 
     # -- facts --------------------------------------------------------------------------------------------------------------
 
@@ -266,10 +239,10 @@ class Holdings:
     async def snapshot(self, path: Path) -> SnapshotFile:
         """An exact cut in a file. Other requests are served meanwhile; what they drop is freed at the end."""
         try:
-            async with self._snapshotting:
+            async with self.freeing.held_off:
                 return await write_snapshot(path, self.schema, self.index, self.storage, self.facts.encoded())
         finally:
-            await self._to_its_end(self._free())
+            await self._to_its_end(self.freeing.free())
 
     async def restore(self, path: Path) -> int:
         """Take up the rows of a snapshot's file, besides what is here. Returns how many.

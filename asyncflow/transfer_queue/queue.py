@@ -20,13 +20,14 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.run_dir import sync_folder
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.directory import Directory, Places
 from asyncflow.transfer_queue.metrics import prometheus_text
 from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path, sync_directory
+from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import AS_USUAL, StorageUnit, UnitOptions
 from asyncflow.transport import Credentials, remote
@@ -148,7 +149,7 @@ class TransferQueue:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-        sync_directory(path.parent)
+        sync_folder(path.parent)
         if before is not None:
             for old in msgspec.json.decode(before, type=SnapshotManifest).files:
                 await asyncio.gather(*(unit.forget_snapshot(old.name) for _, unit in units))

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from asyncflow.run_dir import sync_folder
 from asyncflow.transfer_queue.index import Index
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Storage
@@ -66,7 +67,7 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
         await asyncio.to_thread(os.fsync, file.fileno())
         size = file.tell()
     partial.rename(path)
-    sync_directory(path.parent)
+    sync_folder(path.parent)
     return SnapshotFile(path.name, count, size)
 
 
@@ -77,15 +78,6 @@ def snapshot_path(directory: Path | None, name: str) -> Path:
     if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):
         raise ValueError(f"{name!r} is no name for a snapshot: letters, digits, '.', '_' and '-'")
     return directory / name
-
-
-def sync_directory(path: Path) -> None:
-    """Have the names in a directory, too, on the disk."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[list[GroupMeta], Batch]]]:

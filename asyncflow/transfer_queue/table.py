@@ -10,18 +10,20 @@ task gets whichever rows of a group are ready. What is ready goes lowest step fi
 after the other) in the order of readiness; rows given back go first. Groups that one notice makes ready count as ready in the order
 of their numbers.
 
-The rows themselves are in `pages.py`, the leases in `held.py`. Here: what a notice means, and who gets what.
+The rows themselves are in `pages.py`, the leases in `held.py`; what a request gets of the rows that are ready, `picking.py` says.
+Here: what a notice means, and how a lease begins and ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from asyncflow.transfer_queue.held import HeldLeases
-from asyncflow.transfer_queue.leases import DeadRow, Lease, Pick, ReadyGroup, StaleToken, Token, Want
+from asyncflow.transfer_queue.leases import DeadRow, Lease, Pick, StaleToken, Token, Want
 from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, State, span
+from asyncflow.transfer_queue.picking import ReadyRows
 from asyncflow.transfer_queue.schema import DEAD as DEAD_MARK
 from asyncflow.transfer_queue.schema import FILTERED as FILTERED_MARK
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
@@ -29,7 +31,8 @@ from asyncflow.types import Array, GroupMeta
 
 
 class Table:
-    """See the module's head. `dead`: the errors of the rows that have failed too often here, until they are dropped."""
+    """See the module's head. `ready`: what is to be had. `dead`: the errors of the rows that have failed too often here, until they
+    are dropped."""
 
     def __init__(self, spec: TaskSpec, schema: Schema, incarnation: str) -> None:
         self.spec = spec
@@ -40,6 +43,7 @@ class Table:
         self.num_redelivered = 0
         self.leases = HeldLeases(spec, incarnation)
         self._pages = Pages(schema.group_bits, spec.whole_groups, self.leases.leave)
+        self.ready = ReadyRows(spec, self._pages)
         self._bits = schema.group_bits
         self._reads, self._outputs = schema.mask(spec.reads), schema.mask(spec.outputs)
         self._dead_mark, self._filtered_mark = schema.mask([DEAD_MARK]), schema.mask([FILTERED_MARK])
@@ -90,98 +94,9 @@ class Table:
 
     def has_nothing_left(self, want: Want) -> bool:
         """Whether a request is to be answered with nothing: no more will come, and nothing is ready or what is does not matter."""
-        return self.is_over(want) and (want.until in self.ended_steps or not self.available(want, 1))
+        return self.is_over(want) and (want.until in self.ended_steps or not self.ready.available(want, 1))
 
-    def ready_for_none_after(self, version: int) -> int:
-        """Rows that are ready and that no policy version after `version` may generate. As many operations as kinds of groups."""
-        return sum(kind.num_available for kind in self._pages.queues.matching(None, None) if kind.interval.high <= version)
-
-    def last_version_of_ready(self, at_least: int) -> int | None:
-        """The lowest upper end of the ready rows' intervals, but not below `at_least`; None without any. As many operations."""
-        return min((k.interval.high for k in self._pages.queues.matching(None, None) if k.interval.high >= at_least), default=None)
-
-    # -- choosing -----------------------------------------------------------------------------------------------------------
-
-    def available(self, want: Want, at_most: int) -> int:
-        """Rows that the want could have but for its limits, counted up to `at_most`. As many operations as kinds of groups."""
-        count = 0
-        for kind in self._pages.queues.matching(want.step, want.installed):
-            count += kind.num_available
-            if count >= at_most:
-                return at_most
-        return count
-
-    def peek(self, want: Want, count: int) -> list[ReadyGroup]:
-        """The first `count` groups that the want could have but for its limits, in order."""
-        pages, found = self._pages, list[ReadyGroup]()
-        for kind in pages.queues.matching(want.step, want.installed):
-            for group in pages.first(kind, count - len(found)):
-                page = pages.page_of_group(group)
-                assert page is not None
-                slots = pages.ready_slots(page, group)
-                found.append(ReadyGroup(group, [page.first + slot for slot in slots], [page.token[slot] for slot in slots]))
-            if len(found) == count:
-                break
-        return found
-
-    def take(self, want: Want) -> Pick | None:
-        """The next rows for a want, until the first of its limits; None if there are none.
-
-        One row (or, where groups are not split, one group) is taken even if it alone exceeds a limit. Raises `ValueError` for a
-        want without a limit.
-        """
-        if want.groups <= 0 and want.rows <= 0 and want.tokens <= 0:
-            raise ValueError("a request needs a limit: groups, rows or tokens")
-        pages, pick = self._pages, Pick()
-        groups, rows_left, tokens_left = (limit or _NO_LIMIT for limit in (want.groups, want.rows, want.tokens))
-        for kind in pages.queues.matching(want.step, want.installed):
-            while kind.num_queued:
-                if len(pick) == groups:
-                    return pick
-                page, group = pages.head(kind)
-                token, slots = page.token, pages.ready_slots(page, group)
-                if self.spec.whole_groups:
-                    num_fitting, weight = len(slots), sum([token[slot] for slot in slots]) if want.tokens else 0
-                    if pick and (num_fitting > rows_left or weight > tokens_left):
-                        return pick
-                else:
-                    num_fitting = weight = 0
-                    for slot in slots[:rows_left]:
-                        if weight + token[slot] > tokens_left and (pick or num_fitting):
-                            break
-                        weight += token[slot]
-                        num_fitting += 1
-                    if not num_fitting:
-                        return pick
-                rows_left -= num_fitting
-                tokens_left -= weight
-                pick.append((group, pages.pick(page, group, slots[:num_fitting])))
-                if num_fitting < len(slots) or rows_left <= 0 or tokens_left <= 0:
-                    return pick
-        return pick or None
-
-    def take_exactly(self, groups: Sequence[int]) -> Pick:
-        """All ready rows of these groups, in or out of turn. Raises `ValueError` where one is not ready; none is taken then."""
-        page_of = {group: self._page_of_ready(group) for group in groups}
-        return [(group, self._pages.pick(page, group, self._pages.ready_slots(page, group))) for group, page in page_of.items()]
-
-    def take_rows(self, rows: Sequence[int]) -> Pick:
-        """These ready rows, in or out of turn. Raises `ValueError` where a row is not ready, or where a group that is to be
-        handed out as a whole would be split; none is taken then."""
-        by_group: dict[int, list[int]] = {}
-        for row in rows:
-            by_group.setdefault(row >> self._bits, []).append(row)
-        pick = Pick()
-        for group, chosen in by_group.items():
-            page = self._page_of_ready(group)
-            ready = {page.first + slot for slot in self._pages.ready_slots(page, group)}
-            if not ready.issuperset(chosen) or len(set(chosen)) < len(ready if self.spec.whole_groups else chosen):
-                raise ValueError(f"rows {chosen} of group {group} are not ready, or not to be had without the rest of it")
-            pick.append((group, chosen))
-        for group, chosen in pick:
-            page = self._page_of_ready(group)
-            self._pages.pick(page, group, [row - page.first for row in chosen])
-        return pick
+    # -- leases -------------------------------------------------------------------------------------------------------------
 
     def hand_out(self, worker: str, now: float, pick: Pick) -> Lease:
         """Lease what was picked to a worker. Rows that were done, dead, filtered or dropped since are left out."""
@@ -214,8 +129,6 @@ class Table:
         if held.num_rows:
             self.leases.add(held)
         return lease
-
-    # -- leases -------------------------------------------------------------------------------------------------------------
 
     def check(self, token: Token, rows: Iterable[int]) -> None:
         """That the lease is alive and holds these rows, none of them done or dropped meanwhile. Raises `StaleToken`."""
@@ -308,11 +221,6 @@ class Table:
             "expired": self.leases.num_expired,
         }
 
-    def oldest_ready(self, now: float) -> float:
-        """For how many seconds the rows that have waited longest have been ready, to within a tenth; 0 if none are."""
-        since = self._pages.since()
-        return max(0.0, now - since) if since is not None else 0.0
-
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _notify_few(self, page: Page, rows: Array, mask: int, tokens: Array | None) -> list[int]:
@@ -403,19 +311,10 @@ class Table:
                 count += len(slots)
         return count
 
-    def _page_of_ready(self, group: int) -> Page:
-        page = self._pages.page_of_group(group)
-        if page is None or not page.queued[group - page.first_group]:
-            raise ValueError(f"group {group} is not ready for task {self.spec.name!r}")
-        return page
-
     def _release(self, leases: list[int], *, is_first: bool = True) -> None:
         for lease in reversed(leases):  # each goes to the front: the first of them last
             rows = np.frombuffer(self.leases[lease].rows, np.int64)
             self.num_redelivered += self._move(_sorted_once(rows, None)[0], READY, lease=lease, is_first=is_first)
-
-
-_NO_LIMIT = 1 << 62
 
 
 def _array(rows: list[int]) -> Array:

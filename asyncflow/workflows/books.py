@@ -20,10 +20,10 @@ class Books:
         return self._ledger.committed
 
     def unleased(self, version: int) -> int:
-        return self._controllers["rollout"].table.ready_for_none_after(version)
+        return self._controllers["rollout"].table.ready.for_none_after(version)
 
     def oldest_unleased(self, at_least: int) -> int | None:
-        return self._controllers["rollout"].table.last_version_of_ready(at_least)
+        return self._controllers["rollout"].table.ready.last_version(at_least)
 
     def ready(self, task: str) -> int:
         return self._controllers[task].table.counts()["ready"]

@@ -145,7 +145,7 @@ class Roller(Loop):
             self.books.violated(f"the tags of rows {rows} were read as {leased.batch.dense('tag').tolist()}")
         fate = rng.random()
         if fate < self.plan.forgetting:  # hangs: the lease runs out
-            self.queue._held.pop(leased.lease.token, None)
+            self.queue.leases.held.pop(leased.lease.token, None)
             await asyncio.sleep(self.plan.lease_seconds * (0.5 + rng.random()))
         rng.shuffle(rows)
         while rows:
@@ -290,7 +290,7 @@ class StreamTrainer(Trainer):
             self.world.check_lease("train", leased, None, want)
             self.look_at(leased)
             if rng.random() < plan.forgetting:
-                self.queue._held.pop(leased.lease.token, None)
+                self.queue.leases.held.pop(leased.lease.token, None)
                 await asyncio.sleep(plan.lease_seconds * (0.5 + rng.random()))
             await self.think(0.2)
             await self.filter_some(leased.lease.indices)

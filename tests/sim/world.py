@@ -424,7 +424,7 @@ class World:
 
     async def _snapshot(self, at: SimUnit) -> None:
         """What another unit takes up from the file is what this one had when it was asked, no more and no less."""
-        if at.holdings._snapshotting.locked():  # it would be one of a later moment
+        if at.holdings.freeing.held_off.locked():  # it would be one of a later moment
             return
         then = _masks(at)
         with tempfile.TemporaryDirectory() as directory:

@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from asyncflow.build.prepare import check_choices, make_algorithm
-from asyncflow.config import Choice, Config, apply_override, dump, load, parse
+from asyncflow.config import Config, dump, load, parse
+from asyncflow.settings import Choice, apply_override
 from asyncflow.types import UserError
 
 NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
@@ -41,7 +42,6 @@ def write(folder: Path, text: str) -> Path:
         ({"train": {"old": "older"}}, "train.old: Input should be 'current', 'step_start', 'previous' or 'rollout', not 'older'"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size: Input should be greater than or equal to 2, not 1"),
         ({"rollout": {"dtype": "float16"}}, "rollout.dtype: Input should be 'float32' or 'bfloat16', not 'float16'"),
-        ({"cluster": "slurm"}, "cluster: Input should be 'local' or 'inline', not 'slurm'"),
         ({"run": None}, "run: Input should be a valid dictionary.*, not None"),
         ({"reward": {"scorer": {"name": "a", "path": "b"}}}, "reward.scorer: needs exactly one of 'name' and 'path'"),
         ({"reward": {"scorer": {"name": "a", "options": 3}}}, "reward.scorer: 'options' must be a mapping"),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncflow import run_dir as run_dir_file
 from asyncflow.run_dir import RunDir
+from tests.killing import in_a_process, killed_at
+
+WRITES = [(Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]
 
 
 def save(folder: RunDir, version: int) -> None:
@@ -56,16 +57,17 @@ def test_files_and_folders_are_flushed_before_the_name_changes(tmp_path: Path, m
     assert done == ["model.partial/more/weights", "model.partial/more", "model.partial", "rename", "."]
 
 
+def save_and_be_killed(folder: RunDir, number: int, is_before: bool) -> None:
+    killed_at(WRITES, number, is_before)
+    save(folder, 4)
+
+
 @pytest.mark.parametrize("is_before", [True, False])
 def test_killed_at_each_write_one_of_the_two_models_is_left_whole(tmp_path: Path, is_before: bool) -> None:
     for number in range(20):
         folder = RunDir(tmp_path / str(number))
         save(folder, 3)
-        if not (pid := os.fork()):
-            killed_at(number, is_before)
-            save(folder, 4)
-            os._exit(0)
-        status = os.waitpid(pid, 0)[1]
+        status = in_a_process(lambda folder=folder, number=number: save_and_be_killed(folder, number, is_before))
         folder.restore_model()
         if os.WIFEXITED(status):
             assert number >= 5 and weights(folder) == "weights 4"
@@ -74,25 +76,3 @@ def test_killed_at_each_write_one_of_the_two_models_is_left_whole(tmp_path: Path
         save(folder, 5)
         assert weights(folder) == "weights 5"
     raise AssertionError("saving does not end")
-
-
-def killed_at(number: int, is_before: bool) -> None:
-    """End this process at the change on the disk of this number."""
-    count = 0
-
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            is_it = count == number + 1
-            if is_it and is_before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = original(*args, **options)
-            if is_it:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-    for owner, name in ((Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")):
-        setattr(owner, name, wrapped(getattr(owner, name)))

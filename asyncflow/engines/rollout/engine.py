@@ -39,8 +39,11 @@ from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.probe import find_dependence
 from asyncflow.engines.rollout.slots import SlotRequest, Slots
+from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array
+
+read_stop_ids = end_token_ids
 
 T = TypeVar("T")
 
@@ -81,7 +84,7 @@ class SlotEngine:
             device=torch.device(device),
         )
         decoder.install(load_tensors(model_path))
-        stop_ids = read_stop_ids(model_path) if stop_ids is None else stop_ids
+        stop_ids = end_token_ids(model_path) if stop_ids is None else stop_ids
         self._slots = Slots(
             decoder,
             num_slots=num_slots,
@@ -217,13 +220,3 @@ class SlotEngine:
                     self._slots.step()
                 except Exception as error:  # whatever it is, those who wait must hear of it
                     self._slots.fail(error)
-
-
-def read_stop_ids(model_path: Path) -> set[int]:
-    """The end tokens that `generate()` of transformers would use: of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        file = model_path / name
-        stop_ids = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
-        if stop_ids is not None:
-            return {stop_ids} if isinstance(stop_ids, int) else set(stop_ids)
-    return set()

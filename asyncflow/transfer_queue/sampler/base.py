@@ -29,4 +29,4 @@ class Sampler(Protocol):
 def is_enough(table: Table, want: Want) -> bool:
     """Whether as many rows are ready as a request waits for: `at_least`, or one if there will be no more of its step."""
     needed = 1 if table.is_over(want) else max(1, want.at_least)
-    return table.available(want, needed) >= needed
+    return table.ready.available(want, needed) >= needed

@@ -16,5 +16,5 @@ class Oldest:
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         for position, (_, want) in enumerate(wants):
-            if is_enough(table, want) and (pick := table.take(want)) is not None:
+            if is_enough(table, want) and (pick := table.ready.take(want)) is not None:
                 yield position, pick

@@ -45,7 +45,7 @@ class ShortestQueue:
 def _next_group(table: Table, want: Want, given: Pick, spent: tuple[int, int]) -> tuple[int, list[int], int] | None:
     """One group more for a want, or as much of one as fits into what is left of it: number, rows, tokens. None if nothing does."""
     rows_left, tokens_left = want.rows - spent[0], want.tokens - spent[1]
-    head = table.peek(want, 1)
+    head = table.ready.peek(want, 1)
     if not head or (want.groups and len(given) >= want.groups):
         return None
     if given:
@@ -55,7 +55,7 @@ def _next_group(table: Table, want: Want, given: Pick, spent: tuple[int, int]) -
     left = msgspec.structs.replace(
         want, groups=1, rows=max(rows_left, 1) if want.rows else 0, tokens=max(tokens_left, 1) if want.tokens else 0
     )
-    pick = table.take(left)
+    pick = table.ready.take(left)
     assert pick is not None
     tokens = dict(zip(head[0].rows, head[0].tokens, strict=True))
     return *pick[0], sum(tokens[row] for row in pick[0][1])

@@ -60,11 +60,11 @@ class TokenBalanced:
         """What each rank gets, or None while there is too little for all."""
         is_last = table.is_over(wants[0])
         needed = 1 if is_last else max(self.ranks, *(want.at_least for want in wants))
-        if table.available(wants[0], needed) < needed:
+        if table.ready.available(wants[0], needed) < needed:
             return None
         of_rows = not table.spec.whole_groups and all(want.rows for want in wants)
         per_rank = min(_num_items(table, want, of_rows) for want in wants)
-        ready = table.peek(wants[0], self.ranks * per_rank + self.window)
+        ready = table.ready.peek(wants[0], self.ranks * per_rank + self.window)
         if of_rows:
             items = [pair for group in ready for pair in zip(group.rows, group.tokens, strict=True)]
             items = items[: self.ranks * per_rank + self.window]
@@ -73,14 +73,14 @@ class TokenBalanced:
         if len(items) < self.ranks * per_rank and not is_last:
             return None
         bins = balance([weight for _, weight in items], self.ranks, per_rank)
-        take = table.take_rows if of_rows else table.take_exactly
+        take = table.ready.take_rows if of_rows else table.ready.take_exactly
         return [take([items[i][0] for i in bin_]) for bin_ in bins]
 
 
 def _num_items(table: Table, want: Want, of_rows: bool) -> int:
     if of_rows:
         return want.rows
-    head = table.peek(want, 1)
+    head = table.ready.peek(want, 1)
     by_rows = max(1, want.rows // len(head[0].rows)) if want.rows else want.groups
     return min(by_rows, want.groups) if want.groups else by_rows
 

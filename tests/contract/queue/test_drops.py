@@ -78,10 +78,10 @@ async def test_a_lease_whose_columns_cannot_be_read_is_passed_over_and_not_kept_
     for storage in house.storages:  # as if the unit had been another one meanwhile
         await storage.drop(np.array([0, 1]), np.array([0]))
     waiting = await parked(client.lease("rollout"))
-    assert client._held == {}
+    assert client.leases.held == {}
     await put(client, 3)
     found = await within(waiting)
-    assert found is not None and found.lease.rows == [[12, 13]] and list(client._held) == [found.lease.token]
+    assert found is not None and found.lease.rows == [[12, 13]] and list(client.leases.held) == [found.lease.token]
 
 
 async def test_a_controller_whose_books_refuse_a_row_ends_the_queue_instead_of_going_on(tmp_path: Path) -> None:

@@ -146,9 +146,9 @@ async def test_held_leases_are_kept_alive_for_as_long_as_they_are_held(open_hous
     renewing = asyncio.create_task(client.renew_held())
     kept = (await leased(client)).lease
     lost = (await leased(other)).lease
-    other._held.clear()  # in one process, too, it renews nothing
+    other.leases.held.clear()  # in one process, too, it renews nothing
     if house.way == "process":
-        client._held[kept.token] = set(kept.indices)
+        client.leases.held[kept.token] = set(kept.indices)
     assert (await leased(client)).lease.indices == lost.indices
     await asyncio.sleep(2 * LEASE_SECONDS)
     assert (await client.complete(kept, outputs(*kept.indices))).tolist() == [True, True]

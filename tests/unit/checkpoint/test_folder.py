@@ -14,6 +14,7 @@ import pytest
 from asyncflow.checkpoint import folder as folder_file
 from asyncflow.checkpoint.folder import MANIFEST_FILE, Checkpoints
 from asyncflow.types import RunError
+from tests.killing import in_a_process, killed_at
 
 WRITES = [(folder_file, "_hashed_and_synced"), (folder_file, "replace"), (folder_file, "sync_folder"), (Path, "rename"),
           (Path, "mkdir"), (shutil, "rmtree"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]  # fmt: skip
@@ -75,7 +76,7 @@ def test_killed_at_each_write_the_one_before_or_the_new_one_is_whole(tmp_path: P
         checkpoints = Checkpoints(folder, keep=2)
         write(checkpoints, 1)
         write(checkpoints, 2)
-        status = in_a_process(lambda checkpoints=checkpoints, number=number: killed_at(checkpoints, number, is_before))
+        status = in_a_process(lambda checkpoints=checkpoints, number=number: write_and_be_killed(checkpoints, number, is_before))
         newest = Checkpoints(folder, keep=2).newest(says_nothing)
         if os.WIFEXITED(status):
             assert number > 20 and newest == 3
@@ -88,33 +89,8 @@ def test_killed_at_each_write_the_one_before_or_the_new_one_is_whole(tmp_path: P
     raise AssertionError("writing does not end")
 
 
-def in_a_process(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if not pid:
-        work()
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
-def killed_at(checkpoints: Checkpoints, number: int, is_before: bool) -> None:
-    count = 0
-
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            is_it = count == number + 1
-            if is_it and is_before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = original(*args, **options)
-            if is_it:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-    for owner, name in WRITES:
-        setattr(owner, name, wrapped(getattr(owner, name)))
+def write_and_be_killed(checkpoints: Checkpoints, number: int, is_before: bool) -> None:
+    killed_at(WRITES, number, is_before)
     write(checkpoints, 3)
 
 

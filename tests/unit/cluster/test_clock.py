@@ -92,3 +92,24 @@ def test_an_exception_that_nobody_took_is_an_error_of_the_loop() -> None:
     loop.run_until_complete(main())
     assert [type(error["exception"]) for error in loop.errors] == [LookupError]
     loop.finish()
+
+
+def test_tasks_of_a_group_are_cancelled_in_the_order_in_which_they_began() -> None:
+    """And not in that of their addresses, which is another one in every process."""
+    loop, seen = VirtualLoop(), []
+
+    async def waits(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append(number)
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0), asyncio.TaskGroup() as group:
+                for number in range(12):
+                    group.create_task(waits(number))
+
+    loop.run_until_complete(main())
+    loop.finish()
+    assert seen == list(range(12))

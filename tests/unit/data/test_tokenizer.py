@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
-from asyncflow.data.tokenizer import CheckpointTokenizer, end_token_ids, read_json
+from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.types import UserError
 
 WORDS = ["<unk>", "<bos>", "<end>", "one", "two", "user:", "answer:"]
@@ -45,23 +45,6 @@ def test_text_becomes_its_tokens_and_nothing_else(tmp_path: Path) -> None:
 
 def test_special_tokens_are_left_out_of_the_text(tmp_path: Path) -> None:
     assert CheckpointTokenizer(save(tmp_path)).decode(np.array([1, 3, 4, 2])) == "one two"
-
-
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
-        ({"generation_config": {"eos_token_id": 2}, "config": {"eos_token_id": 9}}, [2]),
-        ({"generation_config": {"eos_token_id": [2, 4]}}, [2, 4]),
-        ({"generation_config": {"eos_token_id": 0}}, [0]),
-        ({"generation_config": {}, "config": {"eos_token_id": 3}}, [3]),
-        ({"generation_config": {"eos_token_id": []}, "config": {"eos_token_id": 3}}, [3]),
-        ({"generation_config": {"eos_token_id": None}, "config": {}}, []),
-    ],
-)
-def test_the_end_tokens_are_those_of_the_generation_config_and_then_of_the_config(
-    tmp_path: Path, files: dict[str, Any], ids: list[int]
-) -> None:
-    assert end_token_ids(save(tmp_path, **files)) == ids
 
 
 def test_a_model_whose_responses_would_never_end_is_refused(tmp_path: Path) -> None:
@@ -109,16 +92,3 @@ def test_a_template_that_cannot_be_rendered_is_said_when_it_is_used_and_not_befo
     assert tokenizer.encode("one").tolist() == [3]
     with pytest.raises(UserError, match=f"chat template cannot be rendered: .*({why})"):
         tokenizer.encode_chat("one")
-
-
-def test_json_files_are_objects_or_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    assert read_json(file) == {}
-    file.write_text("[1]")
-    assert read_json(file) == {}
-    file.write_text('{"a": 1}')
-    assert read_json(file) == {"a": 1}
-    for broken in (b"{", b'{"a": "\xff"}'):
-        file.write_bytes(broken)
-        with pytest.raises(UserError, match="is not JSON"):
-            read_json(file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.table import State
 from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, RunError
+from tests.unit.transfer_queue.dictionary import Dictionary
 
 BITS = 2
 SCHEMA = Schema(
@@ -24,37 +25,20 @@ SCHEMA = Schema(
 NONE = np.empty(0, np.int64)
 
 
-class Dictionary:
-    """A durable store in this process. `failing`: whether each of the next changes fails, before it is made or `after` that."""
-
-    address = "the dictionary"
-    is_durable = True
+class Failing(Dictionary):
+    """`failing`: whether each of the next changes fails, before it is made or `after` that."""
 
     def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
+        super().__init__()
         self.failing: list[bool] = []
         self.after = False
-
-    async def open(self) -> None: ...
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
         fails = self.failing.pop(0) if self.failing else False
         if not fails or self.after:
-            self.values.update(values)
-            for key in gone:
-                self.values.pop(key, None)
+            await super().change(values, gone)
         if fails:
             raise RunError("no answer")
-
-    async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        return [self.values.get(key) for key in keys]
-
-    async def keys(self, prefix: str) -> AsyncIterator[str]:
-        for key in list(self.values):
-            if key.startswith(prefix):
-                yield key
-
-    async def close(self) -> None: ...
 
 
 class SlowMemory(MemoryStorage):
@@ -71,7 +55,7 @@ class SlowMemory(MemoryStorage):
         await super().write(metas, batch)
 
 
-async def lives(store: Dictionary) -> StorageUnit:
+async def lives(store: Failing) -> StorageUnit:
     """A unit over what an earlier one has left."""
     unit = StorageUnit(KeyValueStorage(store, "run"), SCHEMA)
     await unit.open()
@@ -101,7 +85,7 @@ async def there(unit: StorageUnit, *rows: int) -> list[int]:
 
 @pytest.mark.parametrize("num_failing", [0, 1, 2])
 async def test_a_group_of_which_rows_were_dropped_survives_any_number_of_lives(num_failing: int) -> None:
-    store = Dictionary()
+    store = Failing()
     unit = await lives(store)
     await put(unit)
     await unit.drop(np.array([5]))
@@ -127,7 +111,7 @@ async def test_a_group_of_which_rows_were_dropped_survives_any_number_of_lives(n
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("failing", ["1", "01", "001", "010101", "01111", "001011"])
 async def test_what_a_drop_leaves_can_be_read_however_often_it_fails(failing: str, after: bool) -> None:
-    store = Dictionary()
+    store = Failing()
     unit = await lives(store)
     await put(unit)
     assert await rewarded(unit, 4, 5, 6, 7) == [True] * 4
@@ -148,7 +132,7 @@ async def test_what_a_drop_leaves_can_be_read_however_often_it_fails(failing: st
 
 
 async def test_a_dropped_row_stays_away_when_the_storage_could_not_free_it() -> None:
-    store = Dictionary()
+    store = Failing()
     unit = await lives(store)
     await put(unit)
     keeping = unit.holdings.storage.keep
@@ -212,7 +196,7 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
 @pytest.mark.parametrize("lives", [1, 2])
 async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(lives: int) -> None:
     """The answer of the put was lost, and by the time it is asked again its group has been trained and dropped."""
-    store = Dictionary()
+    store = Failing()
     unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA)
     await unit.open()
     meta = GroupMeta(5, 2, 0, Interval(0, 0))

@@ -197,9 +197,9 @@ def test_ranks_get_equal_weights_of_lognormal_rows(spec: TaskSpec, sigma: float,
         done = np.sort([row for lease in served.values() for row in lease.indices])
         table.notify(done, SCHEMA.mask(spec.outputs), None, 0.0)
     assert heaviest / mean <= 1.05 and np.quantile(rounds, 0.9) <= 1.05
-    left = sum(len(group.rows) for group in table.peek(Want(rows=1), admitted))
+    left = sum(len(group.rows) for group in table.ready.peek(Want(rows=1), admitted))
     table.end_step(0)
-    while table.available(Want(rows=1), 1):  # those that were held back come at the end
+    while table.ready.available(Want(rows=1), 1):  # those that were held back come at the end
         served = serve(table, chosen, *of_ranks(ranks, rows=8))
         left -= sum(len(lease.indices) for lease in served.values())
     assert left == 0

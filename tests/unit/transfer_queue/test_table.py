@@ -57,7 +57,7 @@ def table_of(spec: TaskSpec, *metas: GroupMeta, ready: bool = True) -> Table:
 
 
 def any_lease(table: Table, worker: str = "w", now: float = 0.0, **want: int | None) -> Lease | None:
-    pick = table.take(Want(**({"groups": 1} | want)))
+    pick = table.ready.take(Want(**({"groups": 1} | want)))
     return table.hand_out(worker, now, pick) if pick is not None else None
 
 
@@ -116,7 +116,7 @@ def test_batches_of_every_size_do_the_same(spec: TaskSpec, size: int) -> None:
     tokens = np.array([*range(size)] + [100] * size)
     assert table.notify(ids(backwards), schema.mask(spec.reads), tokens, 0) == []
     assert counts(table) == (0, size, 0, 0, 0, 0)
-    assert table.available(Want(rows=1), EVERYTHING) == size and table.available(Want(rows=1), 1) == 1
+    assert table.ready.available(Want(rows=1), EVERYTHING) == size and table.ready.available(Want(rows=1), 1) == 1
     assert table.rows_of(3).tolist() == [*range(first, first + size)] and not len(table.rows_of(4))
     found = lease(table, rows=size, groups=0)
     assert found.indices == [*range(first, first + size)] and found.units == [3] * size
@@ -142,7 +142,7 @@ def test_groups_of_one_kind_go_in_the_order_in_which_they_became_ready() -> None
     table = table_of(WHOLE, meta(0), meta(1), meta(2), ready=False)
     for group in (2, 0, 1):
         notify(table, rows(group), WHOLE.reads)
-    assert [group.group for group in table.peek(Want(groups=1), 9)] == [2, 0, 1]
+    assert [group.group for group in table.ready.peek(Want(groups=1), 9)] == [2, 0, 1]
     assert numbers(lease(table, groups=2)) == [2, 0]
     assert numbers(lease(table, groups=2)) == [1]
 
@@ -151,7 +151,7 @@ def test_only_groups_that_the_installed_version_may_generate_are_leased() -> Non
     table = table_of(PARTIAL, meta(0, step=3, low=2, high=3), meta(1, step=4, low=4, high=4))
     assert any_lease(table, groups=9, installed=1) is None
     assert any_lease(table, groups=9, installed=5) is None
-    assert table.available(Want(groups=1, installed=4), EVERYTHING) == 2
+    assert table.ready.available(Want(groups=1, installed=4), EVERYTHING) == 2
     assert numbers(lease(table, groups=9, installed=4)) == [1]
     assert numbers(lease(table, groups=9, installed=2)) == [0]
 
@@ -173,7 +173,7 @@ def test_a_group_that_is_narrowed_goes_to_no_older_version_whoever_has_it() -> N
 
 def test_a_lease_of_one_step_takes_no_other() -> None:
     table = table_of(WHOLE, meta(0, step=0), meta(1, step=1), meta(2, step=2))
-    assert table.available(Want(groups=1, step=1), EVERYTHING) == 2
+    assert table.ready.available(Want(groups=1, step=1), EVERYTHING) == 2
     assert numbers(lease(table, groups=9, step=1)) == [1]
     assert any_lease(table, groups=9, step=1) is None
 
@@ -192,7 +192,7 @@ def test_a_task_of_one_purpose_does_not_know_the_other() -> None:
 
 def test_a_want_without_a_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a limit"):
-        table_of(WHOLE, meta(0)).take(Want())
+        table_of(WHOLE, meta(0)).ready.take(Want())
 
 
 def weighed(spec: TaskSpec, *tokens: Sequence[int]) -> Table:
@@ -222,9 +222,9 @@ def test_a_lease_stops_at_the_first_of_its_limits(want: Want, whole: list[list[i
     """Whole groups are not split; at least a row or a group comes, however many tokens it has."""
     for spec, expected in ((WHOLE, whole), (PARTIAL, partial)):
         table = weighed(spec, [5, 5], [5, 5], [5, 5])
-        pick = table.take(want)
+        pick = table.ready.take(want)
         assert pick is not None and [chosen for _, chosen in pick] == expected
-        rest = table.take(Want(rows=99))
+        rest = table.ready.take(Want(rows=99))
         assert sorted(row for _, chosen in pick + (rest or []) for row in chosen) == [0, 1, 4, 5, 8, 9]
 
 
@@ -235,7 +235,7 @@ def test_large_groups_are_taken_whole_and_in_parts() -> None:
         table.notify(ids([*range(40), *range(64, 104)]), schema_of(spec, 6).mask(spec.reads), None, 0)
         found = lease(table, groups=0, rows=50)
         assert [len(chosen) for chosen in found.rows] == ([40] if spec is WHOLE else [40, 10])
-        assert table.available(Want(rows=1), 999) == 80 - len(found.indices)
+        assert table.ready.available(Want(rows=1), 999) == 80 - len(found.indices)
         assert table.expire(10) == [1]
         assert lease(table, groups=0, rows=50).indices == found.indices
 
@@ -255,34 +255,34 @@ def test_tokens_are_totals_and_are_counted_for_who_holds_the_rows() -> None:
 
 def test_groups_chosen_out_of_turn_are_not_handed_out_again_and_leave_nothing_behind() -> None:
     table = table_of(WHOLE, *[meta(group) for group in range(5)])
-    assert table.take_exactly([3, 1]) == [(3, rows(3)), (1, rows(1))]
+    assert table.ready.take_exactly([3, 1]) == [(3, rows(3)), (1, rows(1))]
     for group in (3, 99):
         with pytest.raises(ValueError, match=f"group {group} is not ready"):
-            table.take_exactly([0, group])
-    back = table.hand_out("w", 0, table.take_exactly([2]))
+            table.ready.take_exactly([0, group])
+    back = table.hand_out("w", 0, table.ready.take_exactly([2]))
     table.fail(back.token, rows(2), "again", 0)
-    assert [group.group for group in table.peek(Want(rows=1), 9)] == [2, 0, 4]
+    assert [group.group for group in table.ready.peek(Want(rows=1), 9)] == [2, 0, 4]
     assert numbers(lease(table, groups=9)) == [2, 0, 4]
     assert not table._pages.queues._active
     for group in range(10, 5010):  # what is ready never runs out, yet the entries left behind do not pile up
         table.admit([meta(group)], 0)
         notify(table, rows(group), WHOLE.reads)
         if group > 10:
-            table.take_exactly([group])
+            table.ready.take_exactly([group])
     assert sum(len(kind.chunks) and kind.num_entries for kind in table._pages._kinds.values()) < 2000
     assert numbers(lease(table, groups=9)) == [10]
 
 
 def test_rows_chosen_out_of_turn() -> None:
     table = weighed(PARTIAL, [1, 1], [2, 2])
-    assert table.take_rows([5, 0]) == [(1, [5]), (0, [0])]
+    assert table.ready.take_rows([5, 0]) == [(1, [5]), (0, [0])]
     with pytest.raises(ValueError, match="not ready"):
-        table.take_rows([1, 5])
-    assert [(g.group, g.rows, g.tokens) for g in table.peek(Want(rows=1), 9)] == [(0, [1], [1]), (1, [4], [2])]
+        table.ready.take_rows([1, 5])
+    assert [(g.group, g.rows, g.tokens) for g in table.ready.peek(Want(rows=1), 9)] == [(0, [1], [1]), (1, [4], [2])]
     whole = weighed(WHOLE, [1, 1])
     with pytest.raises(ValueError, match="without the rest"):
-        whole.take_rows([0])
-    assert whole.take_rows([0, 1]) == [(0, [0, 1])]
+        whole.ready.take_rows([0])
+    assert whole.ready.take_rows([0, 1]) == [(0, [0, 1])]
 
 
 # -- what ends a row ------------------------------------------------------------------------------------------------------------
@@ -331,15 +331,15 @@ def test_marked_rows_are_out_whatever_their_state(mark: str, size: int) -> None:
     of = [[(group << 5) + sample for sample in range(size)] for group in range(5)]
     table.notify(ids(of[1] + of[2] + of[3] + of[4]), schema.mask(["prompt"]), None, 0)
     table.notify(ids(of[4]), schema.mask(["out"]), None, 0)
-    taken = table.hand_out("w", 0, table.take_exactly([2]))
-    pick = table.take_exactly([3])
+    taken = table.hand_out("w", 0, table.ready.take_exactly([2]))
+    pick = table.ready.take_exactly([3])
     everything = ids([row for rows_ in of for row in rows_])
     assert table.notify(everything, schema.mask([mark]), None, 0) == []
     assert table.counts()[mark] == table.counts()[f"{mark}_total"] == 5 * size == sum(counts(table))
     with pytest.raises(StaleToken):
         table.leases.renew(taken.token, 0)
     assert table.hand_out("w", 0, pick).rows == [] and table.leases.holders() == {}
-    assert any_lease(table) is None and table.available(Want(rows=1), 1) == 0
+    assert any_lease(table) is None and table.ready.available(Want(rows=1), 1) == 0
     table.notify(everything, schema.mask(["prompt", "out"]), None, 0)
     assert table.counts()[mark] == 5 * size
 
@@ -582,17 +582,17 @@ def test_deadlines_of_past_leases_do_not_pile_up_behind_one_that_lives() -> None
 
 def test_the_oldest_ready_row_tells_how_long_it_has_waited() -> None:
     table = table_of(WHOLE, meta(0), meta(1), meta(2, step=1), ready=False)
-    assert table.oldest_ready(5) == 0
+    assert table.ready.waiting_seconds(5) == 0
     notify(table, rows(2), WHOLE.reads, 1)
     notify(table, rows(0), WHOLE.reads, 2)
     notify(table, rows(1), WHOLE.reads, 7)
-    assert table.oldest_ready(10) == 9
+    assert table.ready.waiting_seconds(10) == 9
     lease(table, step=1, now=10)
-    assert table.oldest_ready(10) == 8
+    assert table.ready.waiting_seconds(10) == 8
     taken = lease(table, now=10)
-    assert table.oldest_ready(10) == 3
+    assert table.ready.waiting_seconds(10) == 3
     table.fail(taken.token, rows(0), "x", 11)
-    assert table.oldest_ready(12) == 5  # though a row that was given back goes first
+    assert table.ready.waiting_seconds(12) == 5  # though a row that was given back goes first
 
 
 def test_a_request_is_over_when_its_step_has_ended_or_the_table_is_closed() -> None:
@@ -615,7 +615,7 @@ def test_a_request_for_any_step_until_one_has_ended_is_then_answered_with_nothin
     table.end_step(1)
     assert not table.is_over(until)
     table.end_step(0)
-    assert table.is_over(until) and table.available(until, EVERYTHING) == 2
+    assert table.is_over(until) and table.ready.available(until, EVERYTHING) == 2
     assert table.has_nothing_left(until) and not table.has_nothing_left(Want(groups=1))
     assert table.has_nothing_left(of_step) and not table.has_nothing_left(Want(groups=1, step=1))  # what is ready of a step, still
 
@@ -623,20 +623,20 @@ def test_a_request_for_any_step_until_one_has_ended_is_then_answered_with_nothin
 def test_what_is_ready_is_known_by_the_last_version_that_may_make_it() -> None:
     table = table_of(PARTIAL, meta(0, high=0), meta(1, low=0, high=2, purpose="eval"), meta(2, step=2, low=1, high=2), ready=False)
     versions = (-1, 0, 1, 2, 3)
-    assert [table.ready_for_none_after(v) for v in versions] == [0] * 5
-    assert [table.last_version_of_ready(v) for v in versions] == [None] * 5
+    assert [table.ready.for_none_after(v) for v in versions] == [0] * 5
+    assert [table.ready.last_version(v) for v in versions] == [None] * 5
     for group in range(3):
         notify(table, rows(group), PARTIAL.reads)
-    assert [table.ready_for_none_after(v) for v in versions] == [0, 2, 2, 6, 6]
-    assert [table.last_version_of_ready(v) for v in versions] == [0, 0, 2, 2, None]
+    assert [table.ready.for_none_after(v) for v in versions] == [0, 2, 2, 6, 6]
+    assert [table.ready.last_version(v) for v in versions] == [0, 0, 2, 2, None]
     taken = lease(table, rows=1, installed=0)
     assert taken.indices == [0]  # one of a group's rows: the other is in nobody's hands yet
-    assert table.ready_for_none_after(0) == 1 and table.last_version_of_ready(0) == 0
+    assert table.ready.for_none_after(0) == 1 and table.ready.last_version(0) == 0
     other = lease(table, rows=1, installed=0)
-    assert table.ready_for_none_after(0) == 0 and table.last_version_of_ready(0) == 2
+    assert table.ready.for_none_after(0) == 0 and table.ready.last_version(0) == 2
     notify(table, taken.indices, PARTIAL.writes)
     table.abandon("w")
-    assert other.indices == [1] and table.ready_for_none_after(0) == 1 and table.last_version_of_ready(-1) == 0
+    assert other.indices == [1] and table.ready.for_none_after(0) == 1 and table.ready.last_version(-1) == 0
 
 
 def test_the_rows_of_a_unit_are_those_that_it_would_tell_of() -> None:
@@ -765,9 +765,9 @@ class TableAgainstModel(RuleBasedStateMachine):
             if (installed is None or installed in m.interval) and step in (None, m.step) and (free := self.leasable(group, held))
         }
         want = Want(installed=installed, step=step, **limits)
-        assert self.table.available(want, EVERYTHING) == sum(map(len, ready.values()))
-        assert {g.group: g.rows for g in self.table.peek(want, EVERYTHING)} == ready
-        pick = self.table.take(want)
+        assert self.table.ready.available(want, EVERYTHING) == sum(map(len, ready.values()))
+        assert {g.group: g.rows for g in self.table.ready.peek(want, EVERYTHING)} == ready
+        pick = self.table.ready.take(want)
         if pick is None:
             assert not ready
             return
@@ -861,8 +861,8 @@ class TableAgainstModel(RuleBasedStateMachine):
         held = self.held()
         ready = [m.interval.high for group, m in self.metas.items() for _ in self.leasable(group, held)]
         for version in range(4):
-            assert self.table.ready_for_none_after(version) == sum(high <= version for high in ready)
-            assert self.table.last_version_of_ready(version) == min((high for high in ready if high >= version), default=None)
+            assert self.table.ready.for_none_after(version) == sum(high <= version for high in ready)
+            assert self.table.ready.last_version(version) == min((high for high in ready if high >= version), default=None)
 
     @invariant()
     def every_row_is_accounted_for(self) -> None:

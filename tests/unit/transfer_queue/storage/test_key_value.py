@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,33 +15,27 @@ from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.mooncake import MooncakeKeyValue, MooncakeStorage
 from asyncflow.transfer_queue.storage.redis import RedisStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, RunError, UserError
+from tests.unit.transfer_queue.dictionary import Dictionary
 
 SCHEMA = Schema((Column("prompt", "int64", ragged=True, per="group"), Column("reward", "float32"), Column("flag", "bool")), (), 3)
 META = GroupMeta(1, 8, 0, Interval(0, 0))
 NONE = np.empty(0, np.int64)
 
 
-class Dictionary:
-    """A store in this process that counts round trips and fails when told to: before it has done anything, or after."""
-
-    address = "the dictionary"
+class Watched(Dictionary):
+    """One that counts round trips and fails when told to: before it has done anything, or after."""
 
     def __init__(self, is_durable: bool = True) -> None:
-        self.is_durable = is_durable
-        self.values: dict[str, bytes] = {}
+        super().__init__(is_durable)
         self.fails = ""
         self.num_gets = 0
         self.gate: asyncio.Event | None = None
-
-    async def open(self) -> None: ...
 
     async def change(self, values: Mapping[str, bytes], gone: Sequence[str]) -> None:
         await asyncio.sleep(0)
         if self.fails == "before":
             raise RunError("no answer")
-        self.values.update(values)
-        for key in gone:
-            self.values.pop(key, None)
+        await super().change(values, gone)
         if self.fails == "after":
             raise RunError("no answer")
 
@@ -49,17 +43,10 @@ class Dictionary:
         self.num_gets += 1
         gate, self.gate = self.gate, None  # holds up one call
         await (gate.wait() if gate else asyncio.sleep(0))
-        return [self.values.get(key) for key in keys]
-
-    async def keys(self, prefix: str) -> AsyncIterator[str]:
-        for key in list(self.values):
-            if key.startswith(prefix):
-                yield key
-
-    async def close(self) -> None: ...
+        return await super().get_many(keys)
 
 
-async def opened(store: Dictionary, schema: Schema = SCHEMA) -> KeyValueStorage:
+async def opened(store: Watched, schema: Schema = SCHEMA) -> KeyValueStorage:
     storage = KeyValueStorage(store, "run")
     await storage.open(schema)
     return storage
@@ -74,7 +61,7 @@ def rewards(*rows: int) -> Batch:
 
 
 async def test_a_read_is_one_round_trip() -> None:
-    store = Dictionary()
+    store = Watched()
     storage = await opened(store)
     await storage.write(*put())
     for row in range(8, 16):
@@ -85,7 +72,7 @@ async def test_a_read_is_one_round_trip() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_what_a_failed_write_may_have_left_is_deleted_by_the_next(when: str) -> None:
-    store = Dictionary()
+    store = Watched()
     storage = await opened(store)
     store.fails = when
     with pytest.raises(RunError):
@@ -99,7 +86,7 @@ async def test_what_a_failed_write_may_have_left_is_deleted_by_the_next(when: st
 
 
 async def test_a_read_finds_what_is_written_anew_meanwhile() -> None:
-    store = Dictionary()
+    store = Watched()
     storage = await opened(store)
     await storage.write(*put())
     await storage.write((), rewards(*range(8, 16)))
@@ -112,7 +99,7 @@ async def test_a_read_finds_what_is_written_anew_meanwhile() -> None:
 
 
 async def test_drops_and_writes_of_one_group_overlap() -> None:
-    store = Dictionary()
+    store = Watched()
     storage = await opened(store)
     await storage.write(*put())
     await storage.write((), rewards(*range(8, 16)))
@@ -124,7 +111,7 @@ async def test_drops_and_writes_of_one_group_overlap() -> None:
 
 
 async def test_a_group_outlives_the_rows_that_were_written_with_it() -> None:
-    store = Dictionary()
+    store = Watched()
     storage = await opened(store)
     await storage.write([META], rewards(*range(8, 16)))
     await storage.drop(np.arange(8, 14), NONE)
@@ -142,7 +129,7 @@ async def test_a_group_outlives_the_rows_that_were_written_with_it() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_drop_that_failed_can_be_repeated(when: str) -> None:
-    store = Dictionary()
+    store = Watched()
     storage = await opened(store)
     await storage.write(*put())
     await storage.write((), rewards(8, 9, 10, 11))
@@ -158,7 +145,7 @@ async def test_a_drop_that_failed_can_be_repeated(when: str) -> None:
 
 
 async def test_a_value_that_was_lost_or_damaged_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    store = Dictionary()
+    store = Watched()
     storage = await opened(store)
     await storage.write(*put())
     (key,) = store.values
@@ -185,7 +172,7 @@ async def test_a_value_that_was_lost_or_damaged_is_named(caplog: pytest.LogCaptu
 
 
 async def test_what_is_not_durable_is_deleted_at_the_end() -> None:
-    store = Dictionary(is_durable=False)
+    store = Watched(is_durable=False)
     storage = await opened(store)
     await storage.write(*put())
     await storage.keep("epoch", b"1")
@@ -196,7 +183,7 @@ async def test_what_is_not_durable_is_deleted_at_the_end() -> None:
 
 
 async def test_units_do_not_see_each_other() -> None:
-    store = Dictionary()
+    store = Watched()
     first, second = KeyValueStorage(store, "run", unit=1), KeyValueStorage(store, "run", unit=11)
     for storage in (first, second):
         await storage.open(SCHEMA)

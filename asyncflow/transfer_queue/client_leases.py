@@ -1,0 +1,108 @@
+"""A client's side of leasing: what it has asked for, what it holds and keeps alive, what is on its way back.
+
+consumes: requests for leases; what its holder says has been worked on
+waits for: the controllers
+is unblocked by: their answers; `withdraw`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from asyncflow.transfer_queue.controller import Controller, Handed
+from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
+from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.transport import ConnectionLost
+
+log = logging.getLogger(__name__)
+
+
+class ClientLeases:
+    """Of all tasks. `held`: the rows of each lease of which nothing has been said yet; it is renewed for as long."""
+
+    def __init__(self, schema: Schema, controller: Callable[[str], Controller]) -> None:
+        self.held: dict[Token, set[int]] = {}
+        self._schema, self._controller = schema, controller
+        self._asking: dict[str, set[asyncio.Future[Handed | None]]] = {}
+        self._withdrawals: Counter[str] = Counter()
+        self._giving_back: set[asyncio.Future[None]] = set()
+
+    # -- asking -------------------------------------------------------------------------------------------------------------
+
+    async def ask(self, task: str, want: Want, columns: list[str]) -> Handed | None:
+        """See `Controller.lease`. Withdrawn, the request comes to None; a lease that it comes to when its asker has gone is given
+        back."""
+        request = asyncio.ensure_future(self._controller(task).lease(want, columns))
+        asking = self._asking.setdefault(task, set())
+        asking.add(request)
+        try:
+            await asyncio.wait([request])
+            return None if request.cancelled() else request.result()
+        except asyncio.CancelledError:
+            request.add_done_callback(self._unwanted)
+            request.cancel()
+            raise
+        finally:
+            asking.discard(request)
+
+    def num_withdrawals(self, task: str) -> int:
+        """What was asked for before one is not to be asked for again: it would be what the worker has just given up."""
+        return self._withdrawals[task]
+
+    async def withdraw(self, task: str) -> None:
+        """See `TransferQueueClient.withdraw`."""
+        self._withdrawals[task] += 1
+        asking = list(self._asking.get(task, ()))
+        await self._controller(task).withdraw()
+        for request in asking:  # it was lost on its way: it is not to be repeated
+            request.cancel()
+
+    def _unwanted(self, request: asyncio.Future[Handed | None]) -> None:
+        """A lease that came when its asker had just gone."""
+        if not request.cancelled() and request.exception() is None and (handed := request.result()) is not None:
+            self.give_back(handed.lease)
+
+    # -- holding ------------------------------------------------------------------------------------------------------------
+
+    def hold(self, lease: Lease) -> None:
+        self.held[lease.token] = set(lease.indices)
+
+    def let_go(self, lease: Lease, rows: Sequence[int]) -> None:
+        """Something has been said of these rows; with the last of them the lease is over."""
+        held = self.held.get(lease.token, set())
+        held.difference_update(rows)
+        if not held:
+            self.held.pop(lease.token, None)
+
+    async def renew_held(self) -> None:
+        """See `TransferQueueClient.renew_held`."""
+        async with asyncio.TaskGroup() as tasks:  # the controller of one may be away, and is not to hold the others up
+            for task in self._schema.tasks:
+                tasks.create_task(self._renew_held(task))
+
+    async def _renew_held(self, task: TaskSpec) -> None:
+        while True:
+            await asyncio.sleep(task.lease_seconds / 3)
+            for token in [token for token in self.held if token.task == task.name]:
+                try:
+                    await self._controller(task.name).renew(token)
+                except StaleToken:  # expired all the same: its rows are somebody else's by now
+                    self.held.pop(token, None)
+                except ConnectionLost as error:
+                    log.warning("a lease of task %r could not be renewed: %s", task.name, error)
+
+    # -- giving back --------------------------------------------------------------------------------------------------------
+
+    def give_back(self, lease: Lease) -> None:
+        """Beside whatever goes on: the asker may have been cancelled."""
+        giving = asyncio.ensure_future(self._controller(lease.token.task).give_back(lease.token))
+        self._giving_back.add(giving)
+        giving.add_done_callback(self._gave_back)
+
+    def _gave_back(self, giving: asyncio.Future[None]) -> None:
+        self._giving_back.discard(giving)
+        if not giving.cancelled() and (error := giving.exception()) is not None:
+            log.warning("a lease could not be given back, and is over when it expires: %s", error)

@@ -1,0 +1,54 @@
+"""Sections of settings, whatever they are: read, overridden, checked, written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, to_yaml
+from asyncflow.types import UserError
+
+
+class Wheel(Section):
+    spokes: int = 32
+    tyre: Chosen = Choice(name="slick")
+
+
+class Cart(Section):
+    front: Wheel = Wheel()
+    load: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"front": {"spoke": 3}}, "unknown key 'front.spoke': did you mean 'spokes'?"),
+        ({"spokes": 3}, "unknown key 'spokes': did you mean 'front.spokes'?"),
+        ({"colour": 3}, "unknown key 'colour': known here are front, load"),
+        (
+            {"front": {"spokes": "many"}},
+            "front.spokes: Input should be a valid integer, unable to parse string as an integer, not 'many'",
+        ),
+        ({"front": {"tyre": {"name": "a", "path": "b"}}}, "front.tyre: needs exactly one of 'name' and 'path'"),
+    ],
+)
+def test_a_mistake_is_said_in_the_words_of_the_section_that_was_asked_for(tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checked(Cart, tree)
+    assert str(caught.value) == sentence
+
+
+def test_an_override_makes_what_it_needs() -> None:
+    tree: dict[str, Any] = {"front": None}
+    for override in ("front.spokes=36", "front.tyre=winter", "front.tyre.studs=1e2", "load=1e-3"):
+        apply_override(tree, override)
+    cart = checked(Cart, tree)
+    assert (cart.front.spokes, cart.load) == (36, 0.001)
+    assert cart.front.tyre == Choice(name="winter", options={"studs": 100.0})
+
+
+def test_yaml_comes_back_as_what_it_was() -> None:
+    tree = {"text": "1e5", "number": 1e-5, "nested": {"none": None, "many": [1, "2"]}}
+    assert from_yaml(to_yaml(tree)) == tree
+    assert from_yaml("3e4") == 30000.0 and list(from_yaml(to_yaml({"b": 1, "a": 2}))) == ["b", "a"]

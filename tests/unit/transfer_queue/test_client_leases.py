@@ -1,0 +1,99 @@
+"""What a client asks for is held by it, or given back: no lease is left that nobody works on and somebody renews."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from asyncflow.transfer_queue.client_leases import ClientLeases
+from asyncflow.transfer_queue.controller import Controller, Handed
+from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
+from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.types import Column
+from tests.builders import meta, turns
+
+SCHEMA = Schema((Column("x", "int64"),), (TaskSpec("train", ("x",), lease_seconds=0.03),), 2)
+
+
+def lease(number: int = 1) -> Lease:
+    return Lease(Token("train", "now", number), [meta(0)], [[0, 1]], [[0, 0]], [0])
+
+
+class Asked:
+    """A controller: it answers when it is told to, and notes what it hears."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Handed | None] = asyncio.get_running_loop().create_future()
+        self.heard: list[str] = []
+        self.stale: set[int] = set()
+        self.ignores_cancellation = False
+
+    async def lease(self, want: Want, columns: list[str]) -> Handed | None:
+        try:
+            return await asyncio.shield(self.answer)
+        except asyncio.CancelledError:
+            if not self.ignores_cancellation:
+                raise
+            return await self.answer
+
+    async def give_back(self, token: Token) -> None:
+        self.heard.append(f"back {token.lease}")
+
+    async def renew(self, token: Token) -> None:
+        self.heard.append(f"renew {token.lease}")
+        if token.lease in self.stale:
+            raise StaleToken("it is over")
+
+    async def withdraw(self) -> None:
+        self.heard.append("withdraw")
+
+
+def opened() -> tuple[ClientLeases, Asked]:
+    asked = Asked()
+    return ClientLeases(SCHEMA, lambda task: cast(Controller, asked)), asked
+
+
+async def test_a_lease_is_held_until_something_has_been_said_of_its_last_row() -> None:
+    leases, _ = opened()
+    leases.hold(lease())
+    leases.let_go(lease(), [0])
+    assert leases.held == {lease().token: {1}}
+    leases.let_go(lease(), [1])
+    assert leases.held == {}
+    leases.let_go(lease(), [1])  # of one that it does not hold
+
+
+async def test_a_lease_whose_asker_has_gone_is_given_back() -> None:
+    leases, asked = opened()
+    asked.ignores_cancellation = True  # the answer is on its way already
+    asking = asyncio.create_task(leases.ask("train", Want(rows=2), []))
+    await turns(5)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    asked.answer.set_result(Handed(lease(3), None))
+    await turns()
+    assert asked.heard == ["back 3"] and leases.held == {}
+
+
+async def test_a_withdrawn_request_comes_to_nothing_though_it_was_lost_on_its_way() -> None:
+    leases, asked = opened()
+    asking = asyncio.create_task(leases.ask("train", Want(rows=2), []))
+    await turns(5)
+    assert leases.num_withdrawals("train") == 0
+    await leases.withdraw("train")
+    assert await asyncio.wait_for(asking, 5.0) is None and leases.num_withdrawals("train") == 1 and asked.heard == ["withdraw"]
+
+
+async def test_what_is_held_is_renewed_until_it_is_over() -> None:
+    leases, asked = opened()
+    leases.hold(lease(1))
+    leases.hold(lease(2))
+    asked.stale.add(2)
+    renewing = asyncio.create_task(leases.renew_held())
+    while asked.heard.count("renew 1") < 3:
+        await asyncio.sleep(0.005)
+    renewing.cancel()
+    assert asked.heard.count("renew 2") == 1 and list(leases.held) == [lease(1).token]
