@@ -1,4 +1,4 @@
-"""What a rank of the torch engine holds: state per rank under FSDP, and a step's peak with and without the savings of memory.
+"""What a rank of the torch engine holds: as it loads, state per rank under FSDP, a step's peak with and without savings of memory.
 
     OMP_NUM_THREADS=1 python benchmarks/parallel.py [--json FILE] [--ranks N]
 
@@ -6,6 +6,8 @@ A random Llama of 12 layers and 9.6M parameters, whose embedding is a hundredth 
 responses of 64, CPU, gloo. Bytes are those of tensors, as PyTorch's allocator counts them:
 
     state           float32 parameters, gradient sums (float64 with `exact`) and optimiser state, while sums are there
+    loading         how much the process's resident memory grew at most while it loaded the model from bfloat16 files, their mapped
+                    pages included, which the processes of one machine share (of Linux's own counts; after a small model)
     peak            the most that was allocated at a time during a step (2 micro-batches, clip, update), state included
 
 Where the optimiser's state is offloaded, what a device would hold is told: the peak without what then lies in host memory (on a CPU
@@ -27,10 +29,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 from figures import Figure, finish, parser
+from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.build.workers import train_engine_options
+from asyncflow.build.prepare import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import RANKS_STORE, MicroBatch, TrainEngineOptions
 from asyncflow.engines.train.one_rank import OneRank
@@ -41,13 +44,13 @@ from asyncflow.types import Layout, Ragged
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 128, 64, 8
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, num_layers: int = 12) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "vocab_size": 400}
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": num_layers, "vocab_size": 400}
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 def micro_batch(seed: int) -> MicroBatch:
@@ -70,9 +73,12 @@ def options(model: Path, **changes: Any) -> TrainEngineOptions:
     return replace(train_engine_options(config), **changes)
 
 
-def measure(model: Path, layout: Layout, changes: dict[str, Any]) -> tuple[int, int]:
-    """Of this process: the bytes of its state, and the peak of a step's."""
+def measure(model: Path, layout: Layout, changes: dict[str, Any]) -> tuple[int, int, int]:
+    """Of this process: the bytes of its state, the peak of a step's, and what loading took."""
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is that of now
+    before_loading = resident("VmRSS")
     training: Any = (OneRank if layout.size == 1 else ManyRanks)(model, options(model, layout=layout, **changes))
+    loading = resident("VmHWM") - before_loading
     training._optimizer._offloads = changes.get("offload_optimizer", False)
     rank = training.data_parallel_rank or 0
 
@@ -95,7 +101,13 @@ def measure(model: Path, layout: Layout, changes: dict[str, Any]) -> tuple[int, 
     in_host = sum(tensor.nbytes for tensor in training._optimizer._host.values())
     if layout.size > 1:
         training.close()
-    return state, before + peak - in_host
+    return state, before + peak - in_host, loading
+
+
+def resident(which: str) -> int:
+    """Bytes of this process's resident memory: now (`VmRSS`), or at the highest (`VmHWM`)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(which))
 
 
 def held(training: Any, *, has_sums: bool = True) -> int:
@@ -118,7 +130,7 @@ def serve(rank: int, size: int, store: str, jobs: list[tuple[Path, Layout, dict[
         answers.put((number, *measure(model, layout, changes)))
 
 
-def on_ranks(size: int, store: str, jobs: list[tuple[Path, Layout, dict[str, Any]]]) -> list[tuple[int, int]]:
+def on_ranks(size: int, store: str, jobs: list[tuple[Path, Layout, dict[str, Any]]]) -> list[tuple[int, int, int]]:
     """Of each measurement the largest of any rank."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -131,7 +143,7 @@ def on_ranks(size: int, store: str, jobs: list[tuple[Path, Layout, dict[str, Any
         for process in processes:
             process.join(10)
             process.kill()
-    return [tuple(max(answer[i] for answer in seen if answer[0] == number) for i in (1, 2)) for number in range(len(jobs))]  # type: ignore[misc]
+    return [tuple(max(answer[i] for answer in seen if answer[0] == number) for i in (1, 2, 3)) for number in range(len(jobs))]  # type: ignore[misc]
 
 
 SAVINGS: dict[str, dict[str, Any]] = {
@@ -150,14 +162,22 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         make_model(model)
+        make_model(small := Path(folder) / "small", num_layers=1)  # for what is loaded once, such as libraries
+        whole = sum(4 * tensor.numel() for tensor in load_file(model / "model.safetensors").values())
         kinds = {
             f"{kind}, {name}": {"accumulate": kind, **savings} for kind in ("fp32", "exact") for name, savings in SAVINGS.items()
         }
         (alone, ranks) = (
-            on_ranks(which.size, f"{folder}/store{which.size}", [(model, which, changes) for changes in kinds.values()])
+            on_ranks(
+                which.size,
+                f"{folder}/store{which.size}",
+                [(small, which, {}), *((model, which, changes) for changes in kinds.values())],
+            )[1:]
             for which in (Layout(), layout)
         )
-    figures = []
+    figures = [Figure("parameters of the model, float32", whole / mib, "MiB")]
+    figures.append(Figure("  memory taken to load them: one process", alone[0][2] / whole, "times"))
+    figures.append(Figure(f"  each of {layout.size} ranks", ranks[0][2] / whole, "times", "<= 0.8"))
     for name, one, many in zip(kinds, alone, ranks, strict=True):
         if name.endswith("as it is"):
             kind = name.partition(",")[0]

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm
 from asyncflow.algorithms.off_policy import check_correction, default_correction
-from asyncflow.config import Choice, Config
+from asyncflow.cluster import CLUSTERS
+from asyncflow.config import Config
 from asyncflow.data.datasets import Row, check_columns, load_rows, template_columns
-from asyncflow.data.tokenizer import CheckpointTokenizer, read_json
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, check_layout
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
-from asyncflow.engines.train import TRAIN_ENGINES
+from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
+from asyncflow.model_folder import read_json
 from asyncflow.registry import build, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.types import RunError, UserError, group_bits_for
 from asyncflow.workflows import SCHEDULES
@@ -67,7 +72,6 @@ def shape_of(config: Config) -> Shape:
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
         groups_per_turn=(groups := _groups_per_turn(config)),
         groups_ahead=groups * (CHOICE_OF_TURNS if config.layout.dp > 1 else 1),
-        num_rollout_workers=config.rollout.num_workers,
     )
 
 
@@ -86,9 +90,11 @@ def check_choices(config: Config) -> None:
         ("rollout engine", config.rollout.engine, dict(ROLLOUT_ENGINES)),
         ("train engine", config.train.engine, dict(TRAIN_ENGINES)),
         ("queue storage", config.queue.storage, dict(STORAGES)),
+        ("cluster", config.cluster, dict(CLUSTERS)),
     ]
     for kind, choice, known in chosen:
         resolve(kind, choice.name, known)
+    build("cluster", config.cluster.name, {**config.cluster.options, "run_dir": config.run_dir}, CLUSTERS)
     algorithm, train = make_algorithm(config), config.train
     if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
         raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
@@ -96,6 +102,49 @@ def check_choices(config: Config) -> None:
         raise UserError(
             "train.reference=task, but the algorithm has no KL term to a reference: set its coefficient, or leave it out"
         )
+
+
+def train_engine_options(config: Config) -> TrainEngineOptions:
+    """What the configuration says to every train engine."""
+    train, algorithm = config.train, make_algorithm(config)
+    return TrainEngineOptions(
+        layout=config.layout,
+        pipeline_micro_batches=train.pipeline_micro_batches,
+        pipeline_fill=train.pipeline_fill,
+        learning_rate=train.learning_rate,
+        warmup_steps=train.warmup_steps,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+        device=train.device,
+        dtype=train.dtype,
+        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
+        num_threads=train.num_threads,
+        accumulate=train.accumulate,
+        old=train.old,
+        is_corrected=algorithm.correction != "none",
+        has_reference=algorithm.needs_reference and train.reference == "fused",
+        frozen_dtype=train.frozen_dtype,
+        offload=train.offload,
+        check_shared_prompt=train.check_shared_prompt,
+        activation_checkpointing=train.activation_checkpointing,
+        offload_optimizer=train.offload_optimizer,
+    )
+
+
+def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
+    """That the train engine can train such a model, as is asked. `fields`: of the model's `config.json`. Raises `UserError`.
+
+    An engine of the user's own is asked about the layout what the built-in one is, and says the rest when it is built.
+    """
+    chosen = config.train.engine
+    if chosen.name in TRAIN_ENGINE_CHECKS:
+        arguments = {**chosen.options, "options": train_engine_options(config), "fields": fields}
+        build("train engine", chosen.name, arguments, TRAIN_ENGINE_CHECKS)
+    else:
+        check_layout(fields, config.layout)
 
 
 def make_algorithm(config: Config) -> Algorithm:
@@ -178,7 +227,8 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
     await pool.close()
     is_made = made is not None and config.model.path.startswith("random:")
     model = made if made is not None and is_made else await model_folder(config, rows, scratch)
-    check_layout(read_json(model / "config.json"), config.layout)
+    if not evaluate_only:
+        check_train_engine(config, read_json(model / "config.json"))
     tokenizer = CheckpointTokenizer(model)
     prompts, held_out_prompts = (tokenize(config, tokenizer, chosen) for chosen in (rows, held_out))
     everything = [*prompts, *held_out_prompts]

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from asyncflow.build.fleet import trainers
-from asyncflow.build.prepare import make_algorithm, model_folder
-from asyncflow.build.workers import train_engine_options
+from asyncflow.build.prepare import make_algorithm, model_folder, train_engine_options
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.config import Config, dump, load
 from asyncflow.data.datasets import load_rows
-from asyncflow.data.tokenizer import read_json
 from asyncflow.engines.families import check_layout
+from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.run_dir import CONFIG_FILE, KEY_FILE, RunDir
 from asyncflow.telemetry.spans import Recorder

@@ -1,9 +1,7 @@
 """One suite over every train engine in one process: a step's gradient is a sum, divided once, and what else `TrainEngine` says."""
 
 import importlib.util
-import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import TrainEngine
@@ -20,17 +17,21 @@ from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.engines.train.model import attention
 from asyncflow.registry import build
 from asyncflow.types import Layout, LossSums, RunError, TokenBatch, UserError
-from tests.unit.engines.train.test_torch_engine import (
+from tests.unit.engines.train.training import (
     MakeMicroBatch,
     ModelPath,
     Sum,
     assert_same,
+    moved_less,
     policy_gradient,
     reference_log_probs,
     reference_steps,
     rows_of,
+    train_on,
+    train_options,
+    untied,
+    weights_of,
 )
-from tests.unit.engines.train.training import train_on, train_options, weights_of
 
 # What is small is cut like what is large.
 ZERO3 = {"stage": 3, "zero": {"param_persistence_threshold": 0}}
@@ -65,26 +66,6 @@ def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
     kind, own = ENGINES[request.param]
     needed(kind)
     return lambda path, **changes: make(kind, path, own, **changes)
-
-
-def untied(path: Path, folder: Path) -> Path:
-    """That model with an output layer of its own."""
-    shutil.copytree(path, folder)
-    config = json.loads((path / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    tensors = load_file(path / "model.safetensors")
-    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def moved_less(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], before: Any, share: float) -> None:
-    """Two models have moved alike, but for a share of the way."""
-    assert left.keys() == right.keys()
-    for name in left:
-        # Adam divides by the gradient's own size: where that is rounding error alone, the direction is too (the key biases)
-        if not name.endswith("k_proj.bias"):
-            assert (left[name] - right[name]).norm() < share * (right[name] - before[name]).norm(), name
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch, OptimResult, TrainEngine
 from asyncflow.types import Layout
-from tests.contract.test_train_engine import ZERO3, make, moved_less, needed, untied
+from tests.contract.test_train_engine import ZERO3, make, needed
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.parallel.processes import Processes
-from tests.unit.engines.train.test_torch_engine import ModelPath, Sum, policy_gradient
-from tests.unit.engines.train.training import torch_engine, weights_of
+from tests.unit.engines.train.training import ModelPath, Sum, moved_less, policy_gradient, torch_engine, untied, weights_of
 
 CASES: list[tuple[str, dict[str, Any], Layout, str]] = [
     ("torch", {}, Layout(2, 1, 1), "qwen2-tiny"),

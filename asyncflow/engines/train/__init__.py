@@ -5,4 +5,9 @@ TRAIN_ENGINES = {
     "deepspeed": "asyncflow.engines.train.deepspeed:DeepSpeedEngine",
     "megatron": "asyncflow.engines.train.megatron:MegatronEngine",
 }
+TRAIN_ENGINE_CHECKS = {
+    "torch": "asyncflow.engines.train.checks:check_torch",
+    "deepspeed": "asyncflow.engines.train.checks:check_deepspeed",
+    "megatron": "asyncflow.engines.train.checks:check_megatron",
+}
 LOG_PROB_ENGINES = {"torch": "asyncflow.engines.train.frozen_engine:FrozenEngine"}

@@ -1,8 +1,6 @@
 """Trains a Hugging Face model with DeepSpeed's ZeRO: what is cut over the data-parallel processes depends on the stage.
 
-consumes: micro-batches with a loss, optimiser steps, requests for log-probs and weights
-waits for: nothing but the call before it (one compute thread), and in it for the same call in the other processes
-is unblocked by: each call as it comes
+consumes, waits for, is unblocked by: as led_engine.py says; every process leads a data-parallel group of its own
 
     stage    1: the optimiser's state    2: the gradient sums, too    3: the weights, too
 
@@ -18,13 +16,11 @@ Left out: `accumulate: exact` (ZeRO adds in its own order), tensor and pipeline 
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +30,10 @@ from torch import Tensor, nn
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.deepspeed_zero import MOMENTS, STAGES, Zero, check_installed
+from asyncflow.engines.train.checks import check_deepspeed, model_fields
+from asyncflow.engines.train.deepspeed_zero import Zero
 from asyncflow.engines.train.gathered_state import GatheredState, loaded
+from asyncflow.engines.train.led_engine import LedEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import FrozenModel, load_module, recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
@@ -43,16 +41,17 @@ from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
-from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.engines.train.parallel.lone import joined
-from asyncflow.threads import ComputeThread
-from asyncflow.types import Array, Objective, Ragged, TensorSpec, UserError, WeightSource
+from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.state import fingerprint_of
+from asyncflow.types import Array, Objective, Ragged, TensorSpec
 
 # T response tokens, H hidden elements, V tokens of the vocabulary.
 
 
-class DeepSpeedEngine:
-    """Implements `TrainEngine`. Every process leads a data-parallel group of its own."""
+class DeepSpeedEngine(LedEngine):
+    """Implements `TrainEngine`."""
 
     def __init__(
         self, model_path: Path | str, options: TrainEngineOptions, *, stage: int = 2, zero: Mapping[str, Any] | None = None
@@ -64,27 +63,36 @@ class DeepSpeedEngine:
         Raises:
             UserError: DeepSpeed or the device is not there, an option is none of its own, or a model cannot be trained here.
         """
-        _check(options, stage)
+        check_deepspeed(options, model_fields(model_path), stage=stage)
         check_device(options.device, "train.device")
-        self._options, self._model_path = options, Path(model_path)
-        self._ranks = joined(options.layout, options.device)
-        self.device, self.data_parallel_rank = str(self._ranks.device), self._ranks.dp_rank
+        ranks = joined(options.layout, options.device)
+        training = DeepSpeedTraining(Path(model_path), options, ranks, stage, zero or {})
+        super().__init__(training, options, ranks if ranks.size > 1 else None)
+
+
+class DeepSpeedTraining:
+    """Implements `Training`. Every process makes every call at the same time."""
+
+    def __init__(self, model_path: Path, options: TrainEngineOptions, ranks: Ranks, stage: int, zero: Mapping[str, Any]) -> None:
+        """See `DeepSpeedEngine`."""
+        self._options, self._model_path, self._ranks = options, model_path, ranks
+        self._device, self.data_parallel_rank = str(ranks.device), ranks.dp_rank
         self._is_to_check = options.check_shared_prompt
         torch.manual_seed(options.seed)
         self._policy = _Policy(load_module(model_path, torch.float32), options)
-        self._specs = {name: TensorSpec.of(parameter) for name, parameter in sorted(self._policy.parameters_by_name.items())}
+        self.specs = {name: TensorSpec.of(parameter) for name, parameter in sorted(self._policy.parameters_by_name.items())}
         self._optimizer = Optimizer(self._policy.parameters_by_name, options)
-        arguments = (self._policy, self._policy.parameters_by_name, self._optimizer.adamw, options, self._ranks.device, stage)
-        self._zero = Zero(*arguments, zero or {})
-        self._weights = _Weights(self._zero, list(self._specs))
-        self._state = GatheredState(is_writer=self._ranks.rank == 0)
+        arguments = (self._policy, self._policy.parameters_by_name, self._optimizer.adamw, options, ranks.device, stage)
+        self._zero = Zero(*arguments, zero)
+        self._weights = _Weights(self._zero, list(self.specs))
+        self._state = GatheredState(is_writer=ranks.rank == 0)
         self._num_added = self._fill_tokens = 0
 
         frozen_dtype = getattr(torch, options.frozen_dtype or options.dtype)
         frozen = partial(
             FrozenModel,
             model_path,
-            device=self.device,
+            device=self._device,
             dtype=frozen_dtype,
             temperature=options.temperature,
             chunk_tokens=options.log_prob_chunk_tokens,
@@ -93,82 +101,100 @@ class DeepSpeedEngine:
         old_model = frozen() if options.old in OLD_MODELS else None
         reference = frozen() if options.has_reference else None
         self._models = TriModel(self._weights, options.old, old_model, reference, is_corrected=options.is_corrected)
-        # The count holds for GEMMs only when it is set inside the thread that calls them.
-        self._thread = ComputeThread("train-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
-    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
-        """See `TrainEngine.follow`: nobody follows."""
-
-    async def begin_step(self) -> None:
+    def begin_step(self) -> None:
         """See `TrainEngine.begin_step`."""
-        await self._thread.run(self._begin_step)
+        self._state.begin_step()
+        self._models.begin_step()
 
-    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`.
 
         A micro-batch that is not finite in one process is added by none: the others of its place in the turn are told as not
         finite, too. Raises `RunError` when sharing the prompt gives other log-probs than not sharing it.
         """
-        num_places = int((await self._thread.run(self._ranks.largest, [len(micro_batches)]))[0])
+        num_places = int(self._ranks.largest([len(micro_batches)])[0])
         padded = [*micro_batches, *[None] * (num_places - len(micro_batches))]
-        results = [await self._thread.run(self._forward_backward, micro_batch, objective) for micro_batch in padded]
+        results = [self._forward_backward(micro_batch, objective) for micro_batch in padded]
         return [result for result in results if result is not None]
 
-    async def optim_step(self, normaliser: int) -> OptimResult:
-        """See `TrainEngine.optim_step`. Also skipped when nothing was accumulated. Raises `ValueError` if `normaliser` < 1."""
-        if normaliser < 1:
-            raise ValueError(f"a step cannot be divided by {normaliser}")
-        return await self._thread.run(self._optim_step, normaliser)
+    def optim_step(self, normaliser: int) -> OptimResult:
+        """See `TrainEngine.optim_step`."""
+        self._models.before_update()
+        learning_rate = self._optimizer.learning_rate
+        (fill_tokens,) = self._ranks.total([self._fill_tokens])
+        self._fill_tokens = 0
+        if not self._num_added:  # every micro-batch was refused
+            return OptimResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True, fill_tokens=fill_tokens)
+        self._num_added = 0
+        grad_norm, is_done = self._zero.step(normaliser, learning_rate)
+        self._optimizer.num_updates += is_done
+        return OptimResult(grad_norm, learning_rate, skipped=not is_done, fill_tokens=fill_tokens)
 
-    async def discard(self) -> None:
+    def discard(self) -> None:
         """See `TrainEngine.discard`."""
-        await self._thread.run(self._discard)
+        self._models.before_update()  # the version rises all the same
+        self._num_added = self._fill_tokens = 0
+        self._zero.forget()
 
-    async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """See `LogProbEngine.log_probs`: under the policy's current weights. With stage 3 all processes call at the same time."""
-        return await self._thread.run(self._log_probs, prompt_ids, response_ids)
+    @torch.no_grad()
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine.log_probs`. With stage 3 all processes call at the same time."""
+        packed = pack_thrifty(prompt_ids, response_ids, self._device)
+        return Ragged(self._policy_log_probs(packed).cpu().numpy(), response_ids.offsets)
 
-    async def export_weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`: float32."""
-        return _Source(self._specs, self._weights, self._thread, is_first=self.data_parallel_rank == 0)
+    def gather(self, name: str) -> Tensor | None:
+        """See `Training.gather`."""
+        tensor = self._weights[name]
+        return tensor.detach().cpu().contiguous() if self.data_parallel_rank == 0 else None
 
-    async def fingerprint(self) -> Mapping[str, str]:
+    def fingerprint(self) -> Mapping[str, str]:
         """See `TrainEngine.fingerprint`."""
-        return await self._thread.run(self._fingerprint)
+        step = torch.tensor(float(self._optimizer.num_updates))
+        steps = {f"optimizer/{name}/step": step for name in self.specs if step}
+        of_state = (pair for pair in self._everything() if not pair[0].startswith("old/"))
+        hashes = fingerprint_of(chain(steps.items(), of_state))
+        return hashes if self.data_parallel_rank == 0 else {}
 
-    async def save(self, path: Path) -> None:
-        """Write config, generation config and float32 weights; the tokenizer's files are the caller's to copy."""
-        await self._thread.run(self._save, path)
+    def save(self, path: Path) -> None:
+        """See `TrainEngine.save`."""
+        tensors = ((name, self._weights[name]) for name in self.specs)
+        if self.data_parallel_rank == 0:
+            write_model(path, self._model_path, tensors)
+        else:
+            for _ in tensors:
+                pass  # taking part
 
-    async def save_state(self, folder: Path) -> Awaitable[None]:
-        """See `TrainEngine.save_state`: data-parallel rank 0 writes, see gathered_state.py."""
-        return asyncio.wrap_future(await self._thread.run(self._save_state, folder))
+    def save_state(self, folder: Path) -> Future[None]:
+        """See `TrainEngine.save_state`: rank 0 writes, see gathered_state.py."""
+        return self._state.save(self._everything(), self._optimizer.num_updates, folder)
 
-    async def load_state(self, folder: Path) -> None:
+    @torch.no_grad()
+    def load_state(self, folder: Path) -> None:
         """See `TrainEngine.load_state`."""
-        await self._thread.run(self._load_state, folder)
-
-    async def close(self) -> None:
-        """See `TrainEngine.close`."""
-        await self._thread.run(self._ranks.leave)
-        self._thread.close()
-
-    def _begin_step(self) -> None:
-        self._state.begin_step()
-        self._models.begin_step()
+        self._optimizer.num_updates = count = self._state.load(folder)
+        self._zero.make_states(count)
+        old = self._models.old_model
+        for name, spec in self.specs.items():
+            self._zero.set(name, loaded(f"weights/{name}", spec.shape, torch.float32, folder))
+            for kind in MOMENTS if count else ():
+                self._zero.set(name, loaded(f"optimizer/{name}/{kind}", spec.shape, torch.float32, folder), kind)
+            if old is not None:
+                old.parameters[name].copy_(loaded(f"old/{name}", spec.shape, old.parameters[name].dtype, folder))
+        self._zero.refresh()
 
     def _forward_backward(self, micro_batch: MicroBatch | None, objective: Objective) -> MicroBatchResult | None:
         """One place of a turn; None: this process has no micro-batch for it, and runs a token through every module, times 0."""
         if micro_batch is None:
-            nothing = _nothing(self.device)
+            nothing = _nothing(self._device)
             self._fill_tokens += nothing.num_tokens
             total = 0.0 * self._zero(nothing, _everything)
             if self._every(True):
                 self._add(total)
             return None
-        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self.device)
+        packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device)
         if self._is_to_check and packed.layout.has_prompt and self._ranks.size == 1:
-            check_shared_log_probs(self._policy_log_probs, micro_batch, self.device, self._policy.dtype)
+            check_shared_log_probs(self._policy_log_probs, micro_batch, self._device, self._policy.dtype)
             self._is_to_check = False
         known = micro_step.given(self._models, packed, micro_batch)
         results: list[MicroBatchResult] = []
@@ -192,23 +218,6 @@ class DeepSpeedEngine:
         self._zero.add(total)
         self._num_added += 1
 
-    def _optim_step(self, normaliser: int) -> OptimResult:
-        self._models.before_update()
-        learning_rate = self._optimizer.learning_rate
-        (fill_tokens,) = self._ranks.total([self._fill_tokens])
-        self._fill_tokens = 0
-        if not self._num_added:  # every micro-batch was refused
-            return OptimResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True, fill_tokens=fill_tokens)
-        self._num_added = 0
-        grad_norm, is_done = self._zero.step(normaliser, learning_rate)
-        self._optimizer.num_updates += is_done
-        return OptimResult(grad_norm, learning_rate, skipped=not is_done, fill_tokens=fill_tokens)
-
-    def _discard(self) -> None:
-        self._models.before_update()  # the version rises all the same
-        self._num_added = self._fill_tokens = 0
-        self._zero.forget()
-
     def _policy_log_probs(self, packed: Packed) -> Tensor:
         def of_targets(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
             chunk_tokens = self._options.log_prob_chunk_tokens
@@ -216,50 +225,15 @@ class DeepSpeedEngine:
 
         return self._zero(packed, of_targets)
 
-    @torch.no_grad()
-    def _log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        packed = pack_thrifty(prompt_ids, response_ids, self.device)
-        return Ragged(self._policy_log_probs(packed).cpu().numpy(), response_ids.offsets)
-
     def _everything(self) -> Iterator[tuple[str, Tensor]]:
         """The state's tensors, each gathered when it is its turn."""
         old = self._models.old_model
-        for name in self._specs:
+        for name in self.specs:
             yield f"weights/{name}", self._zero.get(name)
             for kind in MOMENTS if self._optimizer.num_updates else ():
                 yield f"optimizer/{name}/{kind}", self._zero.get(name, kind)
             if old is not None:
                 yield f"old/{name}", old.parameters[name]
-
-    def _save_state(self, folder: Path) -> Future[None]:
-        return self._state.save(self._everything(), self._optimizer.num_updates, folder)
-
-    @torch.no_grad()
-    def _load_state(self, folder: Path) -> None:
-        self._optimizer.num_updates = count = self._state.load(folder)
-        self._zero.make_states(count)
-        old = self._models.old_model
-        for name, spec in self._specs.items():
-            self._zero.set(name, loaded(f"weights/{name}", spec.shape, torch.float32, folder))
-            for kind in MOMENTS if count else ():
-                self._zero.set(name, loaded(f"optimizer/{name}/{kind}", spec.shape, torch.float32, folder), kind)
-            if old is not None:
-                old.parameters[name].copy_(loaded(f"old/{name}", spec.shape, old.parameters[name].dtype, folder))
-        self._zero.refresh()
-
-    def _fingerprint(self) -> Mapping[str, str]:
-        step = torch.tensor(float(self._optimizer.num_updates))
-        hashes = {f"optimizer/{name}/step": _sha256(step) for name in self._specs} if step else {}
-        hashes |= {name: _sha256(tensor) for name, tensor in self._everything() if not name.startswith("old/")}
-        return hashes if self.data_parallel_rank == 0 else {}
-
-    def _save(self, path: Path) -> None:
-        tensors = ((name, self._weights[name]) for name in self._specs)
-        if self.data_parallel_rank == 0:
-            write_model(path, self._model_path, tensors)
-        else:
-            for _ in tensors:
-                pass  # taking part
 
 
 class _Policy(nn.Module):
@@ -326,40 +300,3 @@ class _Weights(Mapping[str, Tensor]):
     def parameters(self) -> Mapping[str, Tensor]:
         """Itself, as `CausalModel` calls it."""
         return self
-
-
-class _Source:
-    """Implements `WeightSource`."""
-
-    are_lasting = False
-
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], weights: Mapping[str, Tensor], thread: ComputeThread, *, is_first: bool
-    ) -> None:
-        self.specs = specs
-        self._weights, self._thread, self._is_first = weights, thread, is_first
-
-    async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """See `WeightSource.tensors`."""
-        for name in self.specs:
-            tensor = await self._thread.run(self._weights.__getitem__, name)
-            if self._is_first:
-                yield name, tensor.detach().cpu().contiguous()
-
-
-def _check(options: TrainEngineOptions, stage: int) -> None:
-    if stage not in STAGES:
-        raise UserError(f"train.engine.stage is one of {', '.join(map(str, STAGES))}, those of ZeRO, but is {stage!r}.")
-    if options.layout.tp > 1 or options.layout.pp > 1:
-        raise UserError("The deepspeed engine is data parallel only: set plan.train.tp and pp to 1, or train.engine to torch.")
-    if options.accumulate != "fp32":
-        raise UserError("The deepspeed engine adds gradients in an order of its own: set train.accumulate to fp32.")
-    if stage == 1 and options.dtype == "bfloat16":
-        raise UserError(
-            "DeepSpeed cannot skip a step in bfloat16 with stage 1: set train.engine.stage to 2, which takes less memory."
-        )
-    check_installed()
-
-
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -7,11 +7,10 @@ public functions leave out is done as its own code does it (each place says so).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -19,10 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asyncflow.engines.base import TrainEngineOptions
-from asyncflow.types import UserError
-
-STAGES: Final = (1, 2, 3)
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+from asyncflow.engines.train.optimizer import MOMENTS
 
 
 class Zero:
@@ -126,12 +122,6 @@ class Zero:
             # By itself it looks for them after the first group's first update, when the others have none yet.
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
-
-
-def check_installed() -> None:
-    """Raises `UserError` where DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("train.engine is deepspeed, which is not installed: pip install 'asyncflow-rl[deepspeed]'.")
 
 
 def _config(options: TrainEngineOptions, stage: int, zero: Mapping[str, Any]) -> dict[str, Any]:

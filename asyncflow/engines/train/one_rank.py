@@ -1,4 +1,4 @@
-"""Training on one device: what `TorchEngine` does in its thread.
+"""Training on one device: what `TorchEngine` does in its thread where there is one rank.
 
     micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
                                        +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks (log_probs.py)
@@ -10,12 +10,11 @@ consumes, waits for: each call's arguments, and nothing else
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,32 +27,8 @@ from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import Optimizer
-from asyncflow.engines.train.state import EngineState
-from asyncflow.types import Array, HeldWeights, Objective, Ragged
-
-
-class Training(Protocol):
-    """`TrainEngine` without coroutines, as one thread calls it; what the methods do is said there."""
-
-    data_parallel_rank: int | None
-
-    def begin_step(self) -> None: ...
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]: ...
-
-    def optim_step(self, normaliser: int) -> OptimResult: ...
-
-    def discard(self) -> None: ...
-
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged: ...
-
-    def fingerprint(self) -> Mapping[str, str]: ...
-
-    def save(self, path: Path) -> None: ...
-
-    def save_state(self, folder: Path) -> Future[None]: ...
-
-    def load_state(self, folder: Path) -> None: ...
+from asyncflow.engines.train.state import EngineState, fingerprint_of
+from asyncflow.types import Array, HeldWeights, Objective, Ragged, TensorSpec
 
 
 class OneRank:
@@ -111,11 +86,20 @@ class OneRank:
         """See `TrainEngine.export_weights`."""
         return HeldWeights(self.policy.parameters)
 
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See `Training.specs`."""
+        return self.weights().specs
+
+    def gather(self, name: str) -> Tensor:
+        """See `Training.gather`."""
+        return self.policy.parameters[name].detach().cpu().contiguous()
+
     def fingerprint(self) -> Mapping[str, str]:
         """See `TrainEngine.fingerprint`."""
         tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.policy.parameters.items()}
         tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
-        return {name: hashlib.sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+        return fingerprint_of(tensors.items())
 
     def save(self, path: Path) -> None:
         """See `TrainEngine.save`."""

@@ -170,6 +170,7 @@ def _time_head(
         row_tokens_R=torch.tensor(packed.response_lengths, device=device, dtype=torch.float32),
         old_T=None,
         is_policy_T=torch.ones(num_tokens, device=device, dtype=torch.bool),
+        is_fresh_T=torch.ones(num_tokens, device=device, dtype=torch.bool),
         ref_T=torch.full((num_tokens,), -1.0, device=device) if has_reference else None,
     )
     for turn in watch.rounds():

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, cast
@@ -171,6 +172,11 @@ def load_tensors_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except OSError as error:
         raise RunError(f"the checkpoint {folder} cannot be read: {error}") from error
+
+
+def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """SHA-256 of each tensor's bytes, in hexadecimal; they may come one at a time."""
+    return {name: hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
 def _expect_no_group() -> None:

@@ -154,11 +154,7 @@ def _cast_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype)
 
 def load_module(path: Path | str, dtype: torch.dtype) -> Any:
     """Transformers' model at `path`, computing packed attention. Raises `UserError` when it cannot be trained or is not there."""
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
-    check_family(config.to_dict())
+    config = _config(path)
     disable_progress_bar()
     with _LOADING:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -167,6 +163,36 @@ def load_module(path: Path | str, dtype: torch.dtype) -> Any:
     # Transformers would fill what is missing with random numbers and warn.
     if lacking := sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])]):
         raise UserError(f"The model at {path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again.")
+    return _without_output_bias(model, path)
+
+
+def empty_module(path: Path | str, dtype: torch.dtype) -> Any:
+    """The same model without memory for its weights, which are on the meta device. Raises as `load_module`; reads no weights.
+
+    What is computed and not read (the rotary frequencies) is lost when memory is made for it: `compute_buffers` follows that.
+    """
+    config = _config(path)
+    with _LOADING, torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    return _without_output_bias(model.eval(), path)
+
+
+def compute_buffers(module: Any, device: torch.device) -> None:
+    """Compute what a model has besides its weights."""
+    rotary = module.base_model.rotary_emb
+    module.base_model.rotary_emb = type(rotary)(config=module.config).to(device)
+
+
+def _config(path: Path | str) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"There is no model in Hugging Face format at {path}: {str(error).splitlines()[0]}") from error
+    check_family(config.to_dict())
+    return config
+
+
+def _without_output_bias(model: Any, path: Path | str) -> Any:
     if model.get_output_embeddings().bias is not None:
         raise UserError(f"The model at {path} has a bias on its output layer, which the trainer does not compute.")
     return model

@@ -36,6 +36,7 @@ class Given:
     row_tokens_R: Tensor
     old_T: Tensor | None  # None: the policy itself is the old one, for all rows
     is_policy_T: Tensor  # bool: where it is
+    is_fresh_T: Tensor  # bool: sampled by the weights that the step began with, for all that the rollout engine says
     ref_T: Tensor | None
 
 
@@ -73,9 +74,10 @@ def given_frozen(
         old_T = None
     elif models.old_model is None:
         old_T = rollout_T
+    is_fresh_T = torch.from_numpy(micro_batch.staleness == 0).to(packed.row_T.device)[packed.row_T]
     advantages_T = _tensor(micro_batch.advantages, packed)[packed.row_T]
     row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
-    return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, ref_T)
+    return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T)
 
 
 def loss(
@@ -124,6 +126,13 @@ def _result(known: Given, total: Tensor, metrics: Mapping[str, Tensor], logprobs
     is_finite = total.isfinite() & logprobs_T.isfinite().all()
     differences_T = (logprobs_T - rollout_T).abs().where(mask_T > 0, 0.0)
     is_equal_T = (logprobs_T == rollout_T) & (mask_T > 0)
+    log_ratio_T = (logprobs_T - rollout_T).where(known.is_fresh_T & (mask_T > 0), 0.0)
+    metrics = {
+        **metrics,
+        "mismatch/logprob_difference": log_ratio_T.abs().sum(),
+        "mismatch/kl": (log_ratio_T.expm1() - log_ratio_T).sum(),  # k3, as in algorithms/functional.py
+        "mismatch/tokens": (known.is_fresh_T & (mask_T > 0)).sum(),
+    }
     # One transfer for all the numbers: each .item() on its own would wait for the device.
     numbers = [total, mask_T.sum(), is_finite, is_equal_T.sum(), differences_T.max(), *metrics.values()]
     loss_sum, loss_tokens, finite, num_equal, difference, *values = torch.stack([n.double() for n in numbers]).tolist()

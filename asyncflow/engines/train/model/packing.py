@@ -25,6 +25,8 @@ from asyncflow.types import Array, Ragged
 
 LEAST_TOKEN_RATIO = 1.1
 """Below it a shared prompt saves less than its extra attention calls cost (measured by benchmarks/shared_prompt.py)."""
+INERT_TOKENS = 4
+"""Of a micro-batch that is there so that no module is missed: from 4 on a matrix product is that of the others."""
 
 # P tokens of the packed sequence, prompt or prompts included; T response tokens; R responses; H hidden elements.
 

@@ -1,11 +1,12 @@
 """A causal language model that is cut over the ranks of a layout: what causal_model.py is on one device.
 
     transformers' model -> this rank's stage (stages.py) -> its part of each matrix (tensor.py) -> of each parameter (data.py)
+      (shapes alone, no memory)                                 the model's files (weight_files.py) -> its values --+
+
+A rank reads of the model's files what it keeps, straight to where it keeps it.
 
 A pass computes in `dtype` from parameters that are gathered over data-parallel ranks layer by layer. Every rank of the layout makes
 every pass, at the same time.
-
-Left out: loading a model that does not fit into the host's memory as many times as it has ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncflow.engines.train.model.causal_model import load_module, recompute_activations
+from asyncflow.engines.train.model.causal_model import compute_buffers, empty_module, recompute_activations
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed
+from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.parallel.data import Unit, cut_over_data, local_part
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.stages import cut_stage
-from asyncflow.engines.train.parallel.tensor import head_shard, shard_model
+from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, shard_model
 from asyncflow.types import TensorSpec
 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
@@ -55,8 +57,11 @@ class CutModel:
         Raises:
             UserError: there is no such model, or it cannot be trained here, or not under the layout.
         """
-        module = load_module(path, weights_dtype).eval().requires_grad_(reduce_dtype is not None)
+        module = empty_module(path, weights_dtype).requires_grad_(reduce_dtype is not None)
         self.specs = {name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()}
+        files = WeightFiles(path)
+        sources = _sources(module, files)
+        files.check({sources[name]: spec.shape for name, spec in self.specs.items()})
         self.device, self.dtype, self._temperature, self._chunk_tokens = ranks.device, dtype, temperature, chunk_tokens
         self.hidden_size: int = module.config.hidden_size
         self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)
@@ -66,6 +71,7 @@ class CutModel:
         if recomputes:
             for layer in layers:
                 recompute_activations(layer)
+        begins = {name: _begin(parameter, ranks) for name, parameter in module.named_parameters()}
         self._root = _Passes(module)
         self.units = _units(self._root, layers)
         cut_over_data(
@@ -76,10 +82,13 @@ class CutModel:
             reduce_dtype=reduce_dtype or weights_dtype,
             is_offloaded=is_offloaded and self.device.type != "cpu",
         )
+        self._make_room("cpu" if is_offloaded else self.device)
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         # The update writes to these, which are FSDP2's own memory: elementwise, and without what a DTensor costs.
         self.parts = {name: nn.Parameter(local_part(p), p.requires_grad) for name, p in self.parameters.items()}
+        for name, part in self.parts.items():
+            files.fill(part, sources[name], begins[name])
 
     def stage_forward(self, packed: Packed, hidden_PH: Tensor | None) -> Tensor:
         """See `StageModel.stage_forward`."""
@@ -97,14 +106,18 @@ class CutModel:
         root: Any = self._root
         return head_shard(root.module.get_output_embeddings().weight)
 
-    @torch.no_grad()
     def log_probs(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
-        """On the last stage: log-probs (float32 [T]) of the response tokens, from its hidden states; without gradient."""
+        """On the last stage: log-probs (float32 [T]) of the response tokens, from its hidden states."""
         if not len(packed.targets_T):
             return hidden_PH.new_empty(0, dtype=torch.float32)
         head_VH, shard = self.head()
         hidden_TH = self.predicting(packed, hidden_PH)
         return log_probs_and_entropy(hidden_TH, head_VH, packed.targets_T, chunk_tokens=self._chunk_tokens, shard=shard)[0]
+
+    def nothing(self, hidden_PH: Tensor) -> Tensor:
+        """On the last stage: 0, for which every parameter is used."""
+        head_VH, _ = self.head()
+        return (hidden_PH.sum() + head_VH.sum()) * 0.0
 
     def let_go(self) -> None:
         """After passes without a backward: what is still gathered is not needed any more, and will soon be out of date."""
@@ -116,6 +129,16 @@ class CutModel:
         """Take over the policy's weights as they are now."""
         for name, part in self.parts.items():
             part.copy_(policy.parts[name])
+
+    def _make_room(self, device: torch.device | str) -> None:
+        """Memory for the parameters' parts, which had none."""
+        module = self._root.module
+        heads = [module.get_input_embeddings(), module.get_output_embeddings()]
+        is_tied = len({id(getattr(one, "weight", one)) for one in heads}) == 1
+        self._root.to_empty(device=device)
+        if is_tied:  # each place has been given a parameter of its own
+            heads[1].weight = heads[0].weight
+        compute_buffers(module, self.device)
 
 
 class _Passes(nn.Module):
@@ -133,6 +156,20 @@ class _Passes(nn.Module):
         )
         made_1PH: Tensor = outputs.last_hidden_state
         return made_1PH.clone() if made_1PH._is_view() else made_1PH  # FSDP2's hooks are on it, and views may lose them
+
+
+def _sources(module: Any, files: Mapping[str, Tensor]) -> dict[str, str]:
+    """What each parameter is called in a model's files, which have a tied one by either of its names."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    tied = [name for name, parameter in named if parameter is module.get_output_embeddings().weight]
+    in_files = next((name for name in tied if name in files), tied[0])
+    return {name: name for name, _ in named} | dict.fromkeys(tied, in_files)
+
+
+def _begin(parameter: Tensor, ranks: Ranks) -> tuple[int, ...]:
+    """Where in the whole a rank's part will begin once it is cut over data-parallel ranks, too, by dimension."""
+    first, *others = place(parameter)
+    return first + begin_of(ranks.dp_rank, ranks.layout.dp, len(local_part(parameter))), *others
 
 
 def _units(root: _Passes, layers: list[Any]) -> list[Unit]:

@@ -90,12 +90,16 @@ def local_part(parameter: Tensor) -> Tensor:
 class Sums(Protocol):
     """This rank's part of a step's gradient sums. An exception leaves them unusable until `clear`."""
 
-    def before_backward(self, *, is_muted: bool) -> None:
-        """The backward pass of a micro-batch begins, on all ranks."""
+    def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
+        """The backward pass of a micro-batch begins, on all ranks. `is_aside`: not for the sums, `take` follows and not `add`."""
         ...
 
     def add(self) -> None:
         """It has ended: take what it made into the sums."""
+        ...
+
+    def take(self) -> dict[str, Tensor]:
+        """It has ended: this rank's parts of the gradients, summed over data-parallel ranks, by name."""
         ...
 
     def gradients(self, normaliser: int) -> list[Tensor]:
@@ -136,22 +140,26 @@ class HandedSums:
         for unit in units:
             _reduce_by(unit, _Reduction(self._mute))
 
-    def before_backward(self, *, is_muted: bool) -> None:
+    def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
         """See `Sums.before_backward`."""
         self._is_muted = is_muted
 
     def add(self) -> None:
         """See `Sums.add`."""
-        for name, parameter in self._parameters.items():
-            grad, parameter.grad = parameter.grad, None
-            if grad is None or (self._is_muted and self._is_alone):  # alone, nothing is reduced, so nothing was muted
-                continue
-            part, of_part = self._parts[name], local_part(grad)
-            if self._adds_up_in_place and part.grad is not None:
-                part.grad += of_part
-            else:
-                part.grad = of_part
+        made = _taken(self._parameters)
+        if not (self._is_muted and self._is_alone):  # alone, nothing is reduced, so nothing was muted
+            for name, part in self._parts.items():
+                if (of_part := made.pop(name, None)) is None:
+                    continue
+                if self._adds_up_in_place and part.grad is not None:
+                    part.grad += of_part
+                else:
+                    part.grad = of_part
         self._accumulator.add()
+
+    def take(self) -> dict[str, Tensor]:
+        """See `Sums.take`."""
+        return _taken(self._parameters)
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         """See `Sums.gradients`."""
@@ -173,17 +181,20 @@ class ExactSums:
         self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter], units: Sequence[Unit], ranks: Ranks
     ) -> None:
         self._parameters, self._parts, self._ranks = parameters, parts, ranks
-        self._is_muted = False
-        self._units = [_ExactUnit(unit, ranks.layout.dp, lambda: self._is_muted) for unit in units]
+        self._units = [_ExactUnit(unit, ranks.layout.dp) for unit in units]
 
-    def before_backward(self, *, is_muted: bool) -> None:
+    def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
         """See `Sums.before_backward`."""
-        self._is_muted = is_muted
+        for unit in self._units:
+            unit.is_muted, unit.is_aside = is_muted, is_aside
 
     def add(self) -> None:
         """See `Sums.add`: they were added where they were reduced. What FSDP2 has made of them is let go."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        _taken(self._parameters)
+
+    def take(self) -> dict[str, Tensor]:
+        """See `Sums.take`."""
+        return _taken(self._parameters)
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         """See `Sums.gradients`."""
@@ -221,11 +232,13 @@ class ExactSums:
 
 class _ExactUnit:
     """A unit's sums. `peaks` and `steps`, by parameter, float64: the largest finite magnitude that this rank had in a micro-batch,
-    and the sum over micro-batches of the largest in each, in steps of the grid."""
+    and the sum over micro-batches of the largest in each, in steps of the grid.
+    `is_muted`, `is_aside`: see `Sums.before_backward`."""
 
-    def __init__(self, unit: Unit, num_ranks: int, is_muted: Callable[[], bool]) -> None:
+    def __init__(self, unit: Unit, num_ranks: int) -> None:
         self.places = unit.parts(num_ranks)
-        self._num_ranks, self._is_muted = num_ranks, is_muted
+        self._num_ranks = num_ranks
+        self.is_muted = self.is_aside = False
         self._device = next(unit.module.parameters()).device
         self.clear()
         _reduce_by(unit, _Reduction(self._round, self._add))
@@ -236,8 +249,9 @@ class _ExactUnit:
 
     def _round(self, addend: Tensor) -> None:
         """A rank's own gradient, float64 [R * E], to the grid, in place."""
-        if self._is_muted():
+        if self.is_muted:
             addend.zero_()
+        if self.is_muted or self.is_aside:
             return
         addend_RE = addend.view(self._num_ranks, -1)
         extremes = [torch.stack(torch.aminmax(addend_RE[:, place])).abs().max() for place in self.places.values()]
@@ -250,10 +264,20 @@ class _ExactUnit:
             GRADIENT_GRID.round_(addend_C)
 
     def _add(self, sum_E: Tensor) -> None:
+        if self.is_aside:
+            return
         if self.sums_E is None:
             self.sums_E = sum_E.clone()
         else:
             self.sums_E += sum_E
+
+
+def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """This rank's parts of what `.grad` holds, by name, which holds nothing any more."""
+    gradients = {name: local_part(parameter.grad) for name, parameter in parameters.items() if parameter.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients
 
 
 # Its name up to torch 2.12.

@@ -5,7 +5,7 @@
        has most of them)                                                                  |
     AdamW on this rank's parts <-- clip by the norm over all ranks <-- sums / normaliser <+
 
-consumes: what train_engine.py's methods are given
+consumes: what the methods are given, as led_engine.py calls them
 waits for: the other ranks, as ranks.py says
 is unblocked by: the same call there
 
@@ -15,7 +15,6 @@ turn. What a rank alone finds out later (a loss that is not finite) changes valu
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,24 +29,22 @@ from torch import Tensor
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.hf_files import write_model
-from asyncflow.engines.train.model.packing import Packed, filled_alike, pack_inert, pack_thrifty
+from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_alike, pack_inert, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.parallel.cut_model import CutModel, placed_like
 from asyncflow.engines.train.parallel.data import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import EXCHANGE_SECONDS, Ranks
+from asyncflow.engines.train.parallel.sharing_check import SharingCheck
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
-from asyncflow.engines.train.state import EngineState
+from asyncflow.engines.train.state import EngineState, fingerprint_of
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
 
 # P packed tokens, T response tokens, H hidden elements.
 
 STATES: Final = ("step", "exp_avg", "exp_avg_sq")
-INERT_TOKENS: Final = 4
-"""Of a micro-batch that is there so that no module is missed: from 4 on a matrix product is that of the others."""
 
 
 class ManyRanks:
@@ -88,9 +85,9 @@ class ManyRanks:
         muted = set(range(len(micro_batches), num_micro_batches))
 
         def loss(i: int, hidden_PH: Tensor) -> Tensor:
-            head_VH, shard = self._policy.head()
             if i >= len(micro_batches):
-                return (hidden_PH.sum() + head_VH.sum()) * 0.0
+                return self._policy.nothing(hidden_PH)
+            head_VH, shard = self._policy.head()
             old_T, ref_T = (frozen[i] if frozen else None for frozen in (olds, refs))
             known = micro_step.given_frozen(self.models, packed[i], micro_batches[i], old_T, ref_T)
             hidden_TH = self._policy.predicting(packed[i], hidden_PH)
@@ -120,7 +117,7 @@ class ManyRanks:
             gradient = self._policy.parts[tied].grad
             assert gradient is not None
             self._pipeline.add_tied_(gradient)
-        counted = [part.grad for part in self._counted if part.grad is not None]
+        counted = [part.grad for part in self._counted.values() if part.grad is not None]
         (largest,) = self.ranks.largest([largest_magnitude(counted)])
         own_fill_tokens = self._fill_tokens if self.ranks.is_leader else 0
         squares, num_added, fill_tokens = self.ranks.total([sum_of_squares(counted, largest), self._num_added, own_fill_tokens])
@@ -154,8 +151,7 @@ class ManyRanks:
             for kind in STATES if self._optimizer.num_updates else ():
                 shape = () if kind == "step" else spec.shape
                 found[f"optimizer/{name}/{kind}"] = self._to_first(name, states.get((name, kind)), shape, torch.float32)
-            whole_ones = {key: tensor for key, tensor in found.items() if tensor is not None}
-            hashes |= {key: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for key, tensor in whole_ones.items()}
+            hashes |= fingerprint_of((key, tensor) for key, tensor in found.items() if tensor is not None)
         return hashes
 
     def save(self, path: Path) -> None:
@@ -213,9 +209,9 @@ class ManyRanks:
         policy = self._policy
         self._sums = make_sums(options.accumulate, policy.parameters, policy.parts, policy.units, self.ranks)
         self._optimizer = Optimizer(policy.parts, options)
-        self._counted = [
-            part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
-        ]
+        self._counted = {
+            name: part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
+        }
         self._num_added = 0  # micro-batches of this data-parallel group whose gradients are in the sums
         self._fills, self._fill_tokens = options.layout.pp > 1 and options.pipeline_fill, 0
         own = [name for name in policy.parts if name != stage.copy_name]
@@ -225,18 +221,9 @@ class ManyRanks:
         self._stage_of = {name: int(index) for name, index in zip(self.specs, stages, strict=True)}
 
     def _check_sharing(self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed]) -> None:
-        """All ranks make the two passes, those without a shared prompt too."""
         self._is_to_check = False
         chosen = next((batch for batch, p in zip(micro_batches, packed, strict=True) if p.layout.has_prompt), None)
-        if chosen is None:
-            for _ in range(2):
-                self._packed_log_probs(pack_inert(INERT_TOKENS, self.ranks.device))
-        else:
-            check_shared_log_probs(self._packed_log_probs, chosen, self.ranks.device, self._policy.dtype)
-
-    def _packed_log_probs(self, packed: Packed) -> Tensor:
-        made = self._log_probs(self._policy, [packed])
-        return self._pipeline.log_probs_from_last(made[0] if made else None, len(packed.targets_T))
+        SharingCheck(self._policy, self._pipeline, self._sums, self.ranks, list(self._counted)).run(chosen)
 
     def _log_probs(self, model: Any, packed: Sequence[Packed]) -> list[Tensor]:
         """A model's log-probs of each micro-batch, on the last stage; elsewhere nothing."""

@@ -41,10 +41,10 @@ _TOKENS: Final = 1  # the dim of [1, P, H]
 def shard_model(module: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Cut the parameters of transformers' causal language model, or of a stage of it, over a mesh of one axis, in place.
 
-    Each rank has the whole parameters before, from the same files, and nothing is sent. `module.base_model(...)` is called as it
-    was, by all ranks alike, with the same packed tokens; its hidden states are plain tensors, the same on all ranks, also those
-    that a stage begins with or ends with. FSDP2 and whatever else keeps parameters come after it; a copy of the module does not
-    work, so another model is loaded and cut for itself.
+    Each rank has the whole parameters before, the same ones or none yet (on the meta device), and nothing is sent.
+    `module.base_model(...)` is called as it was, by all ranks alike, with the same packed tokens; its hidden states are plain
+    tensors, the same on all ranks, also those that a stage begins with or ends with. FSDP2 and whatever else keeps parameters come
+    after it; a copy of the module does not work, so another model is loaded and cut for itself.
 
     Raises:
         UserError: transformers has no plan for the model, or it cannot be cut into so many parts.
@@ -70,7 +70,17 @@ def head_shard(head_VH: Tensor) -> tuple[Tensor, VocabularyShard | None]:
     if not isinstance(head_VH, DTensor):
         return head_VH, None
     mesh = head_VH.device_mesh
-    return head_VH.to_local(), VocabularyShard(mesh.get_group(), _first_row(head_VH))
+    return head_VH.to_local(), VocabularyShard(mesh.get_group(), place(head_VH)[0])
+
+
+def place(parameter: Tensor) -> tuple[int, ...]:
+    """Where this rank's part begins in the whole of a parameter that `shard_model` has cut, or not, by dimension."""
+    begins = [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        (placement,), mesh = parameter.placements, parameter.device_mesh
+        if isinstance(placement, Shard):
+            begins[placement.dim] = begin_of(mesh.get_local_rank(), mesh.size(), parameter.shape[placement.dim])
+    return tuple(begins)
 
 
 def is_counted(parameter: Tensor) -> bool:
@@ -171,7 +181,7 @@ class VocabularyEmbedding(ParallelStyle):
 
         def forward(tokens: Tensor) -> Tensor:
             local_VH = embedding.weight.to_local()
-            shard = VocabularyShard(device_mesh.get_group(), _first_row(embedding.weight))
+            shard = VocabularyShard(device_mesh.get_group(), place(embedding.weight)[0])
             rows, is_here = shard.find(tokens, len(local_VH))
             # A row from 0 up is a token of this shard; -1 would be its last one.
             padding = -1 if embedding.padding_idx is None else embedding.padding_idx - shard.offset
@@ -260,7 +270,6 @@ def _leave_whole(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
     return outputs
 
 
-def _first_row(matrix_VH: DTensor) -> int:
-    """The first row of this rank's part: DTensor cuts into parts of equal sizes, but for the last ones."""
-    num_rows, mesh = matrix_VH.shape[0], matrix_VH.device_mesh
-    return min(-(-num_rows // mesh.size()) * mesh.get_local_rank(), num_rows)
+def begin_of(index: int, num_parts: int, size: int) -> int:
+    """Where part `index` begins of so many elements or rows: DTensor cuts into parts of equal sizes, but for the last ones."""
+    return min(-(-size // num_parts) * index, size)

@@ -17,8 +17,7 @@ from asyncflow.engines.train.model.attention import ATTENTION_NAME, packed_atten
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import AttentionLayout, Packed, pack
 from asyncflow.types import Ragged, UserError
-
-ModelPath = Callable[[str], Path]
+from tests.unit.engines.train.training import ModelPath
 
 FAMILIES = ["qwen2-tiny", "qwen3-tiny", "llama-tiny"]
 

@@ -11,7 +11,7 @@ import torch
 from asyncflow.engines.rollout.config import DecoderConfig
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.train.megatron_weights import Origin, origins, padded_vocabulary
-from tests.unit.engines.train.test_torch_engine import ModelPath
+from tests.unit.engines.train.training import ModelPath
 
 
 def config_of(path: Path, **changes: object) -> DecoderConfig:

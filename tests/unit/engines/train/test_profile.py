@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from torch import Tensor
 from asyncflow.engines.train import profile
 from asyncflow.engines.train.profile import Amount, profile_layer
 from asyncflow.types import LossSums, TokenBatch, UserError
-from tests.unit.engines.train.training import train_options
+from tests.unit.engines.train.training import ModelPath, train_options
 
-ModelPath = Callable[[str], Path]
 AMOUNT = Amount(tokens=(30, 60), num_responses=4, repeats=2)
 EACH = {(task, tokens): 2 for tokens in (30, 60) for task in ("layer_forward", "layer_backward")}
 

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,9 +17,7 @@ from asyncflow.engines.train.state import StateWriter, load_tensors_into
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import RunError
 from tests.unit.engines.train.parallel.training_ranks import Clipped, make_batch
-from tests.unit.engines.train.training import torch_engine, train_on
-
-ModelPath = Callable[[str], Path]
+from tests.unit.engines.train.training import ModelPath, torch_engine, train_on
 
 
 async def step(engine: TorchEngine, number: int) -> None:

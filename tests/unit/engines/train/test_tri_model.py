@@ -1,8 +1,6 @@
 """Old policy and reference: which weights their log-probs are of, when those weights move, and what they cost nothing of."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,7 @@ from asyncflow.engines.train.model import check_sharing
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import LossSums, RunError, TokenBatch
-from tests.unit.engines.train.training import frozen_engine, one_rank, torch_engine, train_on, weights_of
-
-ModelPath = Callable[[str], Path]
-MakeMicroBatch = Callable[..., MicroBatch]
+from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, frozen_engine, one_rank, torch_engine, train_on, weights_of
 
 
 @dataclass

@@ -1,18 +1,28 @@
 """What tests of train engines have in common."""
 
-from dataclasses import replace
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from asyncflow.build.workers import train_engine_options
+from asyncflow.build.prepare import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import FrozenOptions, MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
-from asyncflow.types import Objective
+from asyncflow.types import LossSums, Objective, TokenBatch
+
+ModelPath = Callable[[str], Path]
+MakeMicroBatch = Callable[..., MicroBatch]
 
 
 def train_options(**changes: Any) -> TrainEngineOptions:
@@ -27,8 +37,8 @@ def torch_engine(model_path: Path | str, **changes: Any) -> TorchEngine:
 
 def one_rank(engine: TorchEngine) -> OneRank:
     """What an engine on one device does in its thread: to look at, and to break."""
-    assert engine._one is not None
-    return engine._one
+    assert isinstance(engine.training, OneRank)
+    return engine.training
 
 
 def frozen_engine(model_path: Path | str, **changes: Any) -> FrozenEngine:
@@ -47,3 +57,88 @@ async def weights_of(engine: TrainEngine) -> dict[str, Tensor]:
     """Copies of what it exports."""
     source = await engine.export_weights()
     return {name: tensor.clone() async for name, tensor in source.tensors()}
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An objective of a loss function alone."""
+
+    loss: Callable[[TokenBatch], LossSums]
+    is_token_local: bool = True
+
+
+def policy_gradient(batch: TokenBatch) -> LossSums:
+    """- sum mask A ratio: its gradient at ratio 1 is that of - sum mask A log p."""
+    ratio_T = (batch.logprobs_T - batch.old_logprobs_T).exp()
+    return LossSums(
+        loss=-(batch.mask_T * batch.advantages_T * ratio_T).sum(),
+        metrics={"policy/entropy": (batch.mask_T * batch.entropy_T).sum()},
+    )
+
+
+def reference_log_probs(model: Any, batch: MicroBatch, temperature: float = 1.0) -> list[Tensor]:
+    """Of each response's tokens, by a pass of its own of transformers' model."""
+    log_probs = []
+    for response in batch.response_ids:
+        tokens = torch.tensor(np.concatenate([batch.prompt_ids, response]))
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0, len(batch.prompt_ids) - 1 : -1] / temperature
+        log_probs.append(logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)])
+    return log_probs
+
+
+def reference_steps(path: Path, steps: list[list[MicroBatch]], normalisers: list[int], lrs: list[float], clip: float) -> Any:
+    """The weights after these steps, and the gradient norms before the clip."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    norms = []
+    for batches, normaliser, lr in zip(steps, normalisers, lrs, strict=True):
+        loss = torch.zeros(())
+        for batch in batches:
+            for k, log_probs in enumerate(reference_log_probs(model, batch)):
+                loss = loss - (torch.tensor(batch.loss_mask[k]) * float(batch.advantages[k]) * log_probs).sum()
+        (loss / normaliser).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters()), norms
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Two models have the same weights, to the bit."""
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+
+
+def rows_of(batch: MicroBatch, rows: slice) -> MicroBatch:
+    """A micro-batch of some of the rows."""
+    chosen = range(len(batch.indices))[rows]
+    return MicroBatch(
+        indices=batch.indices[rows],
+        prompt_ids=batch.prompt_ids,
+        response_ids=batch.response_ids.take(chosen),
+        loss_mask=batch.loss_mask.take(chosen),
+        rollout_logprobs=batch.rollout_logprobs.take(chosen),
+        advantages=batch.advantages[rows],
+        staleness=batch.staleness[rows],
+    )
+
+
+def untied(path: Path, folder: Path) -> Path:
+    """That model with an output layer of its own."""
+    shutil.copytree(path, folder)
+    config = json.loads((path / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def moved_less(left: dict[str, Tensor], right: dict[str, Tensor], before: Any, share: float) -> None:
+    """Two models have moved alike, but for a share of the way."""
+    assert left.keys() == right.keys()
+    for name in left:
+        # Adam divides by the gradient's own size: where that is rounding error alone, the direction is too (the key biases)
+        if not name.endswith("k_proj.bias"):
+            assert (left[name] - right[name]).norm() < share * (right[name] - before[name]).norm(), name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,10 +13,7 @@ from asyncflow.engines.train import profile
 from asyncflow.engines.train.profile import Amount, profile_layer
 from asyncflow.types import Layout, LossSums, TokenBatch
 from tests.unit.engines.train.parallel.processes import Processes, RankFailed
-from tests.unit.engines.train.training import train_options
-
-ModelPath = Callable[[str], Path]
-
+from tests.unit.engines.train.training import ModelPath, train_options
 
 SMALL_BYTES = (1 << 10, 1 << 14)
 

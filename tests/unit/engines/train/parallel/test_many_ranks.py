@@ -1,7 +1,7 @@
 """The torch engine under a layout, over gloo: what several ranks compute is what one process does, and nobody waits for ever."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncflow.engines.train.model.packing import pack_thrifty
+from asyncflow.engines.train.model.packing import INERT_TOKENS, pack_thrifty
 from asyncflow.engines.train.one_rank import OneRank
-from asyncflow.engines.train.parallel.many_ranks import INERT_TOKENS
 from asyncflow.types import Array, Layout
 from tests.unit.engines.train.parallel import training_ranks as on_ranks
 from tests.unit.engines.train.parallel.processes import Processes, RankFailed
-from tests.unit.engines.train.training import train_options
-
-ModelPath = Callable[[str], Path]
+from tests.unit.engines.train.training import ModelPath, train_options
 
 OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.05}
 OPTIONS |= {"log_prob_chunk_tokens": 16}
@@ -199,6 +197,72 @@ def test_a_model_is_exported_and_saved_whole_and_goes_on_under_another_layout(
     ):
         values = ranks.run(on_ranks.logprobs_after, path, continued, tmp_path / folder, "load", size=continued.size)[0]
         np.testing.assert_allclose(values, saved[begun], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "options"),
+    [
+        (Layout(dp=3), "qwen2-tiny", {}),
+        (Layout(tp=2), "qwen3-tiny", {}),
+        (Layout(pp=2), "qwen2-tiny", {"frozen_dtype": "bfloat16"}),
+        (Layout(dp=3, tp=2), "deep", {"offload": True}),
+        (Layout(dp=2, tp=2, pp=2), "llama-tiny", {}),
+    ],
+    ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else "",
+)
+def test_each_rank_reads_its_part_of_the_files_to_the_bit(
+    ranks: Processes, model_path: ModelPath, deep: Path, layout: Layout, family: str, options: dict[str, Any]
+) -> None:
+    path = deep if family == "deep" else model_path(family)
+    tensors = load_file(path / "model.safetensors")
+    found = ranks.run(on_ranks.loaded_weights, path, layout, options, size=layout.size)[0]
+    for model, dtype in (("policy", "float32"), ("reference", options.get("frozen_dtype", "float32"))):
+        assert found[model].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert np.array_equal(found[model][name], tensor.to(getattr(torch, dtype)).float().numpy()), (model, name)
+
+
+def test_each_of_four_ranks_reads_a_quarter(ranks: Processes, deep: Path) -> None:
+    whole = sum(tensor.nbytes for tensor in load_file(deep / "model.safetensors").values())
+    for layout in (Layout(dp=4), Layout(tp=2, pp=2)):
+        parts = ranks.run(on_ranks.loading_bytes, deep, layout, size=4)
+        assert max(parts) < 0.35 * whole and sum(parts) >= whole
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, pp=2)], ids=str)
+def test_a_fault_of_sharing_the_prompt_is_found_in_log_probs_and_gradients_and_ends_all_ranks(
+    ranks: Processes, model_path: ModelPath, layout: Layout
+) -> None:
+    path, faulty = model_path("qwen2-tiny"), layout.dp - 1
+    assert all(ranks.run(on_ranks.check_with_fault, path, layout, "gradient", -1, size=layout.size))
+    answers = ranks.answers(on_ranks.check_with_fault, path, layout, "gradient", faulty, size=layout.size)
+    assert [(has_returned, answer[0]) for has_returned, answer in answers] == [(False, "RunError")] * layout.size
+    (message,) = {answer[1] for _, answer in answers}
+    assert re.match(r"sharing the prompt gives a gradient [\d.]+ away from that of the rows alone, whose norm is [\d.]+: ", message)
+    answers = ranks.answers(on_ranks.check_with_fault, path, layout, "log-prob", faulty, size=layout.size)
+    assert [(has_returned, answer[0]) for has_returned, answer in answers] == [(False, "RunError")] * layout.size
+    each = layout.tp * layout.pp
+    for rank, (_, answer) in enumerate(answers):
+        words = "for a token of row 2, where the row alone has" if rank // each == faulty else "on another rank, which says"
+        assert words in answer[1]
+
+
+@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(dp=2, pp=2)], ids=str)
+def test_comparing_gradients_leaves_a_step_as_it_is(
+    ranks: Processes, model_path: ModelPath, layout: Layout, accumulate: str
+) -> None:
+    """The first turn has nothing to compare; in the second one group has not, either."""
+    alone, shared = [on_ranks.make_batch(i, (4,), 9) for i in range(2)], on_ranks.make_batch(2, (5, 3), 20)
+    turns = [[[batch] for batch in alone][: layout.dp], [[shared], []][: layout.dp]]
+    sums = []
+    for is_checked in (True, False):
+        options = {**OPTIONS, "accumulate": accumulate, "check_shared_prompt": is_checked}
+        sums.append(ranks.run(on_ranks.gradients, model_path("qwen2-tiny"), turns, layout, options, size=layout.size)[0])
+    assert sums[0].norm == sums[1].norm and sums[0].results == sums[1].results
+    assert all(np.array_equal(sums[0].sums[name], sums[1].sums[name]) for name in sums[1].sums)
+    if accumulate == "exact" and layout.dp > 1:
+        assert ranks.run(on_ranks.sums_of_a_check, model_path("qwen2-tiny"), layout, size=layout.size) == [0.0] * layout.size
 
 
 @pytest.mark.parametrize("accumulate", ["exact", "fp32"])

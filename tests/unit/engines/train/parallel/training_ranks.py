@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult
+from asyncflow.engines.train.model import check_sharing
+from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.parallel import sharing_check
 from asyncflow.engines.train.parallel.cut_model import placed_like
 from asyncflow.engines.train.parallel.data import ExactSums, HandedSums
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
@@ -220,6 +228,83 @@ class Broken:
             raise UserError("this loss is not for these rows")
         factor = {"infinite": math.inf, "huge": 1e9}[self.how]
         return LossSums(loss=sums.loss * factor, metrics=sums.metrics)
+
+
+def loaded_weights(path: Path, layout: Layout, options: dict[str, Any]) -> dict[str, dict[str, Array]]:
+    """On rank 0: the weights of policy and reference as they were loaded, whole, by name, as float32."""
+    many = ManyRanks(path, train_options(layout=layout, has_reference=True, **options))
+    try:
+        found: dict[str, dict[str, Array]] = {"policy": {}, "reference": {}}
+        for model, weights in zip((many._policy, many.models.reference), found.values(), strict=True):
+            assert model is not None and not any(part.is_meta for part in model.parts.values())
+            assert model.parts.keys() - many.specs.keys() <= {model.stage.copy_name}, "a tied one comes once"
+            for name, spec in many.specs.items():
+                tensor = many._to_first(name, model.parameters.get(name), spec.shape, next(iter(model.parts.values())).dtype)
+                weights |= {} if tensor is None else {name: tensor.float().numpy()}
+        return found
+    finally:
+        many.close()
+
+
+def loading_bytes(path: Path, layout: Layout) -> int:
+    """On each rank: the most that was allocated at a time for tensors while a model was loaded, beside its mapped file.
+
+    Nothing reads it whole: what other threads would allocate, as transformers has them do, is not counted.
+    """
+    mapped = (path / "model.safetensors").stat().st_size
+    gc.collect()  # an earlier model's parameters, which would count as freed here
+    no_whole = patch.object(AutoModelForCausalLM, "from_pretrained", None), patch.object(WeightFiles, "__getitem__", None)
+    with no_whole[0], no_whole[1], profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        many = ManyRanks(path, train_options(layout=layout))
+    many.close()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():  # in order of time
+        if event.name() == "[memory]" and abs(event.nbytes()) != mapped:
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Doubled(Packed):
+    """The same log-probs, and twice the gradient."""
+
+    def predicting(self, hidden_PH: Tensor) -> Tensor:
+        hidden_TH = Packed.predicting(self, hidden_PH)
+        return hidden_TH + hidden_TH - hidden_TH.detach()
+
+
+def check_with_fault(path: Path, layout: Layout, fault: str, faulty: int) -> list[MicroBatchResult]:
+    """On each rank: a turn whose check finds a fault in the shared layout of data-parallel group `faulty`, in -1 none."""
+    many = ManyRanks(path, train_options(layout=layout))
+
+    def broken(micro_batch: MicroBatch, device: Any) -> tuple[Packed, Packed]:
+        shared, rows = check_sharing.both_ways(micro_batch, device)
+        if many.ranks.dp_rank == faulty and fault == "log-prob":
+            shared.targets_T[8] += 1
+        if many.ranks.dp_rank == faulty and fault == "gradient":
+            shared = Doubled(*(getattr(shared, field.name) for field in fields(Packed)))
+        return shared, rows
+
+    turn = [[make_batch(group, (5, 3, 4), 20)] for group in range(layout.dp)]
+    try:
+        with patch.object(sharing_check, "both_ways", broken):
+            return many.forward_backward(turn[many.ranks.dp_rank], Clipped())
+    finally:
+        many.close()
+
+
+def sums_of_a_check(path: Path, layout: Layout) -> float:
+    """On each rank: what is in exact sums, and counted of their range, after nothing but a check."""
+    many = ManyRanks(path, train_options(layout=layout, accumulate="exact"))
+    batch = make_batch(1, (5, 3, 4), 20)
+    try:
+        many._check_sharing([batch], [pack_thrifty(batch.prompt_ids, batch.response_ids)])
+        sums = many._sums
+        assert isinstance(sums, ExactSums) and not any(unit.sums_E is not None for unit in sums._units)
+        return sum(float(unit.peaks.sum() + unit.steps.sum()) for unit in sums._units)
+    finally:
+        many.close()
 
 
 def state_bytes(path: Path, layout: Layout, options: dict[str, Any]) -> int:

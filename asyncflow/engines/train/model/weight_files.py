@@ -1,0 +1,71 @@
+"""A model's weights as they lie in its safetensors files: read one at a time, or a part of one, never more than is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from asyncflow.types import UserError
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The weights by Hugging Face name, in the files' own dtype, on the CPU; each is read when it is asked for."""
+
+    def __init__(self, model_path: Path | str) -> None:
+        """Raises `UserError` where there are none, or they cannot be read."""
+        self._path = Path(model_path)
+        self._files: dict[str, Any] = {}  # the opened file of each
+        try:
+            for path in _files_of(self._path):
+                opened: Any = safe_open(path, framework="pt")
+                self._files |= dict.fromkeys(opened.keys(), opened)
+        except (OSError, ValueError, SafetensorError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"The weights of the model at {self._path} cannot be read ({reason}): get the files again.") from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises `UserError` unless every one of these is there, and has this shape."""
+        own = self.shapes
+        lacking = sorted(name for name, shape in shapes.items() if own.get(name) != shape)
+        if lacking:
+            raise UserError(
+                f"The model at {self._path} lacks {len(lacking)} of its weights, {lacking[0]} the first: get the files again."
+            )
+
+    @torch.no_grad()
+    def fill(self, part: Tensor, name: str, begin: Sequence[int]) -> None:
+        """Copy into `part`, of any dtype and device, what lies in the weight from `begin` on, by dimension."""
+        if part.numel():
+            where = tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))
+            part.copy_(self._files[name].get_slice(name)[where])
+
+
+def _files_of(path: Path) -> list[Path]:
+    """As transformers looks for them."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
