@@ -45,7 +45,7 @@ class Trainer:
         self._thread.start()
         self._job = self._call(self._make_job())
         self._call(self._job.start())
-        self._steps_done = self._job.job_file.first
+        self._steps_done = self._job.first
 
     def step(self) -> Mapping[str, float] | None:
         """Train one step and return its metrics; None when `run.steps` are done. Starts the run if it is not running.
@@ -77,6 +77,14 @@ class Trainer:
         """
         return self._call(self._weights_arrived(timeout_seconds))
 
+    def scale_rollout(self, num_workers: int, grace_seconds: float = 60.0) -> str:
+        """Let rollout workers join or leave, as `asyncflow cluster scale` does. Returns what is begun, in words.
+
+        `grace_seconds`: how long those that leave may take to end what they hold. Raises `UserError` for a number that the run
+        cannot have.
+        """
+        return self._call(self._scale(num_workers, grace_seconds))
+
     def stop(self) -> None:
         """Stop the workers and write the model, the trace and the report. Nothing if the run is not running."""
         if self._job is not None:
@@ -105,6 +113,12 @@ class Trainer:
     async def _push(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self._started.push(rows)
 
+    async def _scale(self, num_workers: int, grace_seconds: float) -> str:
+        job = self._started
+        if job.driver is None:
+            raise RunError("this run has stopped")
+        return await job.scaling.scale("rollout", num_workers, grace_seconds)
+
     async def _one_step(self, step: int) -> None:
         job = self._started
         if job.driver is None:
@@ -119,13 +133,13 @@ class Trainer:
             raise RunError("this run has stopped")
         version, board = driver.ledger.ledger.committed, driver.board
         try:
-            await asyncio.wait_for(board.all_serve(version, self.config.rollout.num_workers), timeout_seconds)
+            await asyncio.wait_for(board.all_serve(version), timeout_seconds)
         except TimeoutError as error:
             serving, why = board.serving, []
-            for name in (f"rollout/{i}" for i in range(self.config.rollout.num_workers)):
+            for name in board.crew.working:
                 if name in board.stale:
                     why.append(f"{name} could not get it ({board.stale[name]})")
-                elif name not in board.given_up and serving.get(name, -1) < version:
+                elif serving.get(name, -1) < version:
                     why.append(f"{name} serves {serving[name]}" if name in serving else f"{name} is not there")
             told = "; ".join(why) or "it is not published yet"
             raise RunError(f"version {version} is not served by all within {timeout_seconds:g} s: {told}") from error

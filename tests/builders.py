@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from itertools import chain
 
 from asyncflow.engines.base import Response
 from asyncflow.rewards.base import Sample
@@ -15,6 +17,27 @@ def meta(
 ) -> GroupMeta:
     """A group, whose interval is its step's alone unless one is given."""
     return GroupMeta(group, size, step, Interval(step if low is None else low, step if high is None else high), purpose)
+
+
+class Unmade:
+    """The part of a `Progress` that tells of rows without a response: `waiting` are in nobody's hands, `held` in somebody's. By the
+    last version that may generate them. `num_ready`: rows that lie ready for whatever task."""
+
+    waiting: Sequence[int]
+    held: Sequence[int]
+    num_ready: int
+
+    def unfinished(self, version: int) -> int:
+        return sum(high <= version for high in chain(self.waiting, self.held))
+
+    def unleased(self, version: int) -> int:
+        return sum(high <= version for high in self.waiting)
+
+    def oldest_unleased(self, at_least: int) -> int | None:
+        return min((high for high in self.waiting if high >= at_least), default=None)
+
+    def ready(self, task: str) -> int:
+        return self.num_ready
 
 
 async def turns(count: int = 60) -> None:

@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncflow.build.prepare import Prepared, shape_of, tasks_before_training
+from asyncflow.build.health import Health
+from asyncflow.build.model_files import ModelFiles
+from asyncflow.build.prepare import Prepared, num_devices, shape_of, tasks_before_training
 from asyncflow.build.record import RecordState, RunRecord, Told
 from asyncflow.build.resume import Resumed, as_prompt, evaluated_versions
 from asyncflow.build.saving import Saves
+from asyncflow.build.scaling import Devices
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.data.order import SeededOrder
@@ -30,6 +33,7 @@ from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.books import Books
+from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.loop import feed
@@ -52,7 +56,8 @@ class Driver:
         self._first = first = resumed.state.version if resumed is not None else 0
 
         self._signal = signal = Signal()
-        self._build_queue()
+        self.transfer_queue = self._make_queue()
+        self.queue = self.transfer_queue.client()
         ledger = Ledger(
             self.shape.group_bits,
             tasks_before_training(config),
@@ -63,45 +68,14 @@ class Driver:
         )
         books = Books(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
-        self.board = Board(self.schedule, books, signal, self._clock, first=first)
-        self.record = RunRecord(
-            config,
-            self.schedule,
-            ledger,
-            self.queue,
-            self.transfer_queue.controllers,
-            dataclasses.replace(told, failed=self._failed),
-            start=self._start,
-            now=self._clock,
-            progress=self.progress,
-            before=resumed.record if resumed is not None else RecordState(),
-        )
+        self.board = Board(self.schedule, books, signal, self._clock, Crew(config.rollout.num_workers), first=first)
+        self.devices = Devices(num_devices(config), self._clock)
+        self.record = self._make_record(ledger, told, resumed)
         self.hub = self.record.hub
+        self.health = Health(config, self.board, self.hub, says=told.says, fails=self._failed)
         self._evaluated_versions = evaluated_versions(config.run_dir)
-        again = {0, *(resumed.versions if resumed is not None else ())}
-        lost = {v for v in range(first) if v not in again or v < first - self.schedule.max_staleness}
-        self.held_out = HeldOut(
-            prepared.held_out,
-            last_version=config.run.steps,
-            every_steps=config.eval.every_steps,
-            samples=config.eval.samples_per_prompt,
-            temperature=config.rollout.temperature,
-            greedy=config.eval.greedy,
-            on_row=self._evaluated,
-            done=self._evaluated_versions | lost,
-        )
-        for version in sorted(lost - self._evaluated_versions):
-            if self.held_out.is_planned(version):
-                told.says(f"the evaluation of version {version} was cut short, and nobody has its weights any more: it is left out")
-        self.source: SeededOrder[Prompt] = SeededOrder(
-            prepared.prompts, config.run.seed, resumed.state.position if resumed is not None else 0
-        )
-        admissions: dict[str, Any] = {}
-        if resumed is not None:
-            self.source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
-            columns = {column.name for column in self.queue.schema.columns}
-            admissions = {"first": first, "steps": resumed.steps, "rows": resumed.rows, "columns": columns}
-        self._admissions = Admissions(self.source, self.schedule, self.shape, **admissions)
+        self.held_out = self._make_held_out(prepared, resumed)
+        self.source, self._admissions = self._make_order(prepared, resumed)
         self.saves = Saves(
             config,
             self.schedule,
@@ -115,28 +89,24 @@ class Driver:
             says=told.says,
             evaluated=self._evaluated_versions,
         )
-        self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
-        self.ledger.on_committed = self._committed
-        self.board.on_installed = self.record.installed
-        self.board.on_stale = self._stale
-        self.board.is_silent = lambda worker: self.hub.is_silent(worker, config.queue.lease_seconds / 2)
-        self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
-        self._silent: set[str] = set()
+        self._own_services: dict[str, object] = {
+            "ledger": self.ledger,
+            "board": self.board,
+            "hub": self.hub,
+            "saves": self.saves,
+            "model": ModelFiles(prepared.model),
+        }
+        self._connect()
 
-    def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
-        """What a task's controller tells the books."""
-        callbacks: dict[str, Callable[..., None]] = {"on_done": partial(self._done, task), "on_dead": self._gave_up}
-        if task == "rollout":
-            callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._notify}
-        return callbacks
+    # -- its parts ----------------------------------------------------------------------------------------------------------
 
-    def _build_queue(self) -> None:
+    def _make_queue(self) -> TransferQueue:
         config, tasks = self.config.queue, tasks_before_training(self.config)
         storages = [
             build("queue storage", config.storage.name, {**config.storage.options, "unit": number}, STORAGES)
             for number in range(config.num_units)
         ]
-        self.transfer_queue = TransferQueue(
+        return TransferQueue(
             schema(
                 self.shape.group_bits,
                 config.lease_seconds,
@@ -153,26 +123,88 @@ class Driver:
                 snapshot_dir=self.config.run_dir / SNAPSHOTS_DIR,
             ),
         )
-        self.queue = self.transfer_queue.client()
 
-    def services(self, status: object) -> Mapping[str, object]:
-        """What workers call, by name; `status` answers `asyncflow status`."""
-        own: dict[str, object] = {
-            "status": status,
-            "ledger": self.ledger,
-            "board": self.board,
-            "hub": self.hub,
-            "saves": self.saves,
-        }
-        return ChainMap(own, self.transfer_queue.services)  # units may join
+    def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
+        """What a task's controller tells the books."""
+        callbacks: dict[str, Callable[..., None]] = {"on_done": partial(self._done, task), "on_dead": self._gave_up}
+        if task == "rollout":
+            callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._looked_again}
+        return callbacks
 
-    def server(self, status: object, arena: Path) -> Server:
+    def _make_record(self, ledger: Ledger, told: Told, resumed: Resumed | None) -> RunRecord:
+        return RunRecord(
+            self.config,
+            self.schedule,
+            ledger,
+            self.queue,
+            self.transfer_queue.controllers,
+            dataclasses.replace(told, failed=self._failed),
+            start=self.beside,
+            now=self._clock,
+            progress=self.progress,
+            num_devices=self.devices.mean,
+            before=resumed.record if resumed is not None else RecordState(),
+        )
+
+    def _make_held_out(self, prepared: Prepared, resumed: Resumed | None) -> HeldOut:
+        """The evaluations, but for those of earlier lives, and those that nobody can make any more."""
+        config, first = self.config, self._first
+        again = {0, *(resumed.versions if resumed is not None else ())}
+        lost = {v for v in range(first) if v not in again or v < first - self.schedule.max_staleness}
+        held_out = HeldOut(
+            prepared.held_out,
+            last_version=config.run.steps,
+            every_steps=config.eval.every_steps,
+            samples=config.eval.samples_per_prompt,
+            temperature=config.rollout.temperature,
+            greedy=config.eval.greedy,
+            on_row=self._evaluated,
+            done=self._evaluated_versions | lost,
+        )
+        for version in sorted(lost - self._evaluated_versions):
+            if held_out.is_planned(version):
+                self._says(
+                    f"the evaluation of version {version} was cut short, and nobody has its weights any more: it is left out"
+                )
+        return held_out
+
+    def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
+        """The order of the data, and what enters the queue at each step."""
+        if resumed is None:
+            source = SeededOrder(prepared.prompts, self.config.run.seed, 0)
+            return source, Admissions(source, self.schedule, self.shape)
+        source = SeededOrder(prepared.prompts, self.config.run.seed, resumed.state.position)
+        source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
+        columns = {column.name for column in self.queue.schema.columns}
+        return source, Admissions(
+            source, self.schedule, self.shape, first=self._first, steps=resumed.steps, rows=resumed.rows, columns=columns
+        )
+
+    def _connect(self) -> None:
+        """Have the books tell one another."""
+        self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
+        self.ledger.on_committed = self._committed
+        self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
+        self.board.on_installed = self.record.installed
+
+    # -- what it serves -----------------------------------------------------------------------------------------------------
+
+    def serve(self, name: str, service: object) -> None:
+        """One more service, which somebody else has made."""
+        self._own_services[name] = service
+
+    @property
+    def services(self) -> Mapping[str, object]:
+        """What workers, and others who come through the door, call by name."""
+        return ChainMap(self._own_services, self.transfer_queue.services)  # units may join
+
+    def server(self, arena: Path) -> Server:
         """Serves the run's services. Large columns lie in the file `arena`."""
         queue = self.config.queue
         memory = Arena(queue.unit_capacity_bytes * queue.num_units, arena)
         has_key = queue.listen is not None or self.config.weight_sync.needs_key
         credentials = Credentials.create(self.config.run_dir / KEY_FILE) if has_key else None
-        return Server(self.services(status), self.disconnected, credentials=credentials, arena=memory)
+        return Server(self.services, self.disconnected, credentials=credentials, arena=memory)
 
     def disconnected(self, client_key: str) -> None:
         """A client has gone: what it held is handed out again, and nothing is waited for on its behalf."""
@@ -214,6 +246,12 @@ class Driver:
         await self.transfer_queue.close()
         self.record.close()
 
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the run, which waits for it at its end; its failure ends the run."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+
     def progress(self) -> None:
         """Something has moved: the run is not stalled."""
         self.last_progress = self._clock()
@@ -231,14 +269,11 @@ class Driver:
     # -- what the books tell ------------------------------------------------------------------------------------------------
 
     def _end_step(self, purpose: str, step: int) -> None:
-        self._start(self.queue.end_step(purpose, step))
+        self.beside(self.queue.end_step(purpose, step))
 
-    def _notify(self) -> None:
-        for worker in {worker for worker in self.hub.states if worker.startswith("rollout/") and self.board.is_silent(worker)}:
-            if worker not in self._silent:
-                self._silent.add(worker)
-                self._says(f"worker {worker} says nothing any more: what it holds is given to others")
-        self._silent = {worker for worker in self._silent if self.board.is_silent(worker)}
+    def _looked_again(self) -> None:
+        """The controller has looked at what is asked of it, perhaps since a lease has expired."""
+        self.health.look_around()
         self._signal.notify()
 
     def _begun(self, lease: Lease, want: Want) -> None:
@@ -254,38 +289,8 @@ class Driver:
         for letter in dead:
             self._says(f"row {letter.row} is given up after {self.config.reward.max_attempts} attempts: {letter.error}")
         self.record.rows_died(len(dead))
-        self._start(self.queue.drop([letter.row for letter in dead]))
+        self.beside(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
-
-    def died(self, worker: str, why: str, is_given_up: bool) -> None:
-        """A rollout worker's process has ended, and is started again or given up."""
-        self.board.died(worker, is_given_up)
-        self._unhealthy(worker, why)
-
-    def _stale(self, worker: str, why: str) -> None:
-        """A rollout worker could not get its weights. It tries again, for a while."""
-        self._says(f"worker {worker} has no weights to serve, and tries again: {why}")
-        patience, loop = self.config.weight_sync.deadline_seconds, asyncio.get_running_loop()
-        told = f"has had no weights to serve for {patience:g} s: {why}"
-
-        def look_again() -> None:
-            if worker in self.board.stale:
-                self._judge(worker, told)
-
-        loop.call_later(patience, look_again)
-
-    def _unhealthy(self, worker: str, why: str) -> None:
-        """A rollout worker serves nothing for now."""
-        self._says(f"worker {worker} {why}")
-        self._judge(worker, why)
-
-    def _judge(self, worker: str, why: str) -> None:
-        """With too few others the run stops."""
-        workers, needed = self.config.rollout.num_workers, self.config.weight_sync.min_healthy_workers
-        healthy = workers - self.board.num_unhealthy(self.config.weight_sync.deadline_seconds)
-        if healthy < needed and not self.ledger.is_stopping and not self.failure.done():
-            numbers = f"{healthy} of {workers} rollout workers are left, and weight_sync.min_healthy_workers is {needed}"
-            self.failure.set_exception(RunError(f"worker {worker} {why}; {numbers}"))
 
     def _lost(self, unit: int, rows: list[int]) -> None:
         if not self.failure.done():
@@ -300,11 +305,6 @@ class Driver:
     def _failed(self, error: RunError) -> None:
         if not self.failure.done():
             self.failure.set_exception(error)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)

@@ -1,14 +1,16 @@
-"""What the processes of a run are started with."""
+"""The workers of a run, and what their processes are started with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
 
+from asyncflow.build.prepare import tasks_before_training
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
 from asyncflow.engines.base import RANKS_STORE
 
+_MAINS: Final = "asyncflow.build.workers"
 # Micro-batches allocate and free the same megabytes over and over: glibc is to keep them, not to map zeroed pages each time.
 _KEEP_FREED_MEMORY: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(10**9),
@@ -30,13 +32,38 @@ def training(config: Config) -> dict[str, str]:
     return threads(config.train.num_threads) | _KEEP_FREED_MEMORY
 
 
+def devices(device: str, num_threads: int) -> dict[str, float]:
+    """What a worker that computes on a device (cpu, cuda:1, ...) needs of its machine, by the names that clusters count it by."""
+    accelerators = {"cuda": {"GPU": 1.0}, "npu": {"NPU": 1.0}}
+    return {"CPU": float(num_threads)} | accelerators.get(device.partition(":")[0], {})
+
+
+def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainers_there: bool) -> list[WorkerSpec]:
+    """All that a run starts with, one of no steps neither trainers nor a reference. torchrun's trainers are there already."""
+    tasks = tasks_before_training(config)
+    specs = [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
+    if "reward" in tasks:
+        specs.append(WorkerSpec("reward", f"{_MAINS}:reward_worker", threads(1), needs=devices("cpu", 1)))
+    if is_training and not are_trainers_there:
+        specs += trainers(config, f"{_MAINS}:train_worker", weights_dir)
+    if is_training and "reference" in tasks:
+        needs = devices(config.train.device, config.train.num_threads)
+        specs.append(WorkerSpec("reference", f"{_MAINS}:reference_worker", training(config), needs=needs))
+    return specs
+
+
+def rollout_worker(config: Config, name: str) -> WorkerSpec:
+    """One of those that a run starts with, or that join it."""
+    rollout = config.rollout
+    needs = devices(rollout.device, rollout.num_threads)
+    return WorkerSpec(name, f"{_MAINS}:rollout_worker", threads(rollout.num_threads), rollout.max_restarts, needs)
+
+
 def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
     """One worker for each rank of the layout. They find each other in `folder`, which is theirs alone."""
-    size = config.layout.size
-    return [
-        WorkerSpec(f"trainer/{rank}", entry, training(config) | _rank(rank, size) | {RANKS_STORE: f"file://{folder}/ranks"})
-        for rank in range(size)
-    ]
+    size, needs = config.layout.size, devices(config.train.device, config.train.num_threads)
+    store = {RANKS_STORE: f"file://{folder}/ranks"}
+    return [WorkerSpec(f"trainer/{rank}", entry, training(config) | _rank(rank, size) | store, needs=needs) for rank in range(size)]
 
 
 def _rank(rank: int, size: int) -> dict[str, str]:

@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.build.prepare import num_devices, shape_of
+from asyncflow.build.prepare import shape_of
 from asyncflow.config import Config
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub
-from asyncflow.telemetry.metrics import StepMetrics, StepTimes
+from asyncflow.telemetry.metrics import LARGE_MISMATCH, StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -79,12 +79,13 @@ class RunRecord:
         start: Callable[[Coroutine[Any, Any, None]], None],
         now: Callable[[], float],
         progress: Callable[[], None],
+        num_devices: Callable[[float, float], float],
         before: RecordState,
     ) -> None:
-        """Opens the run's files. `before`: of the lives before this one."""
+        """Opens the run's files. `num_devices`: between two moments, on average. `before`: of the lives before this one."""
         self._config, self._schedule, self._ledger, self._told = config, schedule, ledger, told
         self._queue, self._controllers = queue, controllers
-        self._start, self._now, self._progress = start, now, progress
+        self._start, self._now, self._progress, self._num_devices = start, now, progress, num_devices
         self.shape = shape_of(config)
         run_dir = config.run_dir
         self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, progress)
@@ -105,6 +106,7 @@ class RunRecord:
         self._dead_committed = before.rows_dead
         self._skipped_in_a_row = before.skipped_in_a_row
         self._has_said_unshared = before.has_said_unshared
+        self._has_said_mismatch = False
         self._redelivered = before.rows_redelivered
 
     def state(self) -> RecordState:
@@ -240,6 +242,19 @@ class RunRecord:
         tokens = f"a prompt of {group.prompt_length} tokens, {len(group.rows)} responses of {group.response_lengths.mean():.0f}"
         self._told.says(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
 
+    def _look_at_mismatch(self, row: Mapping[str, float]) -> None:
+        """Say once that the two engines do not compute the same."""
+        divergence = row.get("mismatch/kl", 0.0)
+        if self._has_said_mismatch or not divergence > LARGE_MISMATCH:  # no number: other lines tell of that
+            return
+        self._has_said_mismatch = True
+        self._told.says(
+            f"the rollout engine's log-probs are not the train engine's: mismatch/kl is {divergence:.2g} nats, above "
+            f"{LARGE_MISMATCH:g}, though both have the same weights; set rollout.dtype and train.dtype to the same, or to float32; "
+            f"take out what changes the rollout engine's arithmetic, such as quantisation; or correct for it by "
+            f"algorithm.correction=truncated (docs/off_policy.md)"
+        )
+
     def _rows_redelivered(self) -> int:
         now = sum(c.table.counts()["redelivered"] for c in self._controllers.values())
         return self._before.rows_redelivered + now
@@ -281,11 +296,13 @@ class RunRecord:
             await self.hub.settle(times.committed)
             spans = self.hub.log.window(times.started, times.committed)
             began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
-            row = metrics.row(dataclasses.replace(times, train_began=began), num_devices(self._config), spans)
+            devices = self._num_devices(times.started, times.committed)
+            row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
             row |= run_metrics(*await self._queue.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             if self._before.resumed_at:
                 row["run/num_resumes"] = len(self._before.resumed_at)
+            self._look_at_mismatch(row)
             self.hub.log.flush()
             for tracker in self._trackers:
                 tracker.log(step, row)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from asyncflow.build.prepare import TOKENIZER_FILES, make_algorithm, reward_pool, shape_of
+from asyncflow.build.model_files import ModelFiles, model_here
+from asyncflow.build.prepare import TOKENIZER_FILES, make_algorithm, reward_pool, shape_of, train_engine_options
 from asyncflow.build.resume import TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.build.saving import Saves, Saving, checkpoints_of
+from asyncflow.cluster.abroad import abroad
 from asyncflow.config import Config, load
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.base import FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine, TrainEngineOptions
+from asyncflow.engines.base import FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import LOG_PROB_ENGINES, TRAIN_ENGINES
 from asyncflow.registry import build
@@ -28,10 +30,10 @@ from asyncflow.rewards.base import Sample
 from asyncflow.rewards.delays import delayed
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
-from asyncflow.telemetry.hub import Hub, Reporter
+from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
-from asyncflow.transport import Peer, proxy
+from asyncflow.transport import Credentials, Peer, proxy
 from asyncflow.types import Array, HeldWeights, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSync, WeightSyncOptions
@@ -57,6 +59,7 @@ class JobFile(msgspec.Struct, frozen=True):
     launch: str = ""  # of torchrun, if it has started the trainers
     first: int = 0  # the step that the run begins with: committed before, in earlier lives
     checkpoint: str = ""  # the folder that it goes on from
+    door: str = ""  # where workers on other machines find the driver, if there are any
 
 
 def launch_in(job_file: Path) -> str:
@@ -81,27 +84,46 @@ class Connection:
 @asynccontextmanager
 async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[Connection]:
     """Connect to the driver of a run directory."""
-    config = load(run_dir / CONFIG_FILE)
+    config = _config_of(run_dir)
     job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
-    peer = await Peer.connect(control_socket(run_dir), name)
-    async with joined(peer, name, config, job, device(config)) as run:
+    if (node := abroad()) is None:
+        async with joined(await Peer.connect(control_socket(run_dir), name), name, config, job, device(config)) as run:
+            yield run
+        return
+    credentials, clock = Credentials.load(run_dir / KEY_FILE), asyncio.get_running_loop().time
+    peer = await Peer.connect(job.door, name, credentials=credentials)
+    model = await model_here(proxy(ModelFiles, peer, "model"), Path(job.model), node.files / "model")
+    job = msgspec.structs.replace(job, model=str(model), weights_dir=str(node.memory))
+    clock = await driver_clock(proxy(Hub, peer, "hub"), clock)
+    async with joined(peer, name, config, job, device(config), credentials=credentials, clock=clock) as run:
         yield run
 
 
 @asynccontextmanager
-async def joined(peer: Peer, name: str, config: Config, job: JobFile, device: str) -> AsyncIterator[Connection]:
-    """A worker's view of the run behind a peer; reports spans and renews leases in the background."""
-    places = Places(remote_directory(peer), name, peer=peer)
+async def joined(
+    peer: Peer,
+    name: str,
+    config: Config,
+    job: JobFile,
+    device: str,
+    *,
+    credentials: Credentials | None = None,
+    clock: Callable[[], float] | None = None,
+) -> AsyncIterator[Connection]:
+    """A worker's view of the run behind a peer; reports spans and renews leases in the background. `clock`: the driver's."""
+    places = Places(remote_directory(peer), name, peer=peer, credentials=credentials)
     await places.learn()
     places.watch()
-    queue, clock = TransferQueueClient(places), asyncio.get_running_loop().time
+    queue, clock = TransferQueueClient(places), clock or asyncio.get_running_loop().time
     reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
-    async with _beside(reporter.run(), queue.renew_held()):
-        ledger, board, saves = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board"), proxy(Saves, peer, "saves")
-        yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter)
-    await reporter.flush()
-    await places.close()
-    await peer.close()
+    try:
+        async with _beside(reporter.run(), queue.renew_held()):
+            ledger, board, saves = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board"), proxy(Saves, peer, "saves")
+            yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter)
+        await reporter.flush()
+    finally:  # what it holds is others' to have at once, also where its process goes on
+        await places.close()
+        await peer.close()
 
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
@@ -245,6 +267,14 @@ async def add_log_probs(run: Connection, engine: LogProbEngine) -> None:
     await engine.close()
 
 
+def _config_of(run_dir: Path) -> Config:
+    """A run's configuration, which lies in `run_dir` here, wherever it does on the driver's machine."""
+    config = load(run_dir / CONFIG_FILE)
+    if config.run_dir == run_dir:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir.parent, "name": run_dir.name})})
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """A saved model needs the tokenizer that its prompts were written with."""
     for name in TOKENIZER_FILES:
@@ -306,36 +336,6 @@ def _rollout_engine(run: Connection) -> RolloutEngine:
 def _train_engine(run: Connection) -> TrainEngine:
     chosen, arguments = run.config.train.engine, {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
     return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
-
-
-def train_engine_options(config: Config) -> TrainEngineOptions:
-    """What the configuration says to every train engine."""
-    train, algorithm = config.train, make_algorithm(config)
-    return TrainEngineOptions(
-        layout=config.layout,
-        pipeline_micro_batches=train.pipeline_micro_batches,
-        pipeline_fill=train.pipeline_fill,
-        learning_rate=train.learning_rate,
-        warmup_steps=train.warmup_steps,
-        betas=train.betas,
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        temperature=config.rollout.temperature,
-        seed=config.run.seed,
-        device=train.device,
-        dtype=train.dtype,
-        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
-        num_threads=train.num_threads,
-        accumulate=train.accumulate,
-        old=train.old,
-        is_corrected=algorithm.correction != "none",
-        has_reference=algorithm.needs_reference and train.reference == "fused",
-        frozen_dtype=train.frozen_dtype,
-        offload=train.offload,
-        check_shared_prompt=train.check_shared_prompt,
-        activation_checkpointing=train.activation_checkpointing,
-        offload_optimizer=train.offload_optimizer,
-    )
 
 
 def _reference_engine(run: Connection) -> LogProbEngine:

@@ -8,6 +8,7 @@ import sys
 import typer
 
 from asyncflow.cli.check import check
+from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.errors import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.queue import app as queue
@@ -32,6 +33,7 @@ app.command()(simulate)
 app.command()(report)
 app.command()(status)
 app.command()(check)
+app.add_typer(cluster, name="cluster")
 app.add_typer(queue, name="queue")
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from asyncflow.cli.display import Display
-from asyncflow.config import Config, apply_override, parse, read_yaml
+from asyncflow.config import Config, parse
+from asyncflow.settings import apply_override, read_yaml
 from asyncflow.types import UserError
 
 

@@ -31,7 +31,7 @@ def simulate(
     first: Annotated[int, typer.Option(min=0, help="The first of them, whose report is kept.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="How many run at once.")] = 1,
     faults: Annotated[
-        bool, typer.Option(help="Slow, dying and stalled workers, late rewards, weights that do not arrive.")
+        bool, typer.Option(help="Slow, dying and stalled workers, some that join and leave, late rewards, lost weights.")
     ] = False,
     costs: Annotated[Path | None, typer.Option(help="A JSON file: what everything takes, in seconds.")] = None,
 ) -> None:

@@ -20,7 +20,7 @@ def status(
 
 
 async def _status(run: Path, prometheus: bool) -> None:
-    from asyncflow.job import Job
+    from asyncflow.build.watch import Watch
     from asyncflow.run_dir import control_socket
     from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transport import ConnectionLost, Peer, proxy
@@ -33,7 +33,7 @@ async def _status(run: Path, prometheus: bool) -> None:
         print(await proxy(TransferQueue, peer, "queue").metrics(), end="")
         await peer.close()
         return
-    answer = await proxy(Job, peer, "status").status()
+    answer = await proxy(Watch, peer, "status").status()
     await peer.close()
     print(f"{answer.run}: {answer.committed} of {answer.steps} steps, last progress {answer.idle_seconds:.1f} s ago")
     for line in [*answer.workers, *answer.waits]:

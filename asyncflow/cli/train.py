@@ -81,7 +81,7 @@ async def _dry_run(config: Config) -> None:
     print(
         f"workers    {config.rollout.num_workers} rollout on {config.rollout.device} ({config.rollout.num_slots} slots, "
         f"{config.rollout.num_threads} threads each), {_layout(config)} on {config.train.device} ({config.train.num_threads} "
-        f"threads each), cluster {config.cluster}"
+        f"threads each), cluster {config.cluster.name}"
     )
     print("nothing was started")
 

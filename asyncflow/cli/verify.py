@@ -12,9 +12,10 @@ import typer
 
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence
-from asyncflow.config import Config, apply_override, dump, load, parse
+from asyncflow.config import Config, dump, load, parse
 from asyncflow.job import Job, run_with_signals
 from asyncflow.registry import build
+from asyncflow.settings import apply_override
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Kill, compare
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, read_fingerprints

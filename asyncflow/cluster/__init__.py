@@ -2,6 +2,7 @@
 
 local    one process per worker on this machine, spawned, ended by its control pipe (the default)
 inline   coroutines in the driver's own process, for debugging
+ray      one process per worker, placed by Ray on this machine or on several
 
 simulated.py, over the virtual time of clock.py and the wire of wire.py, is the place of `asyncflow simulate`; no run chooses it.
 """
@@ -9,4 +10,5 @@ simulated.py, over the virtual time of clock.py and the wire of wire.py, is the 
 CLUSTERS = {
     "local": "asyncflow.cluster.local:LocalCluster",
     "inline": "asyncflow.cluster.inline:InlineCluster",
+    "ray": "asyncflow.cluster.ray_cluster:RayCluster",
 }

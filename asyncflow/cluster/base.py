@@ -22,13 +22,15 @@ def restart_pause(num_restarts: int) -> float:
 class WorkerSpec:
     """A worker to be started: `entry` is `module:function`, an async function of (name, run directory).
 
-    One that dies is started again up to `max_restarts` times, after a pause.
+    One that dies is started again up to `max_restarts` times, after a pause. `needs`: devices by kind (`CPU`, `GPU`, `NPU`), for
+    a cluster that counts them.
     """
 
     name: str
     entry: str
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+    needs: Mapping[str, float] = field(default_factory=dict)
 
 
 class WorkerDied(RunError):
@@ -39,15 +41,22 @@ class Cluster(Protocol):
     """Places and ends workers. It moves no samples and no weights."""
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
-        """Start them all."""
+        """Start them all. Called again for those that join later; the name of a worker that has ended may be another's then."""
         ...
 
     async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
-        """Return when every worker has ended well. `on_death(name, why, is_given_up)` is told of one that died, and is started
-        again or has been often enough.
+        """Return when every worker has ended well, those that join meanwhile included. `on_death(name, why, is_given_up)` is told
+        of one that died, and is started again or has been often enough.
 
         Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of one
         that has found a mistake of the user's.
+        """
+        ...
+
+    async def end(self, name: str, grace_seconds: float) -> bool:
+        """Wait so long for a worker that has been told to leave, then kill it. False: it was killed.
+
+        However it ends from now on is no death: nobody is told, it is not started again, and the others go on.
         """
         ...
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+GRACES_SECONDS = (0.0, 0.5, 5.0, 60.0)
+"""What leavers may take to end what they hold, in simulated runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """At some time the run is to have so many rollout workers; leavers may take so long."""
+
+    when: float
+    size: int
+    grace_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +32,17 @@ class Faults:
     """Share of rewards that take fifty times as long."""
     broken_fetches: Mapping[str, float] = field(default_factory=dict)
     """By worker, the share of fetches whose weights do not arrive whole."""
+    resizes: tuple[Resize, ...] = ()
+    """Rollout workers that join and leave."""
 
     @classmethod
-    def drawn(cls, seed: int, workers: Sequence[str], begin_seconds: float, end_seconds: float) -> Faults:
+    def drawn(
+        cls, seed: int, workers: Sequence[str], begin_seconds: float, end_seconds: float, *, sizes: Sequence[int] = ()
+    ) -> Faults:
         """A plan by seed: one worker in four is slow, and every other run has deaths, stalls, late rewards, broken fetches.
 
-        The first worker is never slow, never dies and always has its weights, so that somebody is left.
+        The first worker is never slow, never dies and always has its weights, so that somebody is left. Where there are `sizes`
+        that a run may have, every other one changes its size, and what goes wrong with those who join is drawn as for the others.
         """
         rng, mortals = random.Random(f"{seed}/faults"), workers[1:]
 
@@ -34,10 +51,24 @@ class Faults:
 
         is_endless = mortals and rng.random() < 0.2
         endless = ((rng.uniform(begin_seconds, end_seconds), rng.choice(mortals), math.inf),) if is_endless else ()
-        return cls(
+        plan = cls(
             slow={worker: rng.uniform(1.5, 8.0) for worker in mortals if rng.random() < 0.25},
             deaths=tuple((time, rng.choice(mortals)) for time in times(4) if mortals),
             stalls=tuple((time, rng.choice(workers), rng.uniform(0, end_seconds / 2)) for time in times(3)) + endless,
             late_rewards=rng.choice((0.0, 0.02)),
             broken_fetches=dict.fromkeys(mortals, 0.1) if rng.random() < 0.5 else {},
+        )
+        rng = random.Random(f"{seed}/resizes")  # of its own, so that the rest of a plan is the same with and without
+        whens = times(5) if sizes else []
+        resizes = tuple(Resize(when, rng.choice(sizes), rng.choice(GRACES_SECONDS)) for when in whens)
+        most = max((resize.size for resize in resizes), default=0)
+        mortals = [name for i in range(1, most) if (name := f"rollout/{i}") not in workers]
+        return replace(
+            plan,
+            resizes=resizes,
+            slow={**plan.slow, **{worker: rng.uniform(1.5, 8.0) for worker in mortals if rng.random() < 0.25}},
+            deaths=plan.deaths + tuple((time, rng.choice(mortals)) for time in times(4) if mortals),
+            stalls=plan.stalls
+            + tuple((time, rng.choice(mortals), rng.uniform(0, end_seconds / 2)) for time in times(3) if mortals),
+            broken_fetches={**plan.broken_fetches, **(dict.fromkeys(mortals, 0.1) if rng.random() < 0.5 else {})},
         )

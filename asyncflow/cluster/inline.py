@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from asyncflow.cluster.base import WorkerSpec
@@ -15,15 +16,29 @@ class InlineCluster:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Future[None] | None = None
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        if self._over is None:
+            self._over = asyncio.get_running_loop().create_future()
         for spec in workers:
-            self._tasks[spec.name] = asyncio.create_task(self._run(spec), name=spec.name)
+            self._tasks[spec.name] = task = asyncio.create_task(self._run(spec), name=spec.name)
+            task.add_done_callback(partial(self._ended, self._over))
 
     async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
         """As the contract says; a worker that fails here is a fault to be looked at, and is not started again."""
-        for task in asyncio.as_completed(self._tasks.values()):
-            await task
+        if self._over is not None:
+            await asyncio.shield(self._over)
+
+    async def end(self, name: str, grace_seconds: float) -> bool:
+        task = self._tasks[name]
+        self._leaving.add(task)
+        _, late = await asyncio.wait([task], timeout=grace_seconds)
+        if late:
+            task.cancel()
+            await asyncio.wait([task])
+        return not late
 
     async def stop(self, grace_seconds: float) -> list[str]:
         if self._tasks:
@@ -32,6 +47,8 @@ class InlineCluster:
         for name in late:
             self._tasks[name].cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._over is not None and self._over.done():
+            self._over.exception()  # taken, if it came too late to be why the run ended
         return late
 
     def pids(self) -> dict[str, int]:
@@ -40,3 +57,12 @@ class InlineCluster:
     async def _run(self, spec: WorkerSpec) -> None:
         client_name.set(spec.name)  # requests that do not cross a socket carry the worker's name too
         await load("worker", spec.entry)(spec.name, self._run_dir)
+
+    def _ended(self, over: asyncio.Future[None], task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if over.done():
+            return
+        if error is not None and task not in self._leaving:
+            over.set_exception(error)
+        elif all(each.done() for each in self._tasks.values()):
+            over.set_result(None)

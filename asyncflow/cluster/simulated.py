@@ -27,11 +27,17 @@ from asyncflow.types import first_error
 Main = Callable[[str, SimulatedPeer], Coroutine[Any, Any, None]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Worker:
     spec: WorkerSpec
     process: Process
     main: asyncio.Task[None]
+    gone: asyncio.Future[None]  # it has ended, or was killed
+    is_leaving: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.is_alive and not self.main.done()
 
 
 class SimulatedCluster:
@@ -42,7 +48,7 @@ class SimulatedCluster:
 
     def __init__(self, wire: Wire, mains: Mapping[str, Main], faults: Faults) -> None:
         """`mains`: by a spec's entry, what runs in its place."""
-        self.num_deaths = self.num_stalls = 0
+        self.num_deaths = self.num_stalls = self.num_cut_short = 0
         self.late: list[str] = []
         self.failures: list[str] = []
         self._on_death: Callable[[str, str, bool], None] = lambda name, why, is_given_up: None
@@ -53,10 +59,12 @@ class SimulatedCluster:
         self._over: asyncio.Future[None] = wire.loop.create_future()
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
-        """See `Cluster`."""
-        loop = self._wire.loop
+        """See `Cluster`. With the first workers the plan begins; who is not there when his turn comes is spared."""
+        loop, is_first = self._wire.loop, not self._lives
         for spec in workers:
             self._begin(spec)
+        if not is_first:
+            return
         self._timers += [loop.call_at(when, self._kill, worker) for when, worker in self._faults.deaths]
         self._timers += [loop.call_at(when, self._pause, worker, seconds) for when, worker, seconds in self._faults.stalls]
 
@@ -65,6 +73,19 @@ class SimulatedCluster:
         self._on_death = on_death
         await asyncio.shield(self._over)
 
+    async def end(self, name: str, grace_seconds: float) -> bool:
+        """See `Cluster`."""
+        worker = self._workers[name]
+        worker.is_leaving = True
+        if worker.is_running:
+            await asyncio.wait([worker.gone], timeout=grace_seconds)
+        was_running = worker.is_running
+        if was_running:
+            self.num_cut_short += 1
+            worker.process.kill()
+        del self._workers[name], self._lives[name]
+        return not was_running
+
     async def stop(self, grace_seconds: float) -> list[str]:
         """See `Cluster`. Whoever stands still goes on, and nobody dies or is started any more."""
         for timer in self._timers:
@@ -72,12 +93,13 @@ class SimulatedCluster:
         for worker in self._workers.values():
             if worker.process.is_paused:
                 worker.process.resume()
-        mains = {worker.main: name for name, worker in self._workers.items() if worker.process.is_alive}
-        if mains:
-            await asyncio.wait(mains, timeout=grace_seconds)
-        self.late = [name for main, name in mains.items() if not main.done()]
-        for name in self.late:
-            self._workers[name].process.kill()
+        running = [worker for worker in self._workers.values() if worker.is_running]
+        if running:
+            await asyncio.wait([worker.gone for worker in running], timeout=grace_seconds)
+        late = [worker for worker in running if worker.is_running]
+        self.late = [worker.spec.name for worker in late]
+        for worker in late:
+            worker.process.kill()
         if self._over.done():
             self._over.exception()  # taken, if it came too late to be why the run ended
         return self.late
@@ -90,15 +112,17 @@ class SimulatedCluster:
         process = Process(self._wire.loop, spec.name)
         peer = process.run(SimulatedPeer, self._wire, spec.name)
         main = process.start(self._mains[spec.entry](spec.name, peer), name=spec.name)
-        self._workers[spec.name] = _Worker(spec, process, main)
+        self._workers[spec.name] = worker = _Worker(spec, process, main, self._wire.loop.create_future())
         self._lives[spec.name] = self._lives.get(spec.name, 0) + 1
-        main.add_done_callback(partial(self._ended, spec.name), context=self._wire.context)
+        main.add_done_callback(partial(self._ended, worker), context=self._wire.context)
 
-    def _ended(self, name: str, main: asyncio.Task[None]) -> None:
+    def _ended(self, worker: _Worker, main: asyncio.Task[None]) -> None:
+        if not worker.gone.done():
+            worker.gone.set_result(None)
         error = None if main.cancelled() else main.exception()
         if error is not None:
             error = first_error(error)
-            self.failures.append(f"worker {name} ended with {type(error).__name__}: {error}")
+            self.failures.append(f"worker {worker.spec.name} ended with {type(error).__name__}: {error}")
         if self._over.done():
             return
         if error is not None:
@@ -107,12 +131,15 @@ class SimulatedCluster:
             self._over.set_result(None)
 
     def _kill(self, name: str) -> None:
-        worker = self._workers[name]
-        if not worker.process.is_alive or worker.main.done():
+        worker = self._workers.get(name)
+        if worker is None or not worker.is_running:
             return
         self.num_deaths += 1
         worker.process.kill()
+        worker.gone.set_result(None)
         restarts = self._lives[name] - 1
+        if worker.is_leaving:
+            return
         if not worker.spec.max_restarts:
             if not self._over.done():
                 self._over.set_exception(WorkerDied(f"worker {name} was killed"))
@@ -122,15 +149,19 @@ class SimulatedCluster:
             return
         pause = restart_pause(restarts)
         self._on_death(name, f"was killed; it is started again in {pause:g} s", False)
-        self._timers.append(self._wire.loop.call_later(pause, self._begin, worker.spec))
+        self._timers.append(self._wire.loop.call_later(pause, self._begin_again, worker))
+
+    def _begin_again(self, worker: _Worker) -> None:
+        if not worker.is_leaving:
+            self._begin(worker.spec)
 
     def _pause(self, name: str, seconds: float) -> None:
-        process = self._workers[name].process
-        if process.is_alive and not process.is_paused:
+        worker = self._workers.get(name)
+        if worker is not None and worker.process.is_alive and not worker.process.is_paused:
             self.num_stalls += 1
-            process.pause()
+            worker.process.pause()
             if seconds < math.inf:
-                self._timers.append(self._wire.loop.call_later(seconds, self._resume, process))
+                self._timers.append(self._wire.loop.call_later(seconds, self._resume, worker.process))
 
     def _resume(self, process: Process) -> None:
         if process.is_paused:

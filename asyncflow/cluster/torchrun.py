@@ -4,7 +4,7 @@
 
 consumes: torchrun's environment variables
 waits for: the driver, until it has claimed the run's folder; then for the end of the run
-is unblocked by: the driver's job file, which names this launch
+is unblocked by: the driver's job file, which names this launch; the end of the first rank's process, which stays as long as it
 
 The first rank's process starts the driver, which starts everything but trainers, and hands on its exit status. One machine.
 """
@@ -19,7 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 from asyncflow.registry import load
 from asyncflow.run_dir import control_socket
@@ -62,14 +65,18 @@ def run_rank(
         )
     # torchrun's own process is the parent of all of them; its run id is the same each time unless one is given.
     launch = f"{environment['TORCHELASTIC_RUN_ID']}/{os.getppid()}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    driver = None
+    driver, first = None, None
     if rank == 0:
         driver = _start_driver(driver_arguments, launch)
-    else:  # torchrun hands its signals to all: it is the driver that ends them, when the last checkpoint is written
+    else:
+        first = _first_rank()
+        # torchrun hands its signals to all: it is the driver that ends them, when the last checkpoint is written.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     try:
-        _wait_for_driver(driver, job_file, read_launch, launch, deadline_seconds)
+        has_ended = (lambda: driver.poll() is not None) if driver is not None else partial(_has_ended, first)
+        if not _wait_for_driver(has_ended, job_file, read_launch, launch, deadline_seconds):
+            return driver.returncode if driver is not None else 0  # it has said why
         try:
             asyncio.run(load("worker", "asyncflow.build.workers:train_worker")(f"trainer/{rank}", job_file.parent))
         except* ConnectionLost:
@@ -105,17 +112,40 @@ def _start_driver(arguments: Sequence[str], launch: str) -> subprocess.Popen[byt
 
 
 def _wait_for_driver(
-    driver: subprocess.Popen[bytes] | None, job_file: Path, read_launch: Callable[[Path], str], launch: str, deadline_seconds: float
-) -> None:
+    has_ended: Callable[[], bool], job_file: Path, read_launch: Callable[[Path], str], launch: str, deadline_seconds: float
+) -> bool:
+    """Until it has begun the run. False: it has ended without."""
     deadline = time.monotonic() + deadline_seconds
     while not (job_file.is_file() and read_launch(job_file) == launch and control_socket(job_file.parent).exists()):
-        if driver is not None and (status := driver.poll()) is not None:
-            sys.exit(status)  # it has said why
+        if has_ended():
+            return False
         if time.monotonic() > deadline:
             raise RunError(
                 f"the driver had not begun the run in {job_file.parent} within {deadline_seconds:g} s: its output says why"
             )
         time.sleep(0.05)
+    return True
+
+
+def _first_rank() -> psutil.Process | None:
+    """The process of rank 0, which torchrun has started before this one. None: it has gone."""
+    torchrun = psutil.Process(os.getppid())
+    for process in torchrun.children():
+        try:
+            if process.environ().get("RANK") == "0":
+                return process
+        except psutil.NoSuchProcess:  # it has just ended
+            continue
+        except psutil.AccessDenied:  # a machine on which nobody sees another's environment: torchrun itself lasts as long
+            return torchrun
+    return None
+
+
+def _has_ended(process: psutil.Process | None) -> bool:
+    try:
+        return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def launch_of(environment: Mapping[str, str]) -> str:

@@ -8,6 +8,7 @@ is unblocked by: the virtual loop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
 import shutil
@@ -27,7 +28,7 @@ from asyncflow.build.resume import Resumed
 from asyncflow.build.workers import Connection, add_log_probs, joined, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
-from asyncflow.cluster.faults import Faults
+from asyncflow.cluster.faults import Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
@@ -41,7 +42,6 @@ from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.transport import Peer, Server
 from asyncflow.types import Array, RunError, UserError, first_error
-from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.evaluation import Row
@@ -149,7 +149,9 @@ def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
     rollout = config.rollout
     step = min(rollout.max_new_tokens, 3 * costs.lengths.response_median) * costs.decode_step(rollout.num_slots)
     workers, begin = [f"rollout/{i}" for i in range(rollout.num_workers)], 2 * costs.load_seconds
-    return Faults.drawn(config.run.seed + seed, workers, begin, begin + config.run.steps * step)
+    prompts, least = config.train.prompts_per_step, config.weight_sync.min_healthy_workers
+    sizes = [size for size in range(least, min(prompts, 2 * rollout.num_workers + 2) + 1) if prompts % size == 0]
+    return Faults.drawn(config.run.seed + seed, workers, begin, begin + config.run.steps * step, sizes=sizes)
 
 
 def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS) -> Config:
@@ -209,6 +211,7 @@ class SimulatedJob(Job):
             audit.violated(f"{error.get('message')}: {error.get('exception')!r}")
         audit.counts["deaths"] += cluster.num_deaths
         audit.counts["stalls"] += cluster.num_stalls
+        audit.counts["leavers that were cut short"] += cluster.num_cut_short
 
     # -- in the places of what a machine has --------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class SimulatedJob(Job):
         return Prepared(Path(config.model.path), prompts, held_out, length + config.rollout.max_new_tokens)
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
-        wire = Wire(self._virtual, driver.services(self), driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
+        wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains = {
             "asyncflow.build.workers:rollout_worker": self._rollout_worker,
             "asyncflow.build.workers:reward_worker": self._reward_worker,
@@ -230,20 +233,36 @@ class SimulatedJob(Job):
             "asyncflow.build.workers:train_worker": self._train_worker,
         }
         self._simulated = SimulatedCluster(wire, mains, self._faults)
+        for resize in self._faults.resizes:
+            self._virtual.call_at(resize.when, self._change_size, resize)
         return cast(Server, wire), self._simulated
 
-    def _rescue_model(self, published: Manifest | None) -> None:
+    def _rescue_model(self, driver: Driver) -> None:
         """There is no model to be saved."""
 
     def _write_report(self) -> None:
         if self._keeps_report:
             super()._write_report()
 
+    def _change_size(self, resize: Resize) -> None:
+        if self.driver is None:
+            return  # over already
+
+        async def change(driver: Driver) -> None:
+            before = set(driver.board.crew.members)
+            with contextlib.suppress(RunError):  # it is ending
+                await self.scaling.scale("rollout", resize.size, resize.grace_seconds)
+            after = set(driver.board.crew.members)
+            self.audit.counts["joined"] += len(after - before)
+            self.audit.counts["left"] += len(before - after)
+
+        self.driver.beside(change(self.driver))
+
     # -- workers ------------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _joined(self, name: str, peer: SimulatedPeer) -> AsyncIterator[Connection]:
-        async with joined(cast(Peer, peer), name, self.config, self.job_file, "simulated") as run:
+        async with joined(cast(Peer, peer), name, self.config, self._life.job, "simulated") as run:
             run.reporter.recorder.enter("load")
             await asyncio.sleep(self._costs_of(name).load_seconds)
             yield run

@@ -49,6 +49,10 @@ DEFINITIONS: Final[dict[str, str]] = {
     "importance_weight/outside_ratio": "Share of loss tokens whose importance weight was truncated, or masked to 0 (0 to 1).",
     "importance_weight/effective_sample_ratio": "Effective sample size of the weights, (sum w)^2 / sum w^2, divided by the loss "
     "tokens: 1 when all weights are equal.",
+    "mismatch/logprob_difference": "Mean absolute difference of the rollout engine's log-probs from the train engine's own, in "
+    "nats, over the loss tokens of rows of staleness 0: both engines had the same weights, so all of it is arithmetic. Left out, "
+    "as the next, where the step has no such row.",
+    "mismatch/kl": "Estimated KL divergence (k3), in nats, of the rollout engine from the train engine, mean over the same tokens.",
     "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row's group).",
     "staleness/max": "Largest such difference.",
     "perf/tpspd": "Logical tokens trained in the step (every response with its prompt, once) / (perf/step_seconds x all devices, "
@@ -82,6 +86,10 @@ DEFINITIONS: Final[dict[str, str]] = {
     "run/num_resumes": "How often the run has been gone on with from a checkpoint; only where it has been.",
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
+
+MISMATCHES: Final = ("mismatch/logprob_difference", "mismatch/kl")
+LARGE_MISMATCH: Final = 0.01
+"""Of `mismatch/kl`, in nats: two engines that compute the same model stay far below it, also in bfloat16."""
 
 FAMILIES: Final = {name[: name.index("<")]: name for name in DEFINITIONS if "<" in name}
 """Prefixes of the metrics of which every worker, or every task of the queue, has its own, with the key that defines them."""
@@ -210,11 +218,11 @@ class StepMetrics:
         self._rows["rows/empty"] += empty
         self._rows["rows/redelivered"] += redelivered
 
-    def row(self, times: StepTimes, num_devices: int, spans: Sequence[Span]) -> dict[str, float | int]:
+    def row(self, times: StepTimes, num_devices: float, spans: Sequence[Span]) -> dict[str, float | int]:
         """The step's row, in the order of `DEFINITIONS`.
 
-        `num_devices` counts all of them, rollout included. `spans` covers [times.started, times.committed] as far as it has
-        arrived; rates need `tokens` on the `generate` spans, counted with `Recorder.add`.
+        `num_devices` counts all of them, rollout included, on average over the step. `spans` covers [times.started,
+        times.committed] as far as it has arrived; rates need `tokens` on the `generate` spans, counted with `Recorder.add`.
         """
         found = {**self._reward_row(), **self._policy_row(), **self._perf_row(times, num_devices, spans), **self._rows}
         order = {name: position for position, name in enumerate(DEFINITIONS)}
@@ -242,6 +250,12 @@ class StepMetrics:
         if self._loss_tokens:
             tokens = self._loss_tokens
             row.update({name: total if is_maximum(name) else total / tokens for name, total in self._metric_sums.items()})
+            # Of rows of staleness 0 alone, so their means are over other tokens than those above.
+            mismatch_tokens = self._metric_sums.get("mismatch/tokens", 0.0)
+            row.pop("mismatch/tokens", None)
+            for name in MISMATCHES:
+                if row.pop(name, None) is not None and mismatch_tokens:
+                    row[name] = self._metric_sums[name] / mismatch_tokens
             square = row.pop("importance_weight/square", 0.0)
             if square:
                 row["importance_weight/effective_sample_ratio"] = row["importance_weight/mean"] ** 2 / square
@@ -253,7 +267,7 @@ class StepMetrics:
             row["policy/learning_rate"] = self._learning_rate
         return row
 
-    def _perf_row(self, times: StepTimes, num_devices: int, spans: Sequence[Span]) -> dict[str, float | int]:
+    def _perf_row(self, times: StepTimes, num_devices: float, spans: Sequence[Span]) -> dict[str, float | int]:
         start, end = times.started, times.committed
         row: dict[str, float | int] = {"perf/step_seconds": end - start}
         if end > start:

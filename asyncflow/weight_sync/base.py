@@ -53,7 +53,7 @@ class WeightSyncOptions:
     deadline_seconds: float = 60.0
     """Whoever is waited for so long without a byte or an answer is given up, by name."""
     num_receivers: int = 1
-    """Rollout workers of the run: so many are gathered for a broadcast."""
+    """Rollout workers that the run begins with: so many are gathered for the first broadcast."""
     listen: str | None = None
     """Where the sender listens, `tls:HOST:PORT` (port 0: any). None: where only this machine can reach it."""
     key: Path | None = None

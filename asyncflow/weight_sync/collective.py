@@ -10,7 +10,8 @@ is unblocked by: their asking, their going
 
 Publishing waits for nobody. A receiver that is late is served by a broadcast of its own; one that dies, hangs or is restarted
 breaks the group: it is named in the log, the others raise `WeightSyncError` (as far as they miss bytes), ask again, and form the
-next group without it. The door is a unix socket in the sender's directory, or `options.listen` between machines.
+next group without it. Receivers may join and leave: the next group is of those who ask then. The door is a unix socket in the
+sender's directory, or `options.listen` between machines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,7 +97,9 @@ class Broadcasts:
         self._kept, self._options = kept, options
         self._asked: dict[int, dict[str, asyncio.Future[Seat]]] = {}  # by version and client key
         self._has: dict[int, set[str]] = {}  # by version: the names of those who have it
+        self._here: set[str] = set()  # names of those who have asked, and have not gone
         self._absent: set[str] = set()  # names of those who have gone and not come back
+        self._expected = options.num_receivers  # so many are waited for, although they may not have asked yet
         self._epoch = 0
         self._members: tuple[str, ...] = ()  # client keys, from rank 1 on; none: the next group is a new one
         self._missing: set[str] = set()  # members who have not said how the broadcast under way has ended
@@ -115,6 +118,7 @@ class Broadcasts:
 
     def gone(self, key: str) -> None:
         """A client has hung up."""
+        self._here.discard(_name(key))
         self._absent.add(_name(key))
         for asked in self._asked.values():
             asked.pop(key, None)
@@ -135,6 +139,7 @@ class Broadcasts:
     async def join(self, incarnation: str, version: int) -> Seat:
         """Wait for a seat in the broadcast of a version. Raises `WeightSyncError` if it is no longer kept."""
         self._kept.file(incarnation, version)
+        self._here.add(client_name.get())
         self._absent.discard(client_name.get())
         seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
         self._asked.setdefault(version, {})[client_key.get()] = seat
@@ -177,12 +182,17 @@ class Broadcasts:
             await self._until(partial(self._is_gathered, version), min(GATHER_SECONDS, self._options.deadline_seconds))
             asked = {key: seat for key, seat in self._asked.pop(version).items() if not seat.cancelled()}
             if asked:
+                self._expected = min(self._expected, len(self._known(version, asked)))  # who has not come once is waited for once
                 await self._broadcast(version, asked)
 
     def _is_gathered(self, version: int) -> bool:
         asked = self._asked[version]
-        is_known = {_name(key) for key in asked} | self._has.get(version, set()) | self._absent
-        return not asked or len(is_known) >= self._options.num_receivers
+        known = self._known(version, asked)
+        return not asked or (len(known) >= self._expected and self._here <= known)
+
+    def _known(self, version: int, asked: Iterable[str]) -> set[str]:
+        """Names of those whom nobody has to wait for, of `asked` (client keys) among others."""
+        return {_name(key) for key in asked} | self._has.get(version, set()) | self._absent
 
     async def _broadcast(self, version: int, asked: Mapping[str, asyncio.Future[Seat]]) -> None:
         """To those who have asked. What goes wrong is told in the log, and by the receivers themselves."""

@@ -4,6 +4,8 @@ A version is a step count: version v is what v committed steps have made. Versio
 worker has it from the same files. A run that is gone on with from version `first` begins when the trainer has published that
 version, and those before it that are still needed. The last `max_staleness` + 1 versions are kept, so that rows that are due under
 an older one can be made again when their worker has died: one of those that are past it is called back.
+
+A worker may join at any time, with what is needed then, and be asked to leave: it is granted nothing more, and nobody counts on it.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import msgspec
 
 from asyncflow.transport import client_name, remote
 from asyncflow.weight_sync.base import Manifest
+from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.schedule import Progress, Schedule
 from asyncflow.workflows.signal import Signal
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The version that a worker is to serve. `manifest` is None for version 0, the worker's own files."""
+    """The version that a worker is to serve. `manifest` is None for version 0, the worker's own files. `num_workers`: of the run,
+    among which a step's prompts are shared."""
 
     version: int
     manifest: Manifest | None
+    num_workers: int = 1
 
 
 class Board:
@@ -31,16 +36,16 @@ class Board:
     given to others."""
 
     def __init__(
-        self, schedule: Schedule, progress: Progress, signal: Signal, clock: Callable[[], float], *, first: int = 0
+        self, schedule: Schedule, progress: Progress, signal: Signal, clock: Callable[[], float], crew: Crew, *, first: int = 0
     ) -> None:
+        self.crew = crew
         self.published = -1 if first else 0
         self._serving: dict[str, int] = {}
         self._installing: dict[str, int] = {}
         self.stale: dict[str, str] = {}  # workers whose weights could not be brought up to date, and why
         self._stale_since: dict[str, float] = {}
-        self.given_up: set[str] = set()  # workers that have died for the last time
         self.step_seconds: float | None = None
-        self.swap_seconds: float | None = None
+        self.install_seconds: float | None = None
         self.is_stopping = False
         self.is_silent: Callable[[str], bool] = lambda worker: False
         self.on_installed: Callable[[int], None] = lambda version: None
@@ -73,37 +78,37 @@ class Board:
     async def join(self) -> Target | None:
         """The version that a worker starts with: the newest one, unless rows are left that only an older one may generate.
 
-        None: the run is stopping.
+        None: the run is stopping, or the worker is to leave.
         """
-        await self._signal.until(lambda: self.is_stopping or self.published >= self._first)
-        if self.is_stopping:
+        worker = client_name.get()
+        await self._signal.until(lambda: self._is_over_for(worker) or self.published >= self._first)
+        if self._is_over_for(worker):
             return None
         behind = self._behind()
         version = self.published if behind is None else behind
-        self._installing[client_name.get()] = version
+        self._installing[worker] = version
         self._signal.notify()
-        return Target(version, self._kept.get(version))
+        return self._as_target(version)
 
     @remote
     async def next_target(self, serving: int) -> Target | None:
-        """Wait until the calling worker is to serve another version than this one, and say which. None: the run is stopping.
+        """Wait until the calling worker is to serve another version than this one, and say which. None: the run is stopping, or
+        the worker is to leave: it ends what it has, unless `stopped` is told first.
 
         It may be fetched at once; `may_install` says when it is to be installed. One that was stale for another version's sake is
         told that what it serves is what it is to serve.
         """
         worker = client_name.get()
-        await self._signal.until(lambda: self.is_stopping or self._target(serving) != serving or worker in self.stale)
-        if self.is_stopping:
-            return None
-        version = self._target(serving)
-        return Target(version, self._kept.get(version))
+        await self._signal.until(lambda: self._is_over_for(worker) or self._target(serving) != serving or worker in self.stale)
+        return None if self._is_over_for(worker) else self._as_target(self._target(serving))
 
     @remote
     async def may_install(self, version: int, serving: int) -> bool:
-        """Wait until the calling worker may install its target. False: it has another target by now, or the run is stopping."""
+        """Wait until the calling worker may install its target. False: it has another target by now, or none at all."""
+        worker = client_name.get()
 
         def is_over() -> bool:
-            return self.is_stopping or self._target(serving) != version
+            return self._is_over_for(worker) or self._target(serving) != version
 
         def is_granted() -> bool:
             return version < serving or self._schedule.may_install(version, self._progress, self)
@@ -111,7 +116,7 @@ class Board:
         await self._signal.until(lambda: is_over() or is_granted())
         if is_over():
             return False
-        self._grant(client_name.get(), version)
+        self._grant(worker, version)
         return True
 
     @remote
@@ -123,7 +128,7 @@ class Board:
         self._stale_since.pop(worker, None)
         self._installing.pop(worker, None)
         if (granted_at := self._granted_at.pop(worker, None)) is not None:  # else it has just begun, which takes longer
-            self.swap_seconds = self._clock() - granted_at
+            self.install_seconds = self._clock() - granted_at
         self.on_installed(version)
         self._signal.notify()
 
@@ -137,12 +142,28 @@ class Board:
         self.on_stale(worker, why)
         self._signal.notify()
 
+    @remote
+    async def stopped(self) -> None:
+        """Wait until the run is stopping."""
+        await self._signal.until(lambda: self.is_stopping)
+
     # -- the driver's -------------------------------------------------------------------------------------------------------
+
+    def resize(self, size: int) -> tuple[list[str], list[str]]:
+        """Have so many workers, see `Crew.resize`. Who is to leave is told so."""
+        coming, going = self.crew.resize(size)
+        self._signal.notify()
+        return coming, going
+
+    def left(self, worker: str) -> None:
+        """One that was to leave has gone."""
+        self.crew.left(worker)
+        self.forget(worker)
 
     def died(self, worker: str, is_given_up: bool) -> None:
         """A worker has died, and is started again or not."""
         if is_given_up:
-            self.given_up.add(worker)
+            self.crew.given_up.add(worker)
         self.forget(worker)
 
     def forget(self, worker: str) -> None:
@@ -151,24 +172,25 @@ class Board:
             book.pop(worker, None)
         self._signal.notify()
 
-    async def all_serve(self, version: int, num_workers: int) -> None:
+    async def all_serve(self, version: int) -> None:
         """Wait until every one of the run's workers, but for those that are given up, serves this version, or a later one."""
 
         def is_served() -> bool:
-            up_to_date = [w for w, v in self._serving.items() if v >= version and w not in self.stale]
-            return self.published >= version and len(up_to_date) >= num_workers - len(self.given_up)
+            late = (w for w in self.crew.working if self._serving.get(w, -1) < version or w in self.stale)
+            return self.published >= version and not any(late)
 
         await self._signal.until(is_served)
 
     @property
     def serving(self) -> dict[str, int]:
-        """See `Fleet`. One that says nothing any more is left out until it does, and so it is from `installing`."""
-        return {worker: version for worker, version in self._serving.items() if not self.is_silent(worker)}
+        """See `Fleet`. One that says nothing any more is left out until it does, and who is to leave; so they are from
+        `installing`."""
+        return {worker: version for worker, version in self._serving.items() if self._is_counted_on(worker)}
 
     @property
     def installing(self) -> dict[str, int]:
         """See `Fleet`."""
-        return {worker: version for worker, version in self._installing.items() if not self.is_silent(worker)}
+        return {worker: version for worker, version in self._installing.items() if self._is_counted_on(worker)}
 
     @property
     def newest(self) -> Manifest | None:
@@ -179,18 +201,28 @@ class Board:
         """Those of these versions that are kept, and that are not the worker's own files, oldest first."""
         return [self._kept[version] for version in sorted(versions) if version in self._kept]
 
-    def num_unhealthy(self, patience_seconds: float) -> int:
-        """Workers that serve nothing, and may not soon: given up, or for so long without the weights that they are to have.
+    def num_healthy(self, patience_seconds: float) -> int:
+        """The run's workers but for those that serve nothing, and may not soon: given up, or for so long without the weights that
+        they are to have.
 
         One that is silent may come back any moment; if nobody else can do its work, the run's watchdog notices.
         """
         stale = {worker for worker, since in self._stale_since.items() if self._clock() - since >= patience_seconds}
-        return len(self.given_up | stale)
+        return sum(worker not in stale for worker in self.crew.working)
 
     def stop(self) -> None:
         """Nothing more is granted."""
         self.is_stopping = True
         self._signal.notify()
+
+    def _is_over_for(self, worker: str) -> bool:
+        return self.is_stopping or worker in self.crew.leaving
+
+    def _is_counted_on(self, worker: str) -> bool:
+        return worker not in self.crew.leaving and not self.is_silent(worker)
+
+    def _as_target(self, version: int) -> Target:
+        return Target(version, self._kept.get(version), max(1, len(self.crew.working)))
 
     def _grant(self, worker: str, version: int) -> None:
         self._installing[worker] = version

@@ -5,7 +5,8 @@ waits for: groups; another version to serve and the board's leave to install it
 is unblocked by: the feed, its own responses (which free slots), the trainer's publishing, the end of the other workers' rows
 
 Weights are fetched in the background as soon as they are published. Once the board grants it, the worker takes nothing more, ends
-what it may not end under the new version (everything, unless the schedule installs in flight), installs, and goes on.
+what it may not end under the new version (everything, unless the schedule installs in flight), installs, and goes on. One that is
+to leave takes nothing more, ends what it has, and goes.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class Rollout:
         self._engine, self._receiver, self._original = engine, receiver, original
         self._shape, self._spans = shape, spans
         self._producer = Producer(queue, engine, score, decode, shape, self._responded, self._scored, keep_sample)
-        self._share = -(-shape.prompts_per_step // shape.num_rollout_workers) * shape.group_size
+        self._share = 0  # rows of a step, as the board last said how many workers there are
         self._installed = 0
         self._is_installing = True  # until the board has said which version to begin with
-        self._is_stale = False
+        self._is_stale = self._is_leaving = False
         self._retry_seconds = RETRY_SECONDS[0]
         self._has_served = False  # anything since the last installation
         self._is_asking = False  # for groups, which may be on their way here
@@ -73,24 +74,39 @@ class Rollout:
         self._changed = Signal()
 
     async def run(self) -> None:
-        """Until the board says that the run is stopping; what is unfinished then is abandoned."""
+        """Until the worker is to leave, or the run is stopping; what is unfinished then is abandoned."""
         while (target := await self._board.join()) is not None:
             if target.manifest is None:  # what the engine was built with
-                await self._serve(target.version)
+                await self._serve(target)
                 break
             if (tensors := await self._fetched(target)) is not None:
-                await self._install(target.version, tensors)
+                await self._install(target, tensors)
                 break
         async with asyncio.TaskGroup() as tasks:
             taking = tasks.create_task(self._take_groups())
             await self._follow_weights()
+            await self._leave(taking)
             taking.cancel()
+
+    async def _leave(self, taking: asyncio.Task[None]) -> None:
+        """Take nothing more, and return when all that is here has ended, or else when the run stops."""
+        self._is_leaving = True
+        self._changed.notify()
+        stopped = asyncio.ensure_future(self._board.stopped())
+        try:
+            await self._queue.withdraw("rollout")
+            for task in (await asyncio.wait([taking, stopped], return_when=asyncio.FIRST_COMPLETED))[0]:
+                task.result()
+        finally:
+            stopped.cancel()
 
     async def _take_groups(self) -> None:
         async with asyncio.TaskGroup() as groups:
             while True:
                 self._show_lane()
-                await self._changed.until(lambda: not self._is_installing and not self._is_stale and self._room() > 0)
+                await self._changed.until(lambda: self._is_leaving or self._may_take())
+                if self._is_leaving:
+                    return  # when the groups that were taken have ended
                 version, self._is_asking = self._installed, True
                 leased = await self._queue.lease("rollout", Want(groups=self._room(), installed=version))
                 self._is_asking = False
@@ -103,8 +119,11 @@ class Rollout:
                 if leased is None:  # withdrawn, or closed
                     await self._changed.until(partial(self._has_moved_on, version))
 
+    def _may_take(self) -> bool:
+        return not self._is_installing and not self._is_stale and self._room() > 0
+
     def _has_moved_on(self, version: int) -> bool:
-        return self._installed != version
+        return self._installed != version or self._is_leaving
 
     def _room(self) -> int:
         """How many more groups may be taken: enough for every slot that is free, and, but for a first one, within the share."""
@@ -136,7 +155,7 @@ class Rollout:
     async def _follow_weights(self) -> None:
         while (target := await self._board.next_target(self._installed)) is not None:
             if target.version == self._installed:  # what could not be fetched is not needed any more
-                await self._serve(self._installed)
+                await self._serve(target)
                 continue
             if (tensors := await self._fetched(target)) is None:
                 continue
@@ -145,7 +164,7 @@ class Rollout:
             self._is_installing = True
             await self._queue.withdraw("rollout")  # nothing is leased while weights are being changed
             await self._changed.until(partial(self._may_change_to, target.version))
-            await self._install(target.version, tensors)
+            await self._install(target, tensors)
 
     def _may_change_to(self, version: int) -> bool:
         """Whether everything under way may be ended under this version, and nothing more is on its way here.
@@ -176,19 +195,20 @@ class Rollout:
         self._spans.beside("fetch", start, version=target.version, bytes=0 if manifest is None else manifest.num_bytes)
         return tensors
 
-    async def _install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    async def _install(self, target: Target, tensors: Mapping[str, Tensor]) -> None:
         is_in_flight = bool(self._under_way)
         if is_in_flight:
             await self._engine.pause()
-        with self._spans.busy("install", version=version):
-            await self._engine.install(version, tensors)
+        with self._spans.busy("install", version=target.version):
+            await self._engine.install(target.version, tensors)
         if is_in_flight:
             await self._engine.resume()
-        await self._serve(version)
+        await self._serve(target)
 
-    async def _serve(self, version: int) -> None:
-        self._installed, self._is_installing, self._is_stale, self._has_served = version, False, False, False
-        await self._board.installed(version)
+    async def _serve(self, target: Target) -> None:
+        self._installed, self._is_installing, self._is_stale, self._has_served = target.version, False, False, False
+        self._share = -(-self._shape.prompts_per_step // target.num_workers) * self._shape.group_size
+        await self._board.installed(target.version)
         self._changed.notify()
 
     def _show_lane(self) -> None:

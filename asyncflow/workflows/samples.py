@@ -84,7 +84,6 @@ class Shape:
     rows_per_micro_batch: int
     groups_per_turn: int
     groups_ahead: int
-    num_rollout_workers: int
 
     @property
     def row_bytes(self) -> int:

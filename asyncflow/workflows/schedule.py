@@ -60,7 +60,7 @@ class Fleet(Protocol):
         ...
 
     @property
-    def swap_seconds(self) -> float | None:
+    def install_seconds(self) -> float | None:
         """How long a worker did not generate for its last installation, emptying its slots included; None before there was one."""
         ...
 

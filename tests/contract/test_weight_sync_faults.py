@@ -147,6 +147,45 @@ async def test_a_group_is_kept_while_its_members_are_the_same(options: Options, 
     assert num_formed == len(formed) > 3
 
 
+async def test_a_joiner_is_in_the_next_group_and_nobody_waits_for_one_that_has_left(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formed = []
+    original = Group.__init__
+    monkeypatch.setattr(Group, "__init__", lambda self, *args, **kwargs: formed.append(args[2]) or original(self, *args, **kwargs))
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 0.3)
+    sync = make("collective", options(num_receivers=2))  # one of them never comes
+    sender, receivers = sync.sender("first"), [sync.receiver("rollout/0")]
+    version = 0
+
+    async def travels() -> list[int]:
+        """The sizes of the groups that are formed for one more version, which all receivers ask for, one after the other."""
+        nonlocal version
+        formed.clear()
+        version += 1
+        manifest = await sender.publish(version, HeldWeights(weights(version)))
+        fetching = []
+        for receiver in receivers:
+            fetching.append(asyncio.create_task(receiver.fetch(manifest)))
+            await asyncio.sleep(0.1)  # the first ones would not wait for the last, if nobody knew of it
+        assert {digest(await each) for each in fetching} == {digest(weights(version))}
+        return formed
+
+    assert await travels() == [2, 2]
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 30)
+    start = time.monotonic()
+    assert await travels() == []
+    joiner = sync.receiver("rollout/2")
+    receivers.append(joiner)
+    await travels()
+    assert set(await travels()) <= {3}  # by now everybody is known
+    assert await travels() == []
+    await joiner.close()
+    receivers.remove(joiner)
+    assert await travels() == [2, 2]
+    assert time.monotonic() - start < 25
+
+
 async def test_the_workers_of_a_machine_pull_a_version_once(options: Options) -> None:
     sync = make("network", options())
     sender, receivers = sync.sender("first"), [sync.receiver(f"rollout/{i}") for i in range(3)]

@@ -117,3 +117,9 @@ def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished after 2 steps" in done.stdout and (run_dir / "model" / "model.safetensors").is_file()
     assert {span.worker for span in read_spans(run_dir / "spans.jsonl")} == {"rollout/0", "trainer/0", "trainer/1"}
+    for more, status, words in ((["--resume"], 0, "finished already"), ([], 1, "holds an earlier run")):
+        again = subprocess.run(  # every rank ends with the driver, which has nothing for them to do
+            [torchrun, "--nproc-per-node", "2", "-m", "asyncflow", "train", config, *more],
+            capture_output=True, text=True, timeout=60, env=environment, check=False,
+        )  # fmt: skip
+        assert again.returncode == status and words in again.stdout + again.stderr

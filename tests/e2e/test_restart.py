@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from asyncflow.job import Job
+from asyncflow.build.watch import Watch
 from asyncflow.run_dir import control_socket
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
@@ -75,7 +75,7 @@ def holds(run_dir: Path, name: str) -> bool:
 
     async def ask() -> list[str]:
         peer = await Peer.connect(control_socket(run_dir), "test")
-        status = await proxy(Job, peer, "status").status()
+        status = await proxy(Watch, peer, "status").status()
         await peer.close()
         return status.waits
 

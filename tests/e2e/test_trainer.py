@@ -35,6 +35,25 @@ def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Pa
     assert (tmp_path / "runs" / "test" / "model" / "config.json").is_file()
 
 
+def test_workers_join_and_leave_a_run_by_hand(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    with Trainer.from_config(small(run={"steps": 5}, cluster="inline")) as trainer:
+        assert trainer.step() is not None
+        assert "rollout/1 joins" in trainer.scale_rollout(2)
+        assert trainer.weight_sync_notify() == 1  # the joiner serves it too
+        driver = trainer._started.driver
+        assert driver is not None and driver.board.serving == {"rollout/0": 1, "rollout/1": 1}
+        assert trainer.step() is not None
+        with pytest.raises(UserError, match="4 = 1 x 3 \\+ 1, so no fair share exists"):
+            trainer.scale_rollout(3)
+        assert "rollout/1 leaves" in trainer.scale_rollout(1, 0.0)
+        assert trainer.step() is not None and trainer.step() is not None
+        assert driver.board.serving.keys() == {"rollout/0"} and driver.board.crew.leaving == set()
+        assert "rollout/1 joins" in trainer.scale_rollout(2)
+        assert trainer.step() is not None and trainer.step() is None
+    lanes = {span.worker for span in read_spans(tmp_path / "runs" / "test" / "spans.jsonl")}
+    assert lanes == {"rollout/0", "rollout/1", "trainer/0"}
+
+
 async def _too_far(trainer: Trainer) -> None:
     driver = trainer._started.driver
     assert driver is not None

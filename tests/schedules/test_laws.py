@@ -1,4 +1,5 @@
-"""Every mode in simulated runs, 100 seeds each: slow, dying and stalled workers, late rewards, weights that do not arrive.
+"""Every mode in simulated runs, 100 seeds each: slow, dying and stalled workers, late rewards, weights that do not arrive, workers
+that join and leave.
 
 No law is broken: the version interval of every row, each row trained once, all steps committed, no deadlock, a clean shutdown.
 """
@@ -33,6 +34,9 @@ AT_LEAST = {
     "responses that came second": 10,
     "responses of several versions": 200,
     "rows given up": 20,
+    "joined": 100,
+    "left": 500,
+    "leavers that were cut short": 100,
     "rows trained": 20000,
 }
 """How often, over all modes, what is to be tested has to happen."""

@@ -20,6 +20,10 @@ async def well(name, run_dir):
 async def broken(name, run_dir):
     raise ValueError("the wheel came off")
 
+async def later(name, run_dir):
+    await asyncio.sleep(0.2)
+    raise ValueError("the wheel came off later")
+
 async def stays(name, run_dir):
     await asyncio.sleep(60)
 """
@@ -48,3 +52,18 @@ async def test_a_fault_is_raised_as_it_is_and_not_tried_again(tmp_path: Path) ->
     with pytest.raises(ValueError, match="the wheel came off"):
         await asyncio.wait_for(cluster.wait(told), 5)
     assert await cluster.stop(0.05) == ["b"]
+
+
+async def test_workers_join_and_leave(tmp_path: Path) -> None:
+    cluster = InlineCluster(tmp_path)
+    await cluster.start([spec(tmp_path, "stays", "a"), spec(tmp_path, "stays", "b")])
+    waiting = asyncio.create_task(cluster.wait(told))
+    assert await cluster.end("b", 0.05) is False
+    await cluster.start([spec(tmp_path, "well", "b"), spec(tmp_path, "later", "c")])
+    assert await cluster.end("b", 5.0) is True and await cluster.end("c", 5.0) is True
+    await asyncio.sleep(0.05)
+    assert (tmp_path / "b").read_text() == "b" and not waiting.done()
+    await cluster.start([spec(tmp_path, "broken", "d")])
+    with pytest.raises(ValueError, match="the wheel came off"):
+        await asyncio.wait_for(waiting, 5)
+    assert await cluster.stop(0.05) == ["a"]

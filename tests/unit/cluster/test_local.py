@@ -152,7 +152,55 @@ async def test_a_mistake_of_the_users_is_not_tried_again(cluster: LocalCluster, 
     await cluster.start([spec(tmp_path, "mistaken", max_restarts=3)])
     with pytest.raises(UserError, match=r"^give another model$"):
         await asyncio.wait_for(cluster.wait(deaths), 20.0)
-    assert deaths.told == [] and cluster._children[0].num_restarts == 0
+    assert deaths.told == [] and cluster._children["w"].num_restarts == 0
+
+
+@pytest.mark.usefixtures("soon")
+async def test_workers_may_join_and_are_started_again_as_the_others_are(cluster: LocalCluster, tmp_path: Path) -> None:
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, "stays", "first")])
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    await asyncio.sleep(0)
+    await cluster.start([spec(tmp_path, "clumsy", "joiner", max_restarts=3)])
+    while not (tmp_path / "joiner").exists():
+        await asyncio.sleep(0.02)
+    assert [name for name, _ in deaths.told] == ["joiner", "joiner"] and not waiting.done()
+    await cluster.start([spec(tmp_path, "raises", "broken")])
+    with pytest.raises(WorkerDied, match=r"worker broken .* the wheel came off"):
+        await asyncio.wait_for(waiting, 20.0)
+    assert await cluster.stop(0.1) == ["first"]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize(("function", "grace_seconds", "is_in_time"), [("exits", 20.0, True), ("computes", 0.1, False)])
+async def test_who_leaves_is_not_missed_however_it_ends(
+    cluster: LocalCluster, tmp_path: Path, function: str, grace_seconds: float, is_in_time: bool
+) -> None:
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, function, max_restarts=3), spec(tmp_path, "stays", "other")])
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    assert await cluster.end("w", grace_seconds) is is_in_time
+    await asyncio.sleep(0.3)  # longer than any pause
+    assert not waiting.done() and deaths.told == [] and cluster.pids().keys() == {"other"}
+    await cluster.start([spec(tmp_path, "well")])  # under its name
+    await asyncio.wait_for(cluster._children["w"].process.wait(), 20.0)
+    assert (tmp_path / "w").read_text() == "blue"
+    assert await cluster.stop(0.1) == ["other"]
+    await asyncio.wait([waiting])
+
+
+async def test_who_leaves_in_the_pause_before_a_restart_is_not_started(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "RESTART_SECONDS", (0.3, 0.3))
+    deaths = Deaths()
+    await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    await asyncio.wait_for(deaths.first.wait(), 20.0)
+    assert await cluster.end("w", 5.0) is True
+    await asyncio.wait_for(waiting, 5.0)
+    assert (tmp_path / "lives").read_text() == "I" and cluster.pids() == {}
+    assert await cluster.stop(1.0) == []
 
 
 async def test_nobody_is_started_again_once_the_cluster_is_stopped(
@@ -194,7 +242,7 @@ async def test_one_that_does_not_end_in_time_is_killed(cluster: LocalCluster, tm
 async def test_the_end_of_the_control_pipe_ends_the_worker(cluster: LocalCluster, tmp_path: Path, function: str) -> None:
     await cluster.start([spec(tmp_path, function)])
     await started(tmp_path)
-    process = cluster._children[0].process
+    process = cluster._children["w"].process
     assert process.stdin is not None
     process.stdin.close()
     assert await asyncio.wait_for(process.wait(), 5.0) == 0

@@ -190,6 +190,35 @@ def test_a_worker_that_fails_ends_the_run_with_its_name_and_one_that_stays_is_ki
     world.run(main())
 
 
+def test_who_joins_lives_as_the_others_and_who_leaves_dies_for_nobody() -> None:
+    world = World(Faults(deaths=((0.5, "b"), (1.0, "c"), (11.0, "b"), (20.5, "b")), stalls=((0.5, "b", 1e6),)))
+
+    async def main() -> None:
+        cluster = world.cluster(world.serves)
+        await cluster.start([WorkerSpec("a", "main", max_restarts=9), WorkerSpec("c", "main", max_restarts=9)])
+        waiting = asyncio.create_task(cluster.wait(world.died))
+        await asyncio.sleep(1.2)
+        assert await cluster.end("c", 60.0) is True  # in the pause before it is started again
+        assert world.loop.time() == pytest.approx(1.2)
+        await asyncio.sleep(8.8)
+        await cluster.start([WorkerSpec("b", "main", max_restarts=9), WorkerSpec("c", "main")])
+        assert await cluster.end("c", 5.0) is False
+        assert world.loop.time() == pytest.approx(15.0)
+        ending = asyncio.create_task(cluster.end("b", 60.0))
+        assert await ending is True  # by its death
+        assert world.loop.time() == pytest.approx(20.5)
+        await asyncio.sleep(30.0)
+        assert not waiting.done() and len(world.wire.peers) == 1
+        world.desk.open.set()
+        assert await cluster.stop(1.0) == []
+        assert cluster.num_deaths == 3 and cluster.num_stalls == 0 and cluster.num_cut_short == 1
+        await waiting
+
+    world.run(main())
+    assert world.lives == [("a", 0.0), ("c", 0.0), ("b", 10.0), ("c", 10.0), ("b", 11.5)]
+    assert [death.split(";")[0] for death in world.deaths] == ["c was killed", "b was killed"]
+
+
 def test_a_plan_is_its_seeds_and_spares_the_first_worker() -> None:
     workers = [f"rollout/{i}" for i in range(4)]
     plans = [Faults.drawn(seed, workers, 2.0, 20.0) for seed in range(100)]
@@ -201,3 +230,18 @@ def test_a_plan_is_its_seeds_and_spares_the_first_worker() -> None:
     for happens in ("slow", "deaths", "stalls", "late_rewards", "broken_fetches"):
         assert 20 < sum(bool(getattr(plan, happens)) for plan in plans) < 90, happens
     assert Faults.drawn(0, ["rollout/0"], 0.0, 1.0).deaths == ()
+
+
+def test_a_plan_may_change_the_size_of_a_run_and_is_the_same_else() -> None:
+    workers, sizes = ["rollout/0", "rollout/1"], (1, 2, 4)
+    for seed in range(100):
+        plan, before = (Faults.drawn(seed, workers, 2.0, 20.0, sizes=chosen) for chosen in (sizes, ()))
+        assert all(resize.size in sizes and 2.0 <= resize.when <= 20.0 for resize in plan.resizes) and before.resizes == ()
+        assert plan.deaths[: len(before.deaths)] == before.deaths and plan.late_rewards == before.late_rewards
+        harmed = {*plan.slow, *plan.broken_fetches, *(who for _, who in plan.deaths), *(who for _, who, _ in plan.stalls)}
+        assert harmed <= {f"rollout/{i}" for i in range(4)} and "rollout/0" not in {*plan.slow, *plan.broken_fetches}
+        if not any(resize.size > 2 for resize in plan.resizes):
+            assert harmed <= set(workers)
+    plans = [Faults.drawn(seed, workers, 2.0, 20.0, sizes=sizes) for seed in range(100)]
+    assert 30 < sum(bool(plan.resizes) for plan in plans) < 80
+    assert any("rollout/3" in {who for _, who in plan.deaths} for plan in plans)

@@ -71,3 +71,18 @@ async def test_nobody_waits_for_a_worker_that_has_gone_and_what_it_said_is_kept(
     assert hub.states.keys() == {"rollout/0"}
     await again.flush()
     assert [state.reward_failures for state in [hub.states["rollout/1"], *hub.past]] == [{"timeout": 1}, {"timeout": 2}]
+
+
+async def test_on_another_machine_times_are_told_by_the_driver_s_clock() -> None:
+    loop, delays = asyncio.get_running_loop(), iter((0.03, 0.002, 0.02, 0.0, 0.05, 0.01, 0.03, 0.04))
+
+    class Far:
+        """Whose clock shows 1,000 s more, and whose answers take their time on the way back."""
+
+        async def now(self) -> float:
+            shown = loop.time() + 1000.0
+            await asyncio.sleep(next(delays))
+            return shown
+
+    clock = await hub_module.driver_clock(Far(), loop.time)  # type: ignore[arg-type]
+    assert abs(clock() - loop.time() - 1000.0) < 0.002  # by the quickest; the mean would be off by 0.01

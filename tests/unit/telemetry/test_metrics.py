@@ -149,10 +149,28 @@ def test_every_metric_is_defined():
     table = definitions_table()
     assert table.count("\n") == len(DEFINITIONS) + 1
     row = full_step().row(StepTimes(started=0.0, committed=10.0, could_generate=0.5, train_began=4.0), 4, SPANS)
-    added_by_others = {"policy/clip_ratio", "policy/rollout_kl", "run/num_resumes", "memory/rss_bytes/<worker>"}
+    added_by_others = {
+        "policy/clip_ratio",
+        "mismatch/kl",
+        "mismatch/logprob_difference",
+        "policy/rollout_kl",
+        "run/num_resumes",
+        "memory/rss_bytes/<worker>",
+    }
     added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/"))}
     assert {metric_key(name) for name in row} | added_by_others == set(DEFINITIONS)
     assert metric_key("memory/rss_bytes/rollout/0") == "memory/rss_bytes/<worker>"
+
+
+def test_mismatches_are_means_over_the_tokens_of_rows_without_staleness():
+    metrics = full_step()
+    assert not [name for name in metrics.row(StepTimes(started=0, committed=10), 4, SPANS) if name.startswith("mismatch/")]
+    for tokens, difference in ((0, 0.0), (10, 0.5), (30, 1.5)):
+        sums = {"mismatch/tokens": tokens, "mismatch/logprob_difference": difference, "mismatch/kl": difference / 100}
+        metrics.add_micro_batch(loss_sum=0.0, loss_tokens=60, logical_tokens=60, physical_tokens=60, metrics=sums)
+        row = metrics.row(StepTimes(started=0, committed=10), 4, SPANS)
+        assert "mismatch/tokens" not in row and ("mismatch/kl" in row) == (tokens > 0)
+    assert row["mismatch/logprob_difference"] == pytest.approx(0.05) and row["mismatch/kl"] == pytest.approx(0.0005)
 
 
 def test_idle_ratios_clip_to_the_interval_and_divide_by_what_is_recorded():

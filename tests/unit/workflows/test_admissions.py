@@ -22,7 +22,6 @@ SHAPE = Shape(
     rows_per_micro_batch=2,
     groups_per_turn=1,
     groups_ahead=2,
-    num_rollout_workers=1,
 )
 PROMPTS = [Prompt(np.array([n, n]), {"n": n}) for n in range(7)]
 SCHEDULE = Bounded(max_staleness=2, membership="first_come")

@@ -15,14 +15,15 @@ from asyncflow.types import Interval
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board, Target
+from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.signal import Signal
-from tests.builders import turns
+from tests.builders import Unmade, turns
 
 A, B = "rollout/0", "rollout/1"
 
 
-class Rows:
-    """Books of rows without a response: `waiting` are in nobody's hands, `held` in somebody's. By the last version for them."""
+class Rows(Unmade):
+    """Books of rows without a response."""
 
     committed = 0
 
@@ -37,18 +38,6 @@ class Rows:
     def task_before(self, task: str) -> str:
         raise NotImplementedError
 
-    def unfinished(self, version: int) -> int:
-        return self.unleased(version) + sum(high <= version for high in self.held)
-
-    def unleased(self, version: int) -> int:
-        return sum(high <= version for high in self.waiting)
-
-    def oldest_unleased(self, at_least: int) -> int | None:
-        return min((high for high in self.waiting if high >= at_least), default=None)
-
-    def ready(self, task: str) -> int:
-        return self.num_ready
-
 
 class Books:
     """A board over such books, and workers that ask it."""
@@ -56,7 +45,7 @@ class Books:
     def __init__(self, mode: str = "periodic", **options: Any) -> None:
         self.rows, self.signal, self.now = Rows(), Signal(), 0.0
         self.schedule = build("schedule", mode, options, SCHEDULES)
-        self.board = Board(self.schedule, self.rows, self.signal, lambda: self.now)
+        self.board = Board(self.schedule, self.rows, self.signal, lambda: self.now, Crew(2))
 
     def asks(self, worker: str, question: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """In the context of a worker."""
@@ -82,7 +71,7 @@ def manifest(version: int) -> Manifest:
 
 
 def target(version: int) -> Target:
-    return Target(version, manifest(version) if version else None)
+    return Target(version, manifest(version) if version else None, 2)
 
 
 async def waits(task: asyncio.Task[Any]) -> bool:
@@ -192,7 +181,7 @@ async def test_version_0_is_the_workers_own_files_and_is_always_there() -> None:
     books = Books("delayed")
     await books.publish(1, 2, 3)
     books.rows.waiting = [0]
-    assert await books.asks(A, books.board.join()) == Target(0, None)
+    assert await books.asks(A, books.board.join()) == target(0)
 
 
 # -- called back ----------------------------------------------------------------------------------------------------------------
@@ -226,7 +215,7 @@ async def test_rows_of_an_older_version_call_one_of_those_that_are_past_it_back(
 
 
 async def test_to_be_called_back_is_not_to_wait_for_those_that_change_over() -> None:
-    books = Books("sub_step", max_swapping=1)
+    books = Books("sub_step", max_installing=1)
     await books.publish(1, 2)
     await books.serves(A, 2)
     await books.asks(B, books.board.join())
@@ -301,7 +290,7 @@ async def test_what_has_been_overtaken_is_not_granted() -> None:
 
 
 async def test_in_sub_step_so_many_workers_change_at_once_and_the_next_when_one_has() -> None:
-    books = Books("sub_step", max_swapping=1)
+    books = Books("sub_step", max_installing=1)
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
@@ -314,7 +303,7 @@ async def test_in_sub_step_so_many_workers_change_at_once_and_the_next_when_one_
 
 @pytest.mark.parametrize("end", ["forget", "failed"])
 async def test_a_grant_ends_with_the_worker_that_had_it_and_with_its_weights(end: str) -> None:
-    books = Books("sub_step", max_swapping=1)
+    books = Books("sub_step", max_installing=1)
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
@@ -348,7 +337,7 @@ async def test_a_swap_takes_from_the_grant_to_the_installation() -> None:
     assert books.board.installing == {A: 1}
     books.now = 5.75
     await books.serves(A, 1)
-    assert books.board.swap_seconds == 0.75 and books.board.installing == {}
+    assert books.board.install_seconds == 0.75 and books.board.installing == {}
 
 
 async def test_a_worker_without_its_weights_is_stale_until_it_serves_again() -> None:
@@ -357,14 +346,14 @@ async def test_a_worker_without_its_weights_is_stale_until_it_serves_again() -> 
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
-    assert books.board.num_unhealthy(0.0) == 0
+    assert books.board.num_healthy(0.0) == 2
     await books.asks(A, books.board.failed("the hash is not the manifest's"))
     await books.asks(A, books.board.failed("nor is it now"))
-    assert books.board.num_unhealthy(0.0) == 1 and books.board.stale == {A: "nor is it now"}
+    assert books.board.num_healthy(0.0) == 1 and books.board.stale == {A: "nor is it now"}
     assert told == [(A, "the hash is not the manifest's"), (A, "nor is it now")]
     assert await books.asks(A, books.board.next_target(0)) == target(1)  # it is asked again, for what is newest by then
     await books.serves(A, 1)
-    assert books.board.num_unhealthy(0.0) == 0 and books.board.stale == {}
+    assert books.board.num_healthy(0.0) == 2 and books.board.stale == {}
 
 
 async def test_one_without_its_weights_counts_as_lost_after_a_while() -> None:
@@ -373,9 +362,9 @@ async def test_one_without_its_weights_counts_as_lost_after_a_while() -> None:
     await books.asks(A, books.board.failed("the hash is not the manifest's"))
     books.now = 4.0
     await books.asks(A, books.board.failed("nor is it now"))
-    assert books.board.num_unhealthy(5.0) == 0
+    assert books.board.num_healthy(5.0) == 2
     books.now = 5.0
-    assert books.board.num_unhealthy(5.0) == 1
+    assert books.board.num_healthy(5.0) == 1
 
 
 async def test_one_that_was_stale_for_the_sake_of_another_version_goes_on_with_what_it_serves() -> None:
@@ -420,13 +409,13 @@ async def test_how_long_a_worker_takes_to_begin_is_not_what_a_swap_takes() -> No
     await books.asks(A, books.board.join())
     books.now = 50.0
     await books.serves(A, 0)
-    assert books.board.swap_seconds is None
+    assert books.board.install_seconds is None
 
 
 async def test_all_serve_is_said_of_all_that_the_run_has() -> None:
     books = Books()
     await books.publish(1)
-    waiting = asyncio.create_task(books.board.all_serve(1, 2))
+    waiting = asyncio.create_task(books.board.all_serve(1))
     await books.serves(A, 1)
     await turns(10)
     assert not waiting.done()  # nobody knows of B yet
@@ -436,7 +425,7 @@ async def test_all_serve_is_said_of_all_that_the_run_has() -> None:
     await books.serves(B, 1)
     await asyncio.wait_for(waiting, 5)
     books.board.died(B, is_given_up=True)
-    await asyncio.wait_for(books.board.all_serve(1, 2), 5)
+    await asyncio.wait_for(books.board.all_serve(1), 5)
 
 
 async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_starting_does_not() -> None:
@@ -446,12 +435,71 @@ async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_
     books.board.forget(A)  # its connection has gone, before or after its process
     books.board.died(A, is_given_up=False)
     books.board.forget(A)
-    assert books.board.num_unhealthy(0.0) == 0 and books.board.serving == books.board.stale == books.board.installing == {}
+    assert books.board.num_healthy(0.0) == 2 and books.board.serving == books.board.stale == books.board.installing == {}
     await books.asks(A, books.board.join())
     await books.serves(A, 0)
-    assert books.board.num_unhealthy(0.0) == 0
+    assert books.board.num_healthy(0.0) == 2
     books.board.died(A, is_given_up=True)
-    assert books.board.num_unhealthy(0.0) == 1 and books.board.serving == {}
+    assert books.board.num_healthy(0.0) == 1 and books.board.serving == {}
+
+
+async def test_who_joins_begins_with_what_is_needed_and_shares_a_step_with_the_others() -> None:
+    books = Books("delayed")
+    await books.publish(1, 2, 3)
+    await books.serves(A, 3)
+    await books.serves(B, 3)
+    books.rows.waiting = [2, 3]
+    assert books.board.resize(4) == (["rollout/2", "rollout/3"], [])
+    assert await books.asks("rollout/2", books.board.join()) == Target(2, manifest(2), 4)
+    assert await books.asks("rollout/3", books.board.join()) == Target(3, manifest(3), 4)
+    assert (await books.asks(A, books.board.next_target(2))) == Target(3, manifest(3), 4)
+    books.board.died(B, is_given_up=True)
+    assert (await books.asks(A, books.board.next_target(2))) == Target(3, manifest(3), 3)
+
+
+async def test_who_is_to_leave_is_told_wherever_it_waits_and_is_granted_nothing_more() -> None:
+    books = Books()
+    books.rows.held = [0]
+    await books.publish(1)
+    await books.serves(B, 0)
+    newer, grant = books.asks(B, books.board.next_target(1)), books.asks(B, books.board.may_install(1, 0))
+    stopped = books.asks(B, books.board.stopped())
+    assert await waits(newer) and await waits(grant)
+    assert books.board.resize(1) == ([], [B])
+    assert await newer is None and await grant is False
+    assert await books.asks(B, books.board.join()) is None and await books.asks(B, books.board.next_target(0)) is None
+    assert await waits(stopped)  # it may end what it has
+    await books.changes(books.rows.held.clear)
+    assert await books.asks(A, books.board.may_install(1, 0)) is True  # it leaves alone
+    books.board.stop()
+    assert await stopped is None
+
+
+async def test_nobody_counts_on_who_is_to_leave() -> None:
+    books = Books("delayed")
+    await books.publish(1, 2)
+    await books.serves(A, 2)
+    await books.serves(B, 1)
+    following = books.asks(A, books.board.next_target(2))
+    await books.changes(lambda: books.rows.waiting.append(1))
+    assert await waits(following)  # B will make them
+    books.board.resize(1)
+    assert books.board.serving == {A: 2}
+    assert await following == Target(1, manifest(1), 1)
+    assert books.board.num_healthy(0.0) == 1
+    await asyncio.wait_for(books.board.all_serve(2), 5)
+    await books.asks(B, books.board.failed("and it has no weights"))
+    assert books.board.num_healthy(0.0) == 1
+
+
+async def test_the_name_of_one_that_has_left_is_anothers() -> None:
+    books = Books()
+    await books.serves(B, 0)
+    books.board.resize(1)
+    books.board.left(B)
+    books.board.resize(2)
+    assert books.board.serving == {} and books.board.crew.leaving == set()
+    assert await books.asks(B, books.board.join()) == target(0)
 
 
 async def test_stopping_answers_everybody_who_waits() -> None:
@@ -478,7 +526,7 @@ def test_the_interval_of_every_mode_lies_in_what_the_board_keeps() -> None:
 
 async def test_nobody_joins_before_the_version_that_the_run_goes_on_from_is_published() -> None:
     books = Books("delayed")
-    books.board = board = Board(books.schedule, books.rows, books.signal, lambda: books.now, first=5)
+    books.board = board = Board(books.schedule, books.rows, books.signal, lambda: books.now, Crew(2), first=5)
     joining = books.asks("rollout/0", board.join())
     await books.publish(4)
     assert await waits(joining) and board.published == 4
@@ -495,7 +543,7 @@ async def test_nobody_joins_before_the_version_that_the_run_goes_on_from_is_publ
 
 async def test_whoever_waits_to_join_a_run_that_is_over_is_told() -> None:
     books = Books()
-    board = Board(books.schedule, books.rows, books.signal, lambda: books.now, first=2)
+    board = Board(books.schedule, books.rows, books.signal, lambda: books.now, Crew(2), first=2)
     joining = books.asks("rollout/0", board.join())
     assert await waits(joining)
     board.stop()

@@ -24,6 +24,7 @@ from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.workflows import SCHEDULES, rollout
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.books import Books
+from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.ledger import Ledger
 from asyncflow.workflows.rollout import Rollout
 from asyncflow.workflows.samples import Prompt, Shape, admission, schema
@@ -104,11 +105,11 @@ class World:
         callbacks = {"on_done": self._done, "on_change": self.signal.notify}
         self.queue = TransferQueue(schema(BITS, 30.0, 3), [MemoryStorage()], callbacks={"rollout": callbacks})
         books = Books(self.ledger, self.queue.controllers)
-        self.board = Board(self.schedule, books, self.signal, lambda: 0.0)
+        self.board = Board(self.schedule, books, self.signal, lambda: 0.0, Crew(1))
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards
-        self.shape = Shape(2, 2, BITS, 0, 1.0, 8, 2, 1, 1, 1)
+        self.shape = Shape(2, 2, BITS, 0, 1.0, 8, 2, 1, 1)
         recorder = Recorder(WORKER, lambda: 0.0, self.spans.append)
         self.loop = Rollout(
             self.client, self.board, self.schedule, self.engine, self.receiver, lambda: {"of": 0}, self._score,
@@ -400,10 +401,76 @@ async def test_one_that_cannot_begin_tries_again() -> None:
         await world.publish(1)
 
     async with a_worker(before=lacks_version_1) as world:
-        assert world.board.serving == {} and world.board.num_unhealthy(0.0) == 1
+        assert world.board.serving == {} and world.board.num_healthy(0.0) == 0
         await world.publish(2)  # the first one is never there again
         await asyncio.sleep(0.1)
-        assert world.board.serving == {WORKER: 2} and world.board.num_unhealthy(0.0) == 0
+        assert world.board.serving == {WORKER: 2} and world.board.num_healthy(0.0) == 1
+
+
+@contextlib.asynccontextmanager
+async def a_leaver(
+    *, groups: Sequence[int] = (0,), rewards: Callable[[Sample], float] = lambda sample: 0.0
+) -> AsyncIterator[tuple[World, asyncio.Task[None]]]:
+    """A worker with these groups that has been told to leave; another one is in the run."""
+    world = World("periodic", {}, num_slots=8, rewards=rewards)
+    world.board.crew = Crew(2)
+    world.board.crew.members.reverse()  # so that this one came last
+    async with world.queue.running():
+        running = world.start()
+        await turns()
+        await world.admit(*(meta(group, 0, 0, 0) for group in groups))
+        assert world.groups == [*groups]
+        assert world.board.resize(1) == ([], [WORKER])
+        await turns()
+        yield world, running
+        world.board.stop()
+        await asyncio.wait_for(running, 5)
+
+
+async def test_one_that_is_to_leave_takes_nothing_more_ends_what_it_has_and_goes() -> None:
+    async with a_leaver() as (world, running):
+        await world.admit(meta(1, 1, 0, 0))
+        await world.end(0, 0)
+        assert not running.done() and world.groups == [0]
+        await world.end(0, 1)
+        await asyncio.wait_for(running, 5)
+        assert await world.versions(0) == [[0], [0]] and world.ledger.unfinished(0) == 2
+        assert world.queue.controllers["rollout"].holders() == {}
+        assert [(span.task, span.group) for span in world.spans if span.task == "generate_group"] == [("generate_group", 0)]
+
+
+async def test_one_that_waits_for_prompts_when_it_is_to_leave_goes_at_once() -> None:
+    async with a_leaver(groups=()) as (world, running):
+        await asyncio.wait_for(running, 5)
+        await world.admit(meta(0, 0, 0, 0))
+        assert world.groups == [] and world.queue.controllers["rollout"].holders() == {}
+
+
+async def test_one_that_is_to_leave_ends_at_once_when_the_run_does() -> None:
+    async with a_leaver() as (world, running):
+        assert not running.done()
+        world.board.stop()
+        await asyncio.wait_for(running, 5)
+        assert world.groups == [0]
+
+
+async def test_what_fails_while_it_leaves_is_for_others() -> None:
+    def fails(sample: Sample) -> float:
+        raise RewardFailure("raised", "the grader's own bug")
+
+    async with a_leaver(rewards=fails) as (world, running):
+        await world.end(0)
+        await asyncio.wait_for(running, 5)
+        assert world.queue.controllers["rollout"].table.counts()["ready"] == 2
+
+
+async def test_its_share_of_a_step_follows_the_number_of_workers_with_its_next_version() -> None:
+    async with a_worker("bounded", num_slots=99) as world:
+        assert world.loop._share == 4
+        world.board.resize(2)
+        assert world.loop._share == 4
+        await world.publish(1)
+        assert world.loop._installed == 1 and world.loop._share == 2
 
 
 async def test_a_worker_that_joins_when_the_run_is_stopping_ends() -> None:

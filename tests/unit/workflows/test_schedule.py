@@ -14,11 +14,12 @@ from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.bounded import NEVER
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.sub_step import SubStep
+from tests.builders import Unmade
 
 
 @dataclass
-class Moment:
-    """A progress that says what it was told to say. `held` and `waiting`: by row, the last version that may generate it."""
+class Moment(Unmade):
+    """A progress that says what it was told to say."""
 
     committed: int = 0
     done: frozenset[tuple[str, int]] = frozenset()
@@ -32,18 +33,6 @@ class Moment:
     def task_before(self, task: str) -> str:
         return {"reference": "reward", "reward": "rollout"}.get(task, "reference")
 
-    def unfinished(self, version: int) -> int:
-        return sum(high <= version for high in self.waiting + self.held)
-
-    def unleased(self, version: int) -> int:
-        return sum(high <= version for high in self.waiting)
-
-    def oldest_unleased(self, at_least: int) -> int | None:
-        return min((high for high in self.waiting if high >= at_least), default=None)
-
-    def ready(self, task: str) -> int:
-        return self.num_ready
-
 
 @dataclass
 class Workers:
@@ -52,7 +41,7 @@ class Workers:
     count: int = 4
     num_installing: int = 0
     step_seconds: float | None = None
-    swap_seconds: float | None = None
+    install_seconds: float | None = None
     serving: dict[str, int] = field(init=False)
     installing: dict[str, int] = field(init=False)
 
@@ -159,7 +148,7 @@ def test_elsewhere_a_worker_waits_only_until_nobody_else_need_take_them(name: st
 
 
 @pytest.mark.parametrize(
-    ("count", "step_seconds", "swap_seconds", "k"),
+    ("count", "step_seconds", "install_seconds", "k"),
     [
         (4, None, None, 1),
         (4, 10.0, None, 1),
@@ -176,9 +165,9 @@ def test_elsewhere_a_worker_waits_only_until_nobody_else_need_take_them(name: st
     ],
 )
 def test_as_many_change_at_once_as_it_takes_for_all_to_change_within_a_step(
-    count: int, step_seconds: float | None, swap_seconds: float | None, k: int
+    count: int, step_seconds: float | None, install_seconds: float | None, k: int
 ) -> None:
-    assert SubStep().at_once(Workers(count, 0, step_seconds, swap_seconds)) == k
+    assert SubStep().at_once(Workers(count, 0, step_seconds, install_seconds)) == k
 
 
 @pytest.mark.parametrize(
@@ -186,19 +175,19 @@ def test_as_many_change_at_once_as_it_takes_for_all_to_change_within_a_step(
     [(0, 0, True), (0, 8, True), (1, 7, False), (1, 8, True), (2, 8, False), (3, 99, False)],
 )
 def test_workers_change_in_turn_while_the_others_keep_training_supplied(num_installing: int, num_ready: int, may: bool) -> None:
-    schedule, fleet = SubStep(max_swapping=2, watermark_rows=8), Workers(4, num_installing)
+    schedule, fleet = SubStep(max_installing=2, watermark_rows=8), Workers(4, num_installing)
     assert schedule.may_install(1, Moment(num_ready=num_ready), fleet) is may
     assert not schedule.may_install(1, Moment(waiting=(0,), num_ready=num_ready), fleet)
 
 
 def test_a_k_that_starves_is_said_once_and_with_what_it_would_take(caplog: pytest.LogCaptureFixture) -> None:
-    schedule = SubStep(max_swapping=1)
+    schedule = SubStep(max_installing=1)
     with caplog.at_level(logging.WARNING):
         assert schedule.at_once(Workers(4, 0, 10.0, 2.5)) == 1 and not caplog.records
         assert schedule.at_once(Workers(4, 0, 10.0, 6.0)) == 1
         assert schedule.at_once(Workers(4, 0, 10.0, 7.0)) == 1
     (record,) = caplog.records
-    for words in ("schedule.max_swapping=1 starves", "6.00 s", "10.00 s", "3 of 4 workers"):
+    for words in ("schedule.max_installing=1 starves", "6.00 s", "10.00 s", "3 of 4 workers"):
         assert words in record.getMessage()
 
 
@@ -208,7 +197,7 @@ def test_a_k_that_starves_is_said_once_and_with_what_it_would_take(caplog: pytes
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("sub_step", {"max_swapping": 0}, "schedule.max_swapping must be at least 1"),
+        ("sub_step", {"max_installing": 0}, "schedule.max_installing must be 1 or more"),
         ("sub_step", {"watermark_rows": -1}, "schedule.watermark_rows must be 0 or more"),
         ("bounded", {"max_staleness": 0}, "without any it is schedule=periodic"),
         ("bounded", {"membership": "fair"}, "must be strict or first_come, but is 'fair'"),

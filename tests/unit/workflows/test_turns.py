@@ -203,7 +203,7 @@ async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_p
         assert orders == [[2, 1], [0, 3]]
 
 
-SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_turn=1, groups_ahead=1, num_rollout_workers=1)
+SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_turn=1, groups_ahead=1)
 
 
 class Ranks:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import json
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.engine import SlotEngine, read_stop_ids
+from asyncflow.engines.rollout.engine import SlotEngine
 
 PROMPT = np.arange(7, 27)
 KEY = SampleKey(seed=11, prompt_index=5)
@@ -198,12 +197,9 @@ async def test_end_tokens_stop(saved: tuple[PreTrainedModel, Path]) -> None:
     assert any(response.finish_reason == "stop" for response in stopped.values())
 
 
-def test_end_tokens_are_those_of_the_files(saved: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
-    assert read_stop_ids(saved[1]) == {1}
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
-    assert read_stop_ids(tmp_path) == {3}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 5]}))
-    assert read_stop_ids(tmp_path) == {4, 5}
+async def test_end_tokens_are_those_of_the_files(saved: tuple[PreTrainedModel, Path]) -> None:
+    async with opened(saved[1], stop_ids=None) as engine:
+        assert engine._slots._is_stop.nonzero()[0].tolist() == [1]
 
 
 async def test_responses_arrive_as_they_end(saved: tuple[PreTrainedModel, Path]) -> None:

@@ -1,0 +1,156 @@
+"""Workers in processes of their own, kept alive: what clusters of such share, wherever their processes are.
+
+consumes: worker specs; the ends of processes
+waits for: a process to end; the pause before it is started again
+is unblocked by: its end, or its being told to leave
+
+A worker's output goes to `logs/<worker>.log` in the run directory, and the end of it becomes its last words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from asyncflow.cluster.base import WorkerDied, WorkerSpec, restart_pause
+from asyncflow.types import UserError
+
+USER_ERROR_STATUS = 2
+LAST_WORDS_BYTES = 4096
+
+
+class WorkerProcess(Protocol):
+    """What asyncio's processes are, or stand for one elsewhere."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    @property
+    def stdin(self) -> asyncio.StreamWriter | None: ...
+    async def wait(self) -> int: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    spec: WorkerSpec
+    process: WorkerProcess
+    log: Path
+    num_restarts: int = 0
+    is_leaving: bool = False
+    watch: asyncio.Task[None] | None = None
+
+
+class SupervisedCluster(ABC):
+    """`Cluster` over `_spawn`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._children: dict[str, _Child] = {}
+        self._on_death: Callable[[str, str, bool], None] | None = None
+        self._over: asyncio.Future[None] | None = None  # from when somebody has waited
+
+    async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        (self._run_dir / "logs").mkdir(exist_ok=True)
+        for spec in workers:
+            log = self._run_dir / "logs" / f"{spec.name.replace('/', '-')}.log"
+            self._children[spec.name] = child = _Child(spec, await self._spawn(spec, log), log)
+            if self._over is not None:
+                self._watch(child, self._over)
+
+    @abstractmethod
+    async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
+        """Start a worker's process, whose output goes to the end of the file `log`."""
+
+    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
+        if self._over is None:  # they are watched until the cluster is stopped, whether somebody waits or not
+            self._over, self._on_death = asyncio.get_running_loop().create_future(), on_death
+            for child in self._children.values():
+                self._watch(child, self._over)
+        await asyncio.shield(self._over)
+
+    def _watch(self, child: _Child, over: asyncio.Future[None]) -> None:
+        child.watch = asyncio.create_task(self._keep_alive(child))
+        child.watch.add_done_callback(partial(self._ended, over))
+
+    async def _keep_alive(self, child: _Child) -> None:
+        """Until the worker has ended well, or for the last time."""
+        assert self._on_death is not None
+        while await child.process.wait() and not child.is_leaving:
+            why, limit = self._why(child), child.spec.max_restarts
+            if not limit:
+                raise WorkerDied(f"worker {child.spec.name} {why}")
+            if child.num_restarts == limit:
+                self._on_death(child.spec.name, f"{why}; it has been started again {limit} times, and is given up", True)
+                return
+            pause = restart_pause(child.num_restarts)
+            self._on_death(child.spec.name, f"{why}; it is started again in {pause:g} s", False)
+            await asyncio.sleep(pause)
+            if child.is_leaving:
+                return
+            child.num_restarts += 1
+            child.process = await self._spawn(child.spec, child.log)
+            if child.is_leaving:  # since it was being started
+                child.process.kill()
+
+    def _ended(self, over: asyncio.Future[None], watch: asyncio.Task[None]) -> None:
+        error = None if watch.cancelled() else watch.exception()
+        if over.done():
+            return
+        if error is not None:
+            over.set_exception(error)
+        elif all(child.watch is not None and child.watch.done() for child in self._children.values()):
+            over.set_result(None)
+
+    async def end(self, name: str, grace_seconds: float) -> bool:
+        child = self._children[name]
+        child.is_leaving = True
+        return await self._end(child, grace_seconds)
+
+    async def stop(self, grace_seconds: float) -> list[str]:
+        children = list(self._children.values())
+        watches = [child.watch for child in children if child.watch is not None]
+        for watch in watches:  # nobody is started any more
+            watch.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        if self._over is not None and self._over.done():
+            self._over.exception()  # taken, if it came too late to be why the run ended
+        in_time = await asyncio.gather(*(self._end(child, grace_seconds) for child in children))
+        return [child.spec.name for child, is_in_time in zip(children, in_time, strict=True) if not is_in_time]
+
+    async def _end(self, child: _Child, grace_seconds: float) -> bool:
+        """Wait so long, then kill. False: killed."""
+        try:
+            async with asyncio.timeout(grace_seconds):
+                await child.process.wait()
+        except TimeoutError:
+            if child.process.returncode is None:
+                child.process.kill()
+            await child.process.wait()
+            return False
+        finally:
+            if child.process.stdin is not None:
+                child.process.stdin.close()
+        return True
+
+    def pids(self) -> dict[str, int]:
+        return {child.spec.name: child.process.pid for child in self._children.values() if child.process.returncode is None}
+
+    def _why(self, child: _Child) -> str:
+        """How a worker has ended. Raises `UserError` with its last words where the mistake was the user's."""
+        status = child.process.returncode or 0
+        with child.log.open("rb") as log:
+            log.seek(max(0, child.log.stat().st_size - LAST_WORDS_BYTES))
+            words = log.read().decode(errors="replace").strip().splitlines()
+        last = words[-1] if words else "nothing"
+        if status == USER_ERROR_STATUS:
+            raise UserError(last)
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return f"(process {child.process.pid}) {how}; its last words: {last} (more in {child.log})"

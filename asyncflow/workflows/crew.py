@@ -1,0 +1,42 @@
+"""Which rollout workers a run has: those that work, those that were given up, those that are to leave. Pure.
+
+resize(3): rollout/0 rollout/1 rollout/2       resize(1): rollout/0, and the other two leave
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count, islice
+
+
+class Crew:
+    """Names, in the order in which they joined. The name of one that has left is free for another."""
+
+    def __init__(self, size: int) -> None:
+        self.members = [f"rollout/{i}" for i in range(size)]
+        self.given_up: set[str] = set()  # those of them that have died for the last time
+        self.leaving: set[str] = set()  # members no longer, but not gone yet
+
+    @property
+    def working(self) -> list[str]:
+        """The members that serve, or will again."""
+        return [name for name in self.members if name not in self.given_up]
+
+    def resize(self, size: int) -> tuple[list[str], list[str]]:
+        """Have so many that work. Returns who is to be started, and who is to leave: those that came last, and all that are given
+        up."""
+        working = self.working
+        going = [name for name in self.members if name in self.given_up or name in working[size:]]
+        self.leaving |= set(going)
+        free = (name for i in count() if (name := f"rollout/{i}") not in self.leaving and name not in working)
+        coming = list(islice(free, max(0, size - len(working))))
+        self.members, self.given_up = working[:size] + coming, set()
+        return coming, going
+
+    def never_came(self, names: Sequence[str]) -> None:
+        """They could not be started."""
+        self.members = [name for name in self.members if name not in names]
+
+    def left(self, name: str) -> None:
+        """One that was to leave has gone."""
+        self.leaving.discard(name)

@@ -1,0 +1,29 @@
+"""What a run's record says aloud."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncflow.build.record import RunRecord, Told
+
+
+def test_engines_that_do_not_compute_the_same_are_told_once() -> None:
+    said: list[str] = []
+    record = object.__new__(RunRecord)
+    record._told = Told(group=lambda step: None, step=lambda step, row: None, evaluation=lambda row: None, says=said.append)
+    record._has_said_mismatch = False
+    for row in ({}, {"mismatch/kl": 1e-5}, {"mismatch/kl": 0.01}):
+        record._look_at_mismatch(row)
+    assert said == []
+    record._look_at_mismatch({"mismatch/kl": 0.025})
+    record._look_at_mismatch({"mismatch/kl": 0.5})
+    (sentence,) = said
+    for words in ("mismatch/kl is 0.025 nats, above 0.01", "rollout.dtype and train.dtype", "algorithm.correction=truncated"):
+        assert words in sentence
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_a_mismatch_that_is_no_number_is_no_warning(value: float) -> None:
+    record = object.__new__(RunRecord)
+    record._has_said_mismatch = False
+    record._look_at_mismatch({"mismatch/kl": value})
