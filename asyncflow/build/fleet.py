@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from asyncflow.build.prepare import tasks_before_training
+from asyncflow.build.prepare import devices_each, tasks_before_training
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
 from asyncflow.engines.base import RANKS_STORE
@@ -32,10 +32,11 @@ def training(config: Config) -> dict[str, str]:
     return threads(config.train.num_threads) | _KEEP_FREED_MEMORY
 
 
-def devices(device: str, num_threads: int) -> dict[str, float]:
-    """What a worker that computes on a device (cpu, cuda:1, ...) needs of its machine, by the names that clusters count it by."""
-    accelerators = {"cuda": {"GPU": 1.0}, "npu": {"NPU": 1.0}}
-    return {"CPU": float(num_threads)} | accelerators.get(device.partition(":")[0], {})
+def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
+    """What a worker that computes on `count` devices of a kind (cpu, cuda:1, ...) needs of its machine, by the names that clusters
+    count it by."""
+    accelerator = {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0])
+    return {"CPU": float(num_threads)} | ({} if accelerator is None else {accelerator: float(count)})
 
 
 def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainers_there: bool) -> list[WorkerSpec]:
@@ -55,7 +56,7 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
 def rollout_worker(config: Config, name: str) -> WorkerSpec:
     """One of those that a run starts with, or that join it."""
     rollout = config.rollout
-    needs = devices(rollout.device, rollout.num_threads)
+    needs = devices(rollout.device, rollout.num_threads, devices_each(config))
     return WorkerSpec(name, f"{_MAINS}:rollout_worker", threads(rollout.num_threads), rollout.max_restarts, needs)
 
 

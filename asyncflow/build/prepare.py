@@ -21,7 +21,7 @@ from asyncflow.data.datasets import Row, check_columns, load_rows, template_colu
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, check_layout
-from asyncflow.engines.rollout import ROLLOUT_ENGINES
+from asyncflow.engines.rollout import ROLLOUT_ENGINE_DEVICES, ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, resolve
@@ -169,7 +169,17 @@ def make_algorithm(config: Config) -> Algorithm:
 
 def num_devices(config: Config) -> int:
     """All of the run's devices: those that generate, those that train, and the reference's own."""
-    return config.rollout.num_workers + config.layout.size + ("reference" in tasks_before_training(config))
+    rollout = config.rollout.num_workers * devices_each(config)
+    return rollout + config.layout.size + ("reference" in tasks_before_training(config))
+
+
+def devices_each(config: Config) -> int:
+    """Those of one rollout worker."""
+    chosen = config.rollout.engine
+    if chosen.name not in ROLLOUT_ENGINE_DEVICES:
+        return 1
+    count: int = build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_DEVICES)
+    return count
 
 
 def tasks_before_training(config: Config) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
+from asyncflow.build.prepare import devices_each
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.config import Config
 from asyncflow.transport import remote
@@ -110,7 +111,7 @@ class Scaling:
                     self._board.crew.never_came(coming[number:])
                     why = error.strerror if isinstance(error, OSError) else error
                     raise RunError(f"worker {name} could not be started: {why or error}") from error
-                self._devices.change(1)
+                self._devices.change(devices_each(self._config))
             if not coming and not going:
                 return f"the run has {size} rollout workers already"
             told = [f"rollout workers: from {before} to {size}"]
@@ -122,7 +123,7 @@ class Scaling:
     async def _end(self, name: str, grace_seconds: float) -> None:
         is_in_time = await self._cluster.end(name, grace_seconds)
         self._board.left(name)
-        self._devices.change(-1)
+        self._devices.change(-devices_each(self._config))
         if not self._board.is_stopping:
             self._says(
                 f"worker {name} has left"

@@ -112,6 +112,9 @@ def test_a_choice_is_a_name_or_a_mapping_with_its_options(written: Any, chosen: 
         ({"queue": {"storage": "disk"}}, "queue storage 'disk' is not known; choose one of memory"),
         ({"rollout": {"engine": "x"}}, "rollout engine 'x' is not known; choose one of .*slots"),
         ({"train": {"engine": "x"}}, "train engine 'x' is not known; choose one of .*torch"),
+        ({"cluster": "slurm"}, "cluster 'slurm' is not known; choose one of inline, local, ray"),
+        ({"cluster": {"address": "auto"}}, "cluster 'local' does not take these options: .*'address'"),
+        ({"cluster": {"name": "ray", "adress": "auto"}}, "cluster ray does not take these options: .*`adress`"),
     ],
 )
 def test_an_unknown_choice_lists_the_known_ones(tree: dict[str, Any], sentence: str) -> None:

@@ -1,3 +1,5 @@
 """Engines that generate. `slots`: the embedded one, continuous batching over a slot cache. `vllm`: servers of vLLM."""
 
 ROLLOUT_ENGINES = {"slots": "asyncflow.engines.rollout.engine:SlotEngine", "vllm": "asyncflow.engines.rollout.vllm:VllmEngine"}
+ROLLOUT_ENGINE_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm_devices:num_devices"}
+"""How many devices a worker has, where its engine's options say; else it is one."""

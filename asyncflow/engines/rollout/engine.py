@@ -43,8 +43,6 @@ from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array
 
-read_stop_ids = end_token_ids
-
 T = TypeVar("T")
 
 

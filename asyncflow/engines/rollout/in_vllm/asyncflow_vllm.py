@@ -1,0 +1,134 @@
+"""vLLM's half of AsyncFlow's vLLM engine (`asyncflow/engines/rollout/vllm.py`). Imported by vLLM's processes.
+
+    FileWeights     a weight-transfer engine, `asyncflow` in vLLM's factory: reads the weights from memory that it maps
+    Extension       for --worker-extension-cls: names this module to vLLM's workers, which registers the engine
+    RequireKey      for --middleware: no route without the run's key (vLLM's own --api-key leaves the development routes open)
+
+Nothing of AsyncFlow is imported here: it need not be installed beside vLLM, and its transformers is another one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+class Extension:
+    """Adds nothing to a worker: vLLM imports the module that it is in."""
+
+
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    """Nobody has to be met."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    """A whole model: `tensors` are (Hugging Face name, shape, first byte) in the file at `path`, all of one dtype."""
+
+    path: str
+    num_bytes: int
+    dtype_name: str
+    tensors: list[tuple[str, list[int], int]]
+
+
+class FileWeights(WeightTransferEngine):
+    """Loads checkpoints that another process of this user holds in memory, layer by layer.
+
+    Each worker of a tensor-parallel instance maps the same bytes, and takes its part of every tensor.
+    """
+
+    init_info_cls = FileInit
+    update_info_cls = FileUpdate
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """From here to `finish_weight_update` the model computes nothing: its tensors are being replaced, layer by layer."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a whole model. The base class's waits for an accelerator, and there may be none."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        """Raises `ValueError` for a file that is not this user's own, or not as long as it was said to be."""
+        mapped = _mapped(update_info.path, update_info.num_bytes)
+        buffer = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.model.load_weights(_tensors(buffer, update_info))
+
+    def finish_weight_update(self) -> None:
+        """The model computes again, with the new weights."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        # An output layer that shares the embedding's weight is not loaded by itself, so the reload leaves its packed copy as it was
+        # (vLLM 0.32.0, CPU): all logits would come from the head of the weights before. Elsewhere this does nothing.
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """AsyncFlow's half writes the file."""
+        raise NotImplementedError("AsyncFlow writes the weights itself (asyncflow/engines/rollout/vllm_weights.py)")
+
+
+def _mapped(path: str, num_bytes: int) -> mmap.mmap:
+    """The file's bytes; what would write to them writes to a copy of its own."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+            raise ValueError(f"{path} is not a file of this user's own")
+        if status.st_size != num_bytes:
+            raise ValueError(f"{path} has {status.st_size:,} bytes and was said to have {num_bytes:,}")
+        return mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(fd)
+
+
+def _tensors(buffer: Tensor, update: FileUpdate) -> Iterator[tuple[str, Tensor]]:
+    dtype: torch.dtype = getattr(torch, update.dtype_name)
+    for name, shape, begin in update.tensors:
+        end = begin + math.prod(shape) * dtype.itemsize
+        yield name, buffer[begin:end].view(dtype).view(shape)
+
+
+class RequireKey:
+    """ASGI middleware: whoever does not bring the key of `VLLM_API_KEY` is refused, whatever he asks for."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
+            await send({"type": "http.response.body", "body": b'{"error": "the key is missing, or another one"}'})
+
+
+WeightTransferEngineFactory.register_engine("asyncflow", FileWeights)

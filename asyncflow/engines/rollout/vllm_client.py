@@ -1,0 +1,194 @@
+"""What AsyncFlow asks of one vLLM server, over HTTP.
+
+    generation      POST /inference/v1/generate             token ids in; token ids, log-probs and version spans out
+    weights         POST /start_weight_update ... /finish_weight_update, /update_weight_version
+    pausing         POST /pause, /resume
+
+consumes: requests, as many at a time as are made
+waits for: the server's answer; for a response as long as `generation_seconds`, for all else `deadline_seconds`
+is unblocked by: the answer, the end of the connection, the deadline
+
+A request that is cancelled hangs up, which makes the server drop it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx2
+import msgspec
+import numpy as np
+
+from asyncflow.types import Array
+
+CONNECT_SECONDS = 10.0
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+class ServerLost(Exception):
+    """The server is gone, or answers what makes no sense: it has to be started again."""
+
+
+class Refused(ValueError):
+    """The server does not do what it is asked, and would not the next time."""
+
+
+class Aborted(Exception):
+    """The server has dropped the request, as it was told to."""
+
+
+class _LogProb(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct):
+    content: list[_LogProb]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: _LogProbs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Generated(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+_generated = msgspec.json.Decoder(_Generated)
+_weight_info = msgspec.json.Decoder(_WeightInfo)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One response: token_ids int64 [L], logprobs float32 [L], version_spans int64 [spans, 2] (first token offset, version)."""
+
+    token_ids: Array
+    logprobs: Array
+    version_spans: Array
+    finish_reason: Literal["stop", "length"]
+
+
+class VllmClient:
+    """One server's. `address`: `unix:PATH`, or `http://HOST:PORT`."""
+
+    def __init__(self, address: str, key: str, *, generation_seconds: float, deadline_seconds: float) -> None:
+        self.address = address
+        self._generation_seconds = generation_seconds
+        headers = {"Authorization": f"Bearer {key}"}
+        path = address.removeprefix("unix:")
+        url, uds = ("http://vllm", path) if path != address else (address, None)
+        # No limit of connections: the engine has one of its own (slots), and a request that waits here could not be aborted there.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=httpx2.Timeout(deadline_seconds, connect=CONNECT_SECONDS),
+            transport=httpx2.AsyncHTTPTransport(uds=uds, limits=limits),
+        )
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], cache_salt: str) -> Generated:
+        """One response. Raises `Refused` for what exceeds the context, `Aborted`, and `ServerLost`."""
+        body = {"token_ids": prompt_ids, "sampling_params": sampling, "cache_salt": cache_salt}
+        timeout = httpx2.Timeout(self._generation_seconds, connect=CONNECT_SECONDS)
+        content = await self._ask("POST", "/inference/v1/generate", body, timeout)
+        try:
+            (choice,) = _generated.decode(content).choices
+        except (msgspec.DecodeError, ValueError) as error:
+            raise ServerLost(f"{self.address} answers what is no response: {error}") from error
+        if choice.finish_reason == "abort":
+            raise Aborted
+        return self._checked(choice)
+
+    def _checked(self, choice: _Choice) -> Generated:
+        count, reason = len(choice.token_ids), choice.finish_reason
+        logprobs = choice.logprobs.content if choice.logprobs is not None else []
+        spans = choice.weight_versions or []
+        if reason not in ("stop", "length"):
+            raise ServerLost(f"{self.address} ended a response for the reason {reason!r}")
+        if [entry.token_id for entry in logprobs] != choice.token_ids:
+            raise ServerLost(f"{self.address} answers {count} tokens with the log-probs of others")
+        if [s.start for s in spans] != [0, *(s.end for s in spans[:-1])] or (spans[-1].end if spans else 0) != count:
+            raise ServerLost(f"{self.address} does not say which weights made each of {count} tokens, but {spans}")
+        if unknown := [s.version for s in spans if not s.version.isdecimal()]:
+            raise ServerLost(f"{self.address} answers by weights {unknown[0]!r}, which this run has not given it")
+        return Generated(
+            token_ids=np.array(choice.token_ids, np.int64),
+            logprobs=np.array([entry.logprob for entry in logprobs], np.float32),
+            version_spans=np.array([(s.start, int(s.version)) for s in spans], np.int64).reshape(-1, 2),
+            finish_reason="stop" if reason == "stop" else "length",
+        )
+
+    async def is_ready(self) -> bool:
+        """Whether the server answers, and its engine lives."""
+        try:
+            await self._ask("GET", "/health")
+        except (ServerLost, Refused):
+            return False
+        return True
+
+    async def weight_version(self) -> str:
+        """The name that the server gives its weights."""
+        return _weight_info.decode(await self._ask("GET", "/weight_info")).weight_version
+
+    async def set_weight_version(self, version: int) -> None:
+        """Name the weights that are there."""
+        await self._ask("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool, may_wait_seconds: float | None = None) -> None:
+        """Make no more tokens. `clear_cache`: responses under way are to have their keys and values computed again."""
+        timeout = None if may_wait_seconds is None else httpx2.Timeout(may_wait_seconds, connect=CONNECT_SECONDS)
+        await self._ask("POST", f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", None, timeout)
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._ask("POST", "/resume")
+
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Have the server meet who sends the weights."""
+        await self._ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    async def start_weight_update(self) -> None:
+        """The next three calls replace the weights of a paused server. One that fails leaves it unusable."""
+        await self._ask("POST", "/start_weight_update")
+
+    async def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Have the server load weights, in the way that it was started with."""
+        await self._ask("POST", "/update_weights", {"update_info": update_info})
+
+    async def finish_weight_update(self, version: int) -> None:
+        """The weights are whole, and have this name."""
+        await self._ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._http.aclose()
+
+    async def _ask(self, method: str, path: str, body: object = None, timeout: httpx2.Timeout | None = None) -> bytes:
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        wait = self._http.timeout if timeout is None else timeout
+        try:
+            answer = await self._http.request(method, path, content=content, headers=headers, timeout=wait)
+        except httpx2.TimeoutException as error:
+            raise ServerLost(f"{self.address} did not answer {path} within {wait.read:g} s") from error
+        except httpx2.HTTPError as error:
+            raise ServerLost(f"{self.address} hung up on {path}: {error or type(error).__name__}") from error
+        if answer.status_code < 300:
+            return answer.content
+        said = f"{self.address} answers {path} with status {answer.status_code}: {answer.text:.500}"
+        raise (Refused if answer.status_code < 500 else ServerLost)(said)

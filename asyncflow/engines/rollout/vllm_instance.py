@@ -1,0 +1,257 @@
+"""One vLLM server in the hands of the engine: what it is asked, what it holds, and how it comes back when it is lost.
+
+    generate ----> a free slot --> the server
+    install -----> pause, start / update / finish, resume        one lock: between start and finish nobody resumes
+    lost --------> ended, started again, given the current weights, and used again
+
+consumes: samples, versions
+waits for: a free slot; the server
+is unblocked by: another sample's end; the server's answer, or its end, which is looked for every `WATCH_SECONDS`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_server import ServerOptions, VllmServer
+from asyncflow.types import RunError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+WATCH_SECONDS = 2.0
+RESTART_PAUSES_SECONDS = (0.5, 30.0)  # at first, and at most: it doubles
+
+
+Call = Callable[[VllmClient], Awaitable[None]]
+
+
+class Host(Protocol):
+    """Where a server comes from, and comes back from."""
+
+    name: str
+
+    def start(self) -> None:
+        """Have a server, without waiting for it. Raises `UserError` if there can be none."""
+        ...
+
+    def wait_until_ready(self) -> tuple[str, str]:
+        """Its address and key. Blocks. Raises `RunError` if it does not come."""
+        ...
+
+    def stop(self) -> None:
+        """End it, if it is this run's."""
+        ...
+
+    def close(self) -> None:
+        """End it for good: it is not started again."""
+        ...
+
+
+class OwnServer:
+    """A server that the run starts. Its methods may be called from several threads."""
+
+    def __init__(self, options: ServerOptions, name: str) -> None:
+        self.name = name
+        self.server: VllmServer | None = None
+        self._options = options
+        self._is_closed = False
+        self._changing = threading.Lock()
+
+    def start(self) -> None:
+        """See `Host`."""
+        self.stop()
+        with self._changing:
+            if self._is_closed:
+                raise RunError(f"{self.name} is not wanted any more")
+            self.server = VllmServer(self._options, self.name)
+            self.server.spawn()
+
+    def wait_until_ready(self) -> tuple[str, str]:
+        """See `Host`."""
+        assert self.server is not None, "`start` first"
+        self.server.wait_until_ready()
+        return self.server.address, self.server.key
+
+    def stop(self) -> None:
+        """See `Host`."""
+        with self._changing:
+            if self.server is not None:
+                self.server.stop()
+                self.server = None
+
+    def close(self) -> None:
+        """See `Host`."""
+        self._is_closed = True
+        self.stop()
+
+
+class RunningServer:
+    """A server that somebody else has started."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self.name = f"the vLLM server at {address}"
+        self._address, self._key = address, key
+
+    def start(self) -> None:
+        """It is there, or whoever has started it starts it again."""
+
+    def wait_until_ready(self) -> tuple[str, str]:
+        """See `Host`. Whether it answers is asked by its instance."""
+        return self._address, self._key
+
+    def stop(self) -> None:
+        """It stays."""
+
+    def close(self) -> None:
+        """It stays."""
+
+
+class Instance:
+    """One server's."""
+
+    def __init__(
+        self,
+        host: Host,
+        connect: Callable[[str, str], VllmClient],
+        *,
+        num_slots: int,
+        max_restarts: int,
+        start_seconds: float,
+        changed: Callable[[], None],
+    ) -> None:
+        """`connect(address, key)`. `changed` is told when the server is to be had again, or is given up."""
+        self.host = host
+        self.num_slots = num_slots
+        self.is_up = False
+        self.error: RunError | None = None  # given up
+        self.outstanding_tokens = 0
+        self.num_outstanding = 0
+        self.num_served = 0
+        self.num_restarts = 0
+        self._connect, self._changed = connect, changed
+        self._max_restarts, self._start_seconds = max_restarts, start_seconds
+        self._slots = asyncio.Semaphore(num_slots)
+        self._lock = asyncio.Lock()
+        self._life = 0
+        self._client: VllmClient | None = None
+        self._coming_back: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    @property
+    def client(self) -> VllmClient:
+        """The server's, of its present life."""
+        assert self._client is not None, "`come_up` first"
+        return self._client
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """A place on the server for one sample."""
+        async with self._slots:
+            self.num_outstanding += 1
+            try:
+                yield
+            finally:
+                self.num_outstanding -= 1
+
+    async def come_up(self, update: Call) -> None:
+        """Once the host has the server: connect, have it brought to the current weights by `update`, and use it.
+
+        Raises `RunError` if it does not come, `ServerLost` or `Refused` as `update` does.
+        """
+        address, key = await asyncio.to_thread(self.host.wait_until_ready)
+        async with self._lock:
+            if self._client is not None:
+                await self._client.close()
+            self._client = self._connect(address, key)
+            await self._until_it_answers(self._client)
+            await update(self._client)
+            self._life += 1
+            self.is_up = True
+            self._watching = asyncio.create_task(self._watch(self._client, self._life, update), name=f"watching {self.host.name}")
+
+    async def _watch(self, client: VllmClient, life: int, update: Call) -> None:
+        """A front end whose engine has died answers some requests with an error, and others not at all."""
+        while self.is_up and life == self._life:
+            await asyncio.sleep(WATCH_SECONDS)
+            if not await client.is_ready():
+                self.lost(life, ServerLost("it does not answer, or its engine has died"), update)
+
+    async def _until_it_answers(self, client: VllmClient) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._start_seconds
+        while not await client.is_ready():
+            if loop.time() > deadline:
+                raise RunError(f"{self.host.name} did not answer within {self._start_seconds:g} s: start it again")
+            await asyncio.sleep(POLL_SECONDS)
+
+    @property
+    def life(self) -> int:
+        """Which life of the server it is: who saw it lost in another one tells nothing new."""
+        return self._life
+
+    def lost(self, life: int, why: Exception, update: Call) -> None:
+        """The server is of no use any more, as was seen in its life number `life`. Has it brought back in the background."""
+        if not self.is_up or life != self._life or self._is_closed:
+            return
+        self.is_up = False
+        self._coming_back = asyncio.create_task(self._come_back(why, update), name=f"bringing back {self.host.name}")
+
+    async def _come_back(self, why: Exception, update: Call) -> None:
+        pause = RESTART_PAUSES_SECONDS[0]
+        try:
+            while self.num_restarts < self._max_restarts:
+                self.num_restarts += 1
+                log.warning("%s was lost (%s); it is started again in %g s", self.host.name, why, pause)
+                await asyncio.to_thread(self.host.stop)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RESTART_PAUSES_SECONDS[1])
+                try:
+                    await asyncio.to_thread(self.host.start)
+                    await self.come_up(update)
+                except (RunError, ServerLost, Refused) as error:
+                    why = error
+                else:
+                    return
+            again = f"it has been started again {self._max_restarts} times, and is given up"
+            self.error = RunError(f"{self.host.name} was lost ({why}); {again}")
+            log.error("%s", self.error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # those who wait for it must hear of it
+            self.error = RunError(f"{self.host.name} was lost, and cannot be brought back: {error}")
+        finally:
+            self._changed()
+
+    async def change(self, call: Call, update: Call) -> None:
+        """`call(client)` while nobody else changes the server's state; where it fails the server is lost.
+
+        Nothing happens while the server is not up: `update` brings it to what it should be.
+        """
+        async with self._lock:
+            if not self.is_up:
+                return
+            try:
+                await call(self.client)
+            except (ServerLost, Refused) as error:
+                self.lost(self._life, error, update)
+
+    async def close(self) -> None:
+        """Hang up; end the server, if it is the run's own."""
+        self._is_closed, self.is_up = True, False
+        coming_back = self._coming_back
+        for task in (coming_back, self._watching):
+            if task is not None:
+                task.cancel()
+        await asyncio.to_thread(self.host.close)
+        if coming_back is not None:
+            await asyncio.gather(coming_back, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()

@@ -1,0 +1,224 @@
+"""A vLLM server that this process starts, and that ends with it.
+
+    this process --control pipe--> guard (in_vllm/guard.py) --> python -m vllm... (front end) --> its engine and workers
+
+consumes: what the server prints, which is printed here too
+waits for: the server's first answer, at most `start_seconds`
+is unblocked by: that answer, or the server's end
+
+The server listens on a unix socket in a folder of its own (mode 0700) and wants a key that is made for it, which travels in its
+environment: nobody else on the machine reaches its development endpoints. What it loads of AsyncFlow is `in_vllm`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from asyncflow.types import RunError, UserError
+
+IN_VLLM = Path(__file__).parent / "in_vllm"
+POLL_SECONDS = 0.2
+KILL_SECONDS = 5.0  # SIGKILL to the end of the guard; longer only if the kernel is stuck
+LAST_LINES = 400
+_KV_BLOCK = 128  # tokens, the largest that vLLM's CPU backend takes
+_ERROR = re.compile(r"\b\w*(Error|Exception)\b: ")
+_NO_CAUSE = "Engine core initialization failed"
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How servers are started. `arguments`: vLLM's own, by name, over those made here. `devices`: of one instance; None: any."""
+
+    python: str
+    model_path: Path
+    dtype: str
+    device: str
+    devices: Sequence[int] | None
+    num_threads: int
+    tensor_parallel: int
+    max_num_seqs: int
+    max_context: int
+    transfer: str
+    arguments: Mapping[str, Any]
+    start_seconds: float
+
+    def command(self, socket: str) -> list[str]:
+        """The command line of a server that listens on `socket`."""
+        arguments: dict[str, Any] = {
+            "model": str(self.model_path),
+            "uds": socket,
+            "dtype": self.dtype,
+            "max_model_len": self.max_context,
+            "max_num_seqs": self.max_num_seqs,
+            "tensor_parallel_size": self.tensor_parallel,
+            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from
+            "generation_config": "vllm",  # no sampling parameters out of the model's files
+            "enable_scale_out": True,
+            "disable_uvicorn_access_log": True,
+            "worker_extension_cls": "asyncflow_vllm.Extension",
+            "middleware": "asyncflow_vllm.RequireKey",
+            "weight_transfer_config": json.dumps({"backend": self.transfer}),
+        }
+        if self.device == "cpu":
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes()}
+        if self.tensor_parallel == 1:  # its worker in the engine's own process: one process less to start and to talk to
+            arguments["distributed_executor_backend"] = "uni"
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
+        for name, value in (arguments | dict(self.arguments)).items():
+            flag = "--" + name.replace("_", "-")
+            if value is not False and value is not None:
+                command += [flag] if value is True else [flag, value if isinstance(value, str) else json.dumps(value)]
+        return command
+
+    def environment(self, key: str) -> dict[str, str]:
+        """What a server's processes are started with."""
+        path = os.pathsep.join(filter(None, (str(IN_VLLM), os.environ.get("PYTHONPATH"))))
+        own = {
+            "PYTHONPATH": path,
+            "VLLM_API_KEY": key,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if self.device == "cpu":
+            own |= {"OMP_NUM_THREADS": str(self.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        elif self.devices is not None:
+            own[_VISIBLE[self.device.partition(":")[0]]] = ",".join(map(str, self.devices))
+        return {**os.environ, **own}
+
+    def _kv_bytes(self) -> int:
+        """Keys and values of all slots, each filled to the end: of a CPU's memory, which is the machine's, no share is taken."""
+        fields = json.loads((self.model_path / "config.json").read_text())
+        heads = fields["num_attention_heads"]
+        size = fields.get("head_dim") or fields["hidden_size"] // heads
+        token = 2 * fields["num_hidden_layers"] * (fields.get("num_key_value_heads") or heads) * size * 4
+        blocks = -(-self.max_context // _KV_BLOCK) * self.max_num_seqs + 1
+        return max(blocks * _KV_BLOCK * token, 64 << 20)
+
+
+class VllmServer:
+    """One server process and what it has started. `start` it, from any thread; `stop` it from any other."""
+
+    def __init__(self, options: ServerOptions, name: str) -> None:
+        self._options, self._name = options, name
+        self.key = secrets.token_urlsafe(32)
+        self._folder = tempfile.mkdtemp(prefix="asyncflow-vllm-")  # short: a unix socket's path has at most 107 bytes
+        self.socket = f"{self._folder}/socket"
+        self.address = f"unix:{self.socket}"
+        self._guard: subprocess.Popen[str] | None = None
+        self._printing: threading.Thread | None = None
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._is_stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the guard, whose process group the server's processes are in."""
+        return self._guard.pid if self._guard is not None else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the guard, and so the server's front end, runs."""
+        if self._guard is None or self._guard.returncode is not None:
+            return False
+        # Not reaped here: until `stop` has killed the group, its id must stay taken.
+        return os.waitid(os.P_PID, self._guard.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def spawn(self) -> None:
+        """Start the process. Raises `UserError` when there is no such interpreter, or vLLM is not in its environment."""
+        self._check_environment()
+        command = [sys.executable, "-I", "-S", str(IN_VLLM / "guard.py"), self._folder, *self._options.command(self.socket)]
+        self._guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,  # the control pipe
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=self._options.environment(self.key),
+            start_new_session=True,
+        )
+        self._printing = threading.Thread(target=self._print, name=self._name, daemon=True)
+        self._printing.start()
+
+    def wait_until_ready(self) -> None:
+        """Raises `RunError` with its last words when it ends instead, or takes longer than it may."""
+        deadline = time.monotonic() + self._options.start_seconds
+        headers = {"Authorization": f"Bearer {self.key}"}
+        with httpx2.Client(transport=httpx2.HTTPTransport(uds=self.socket), headers=headers, timeout=5.0) as client:
+            while time.monotonic() < deadline:
+                if not self.is_alive or self._is_stopped:
+                    raise RunError(f"{self._name} did not start: {self.last_words()}")
+                with contextlib.suppress(httpx2.HTTPError):
+                    if client.get("http://vllm/health").status_code == 200:
+                        return
+                time.sleep(POLL_SECONDS)
+        self.stop()
+        raise RunError(
+            f"{self._name} did not answer within {self._options.start_seconds:g} s: raise start_seconds, or see its output"
+        )
+
+    def last_words(self) -> str:
+        """The line that says most about why it ended: the first error that is not merely about another's."""
+        if self._printing is not None:
+            self._printing.join(KILL_SECONDS)
+        lines = [_PREFIX.sub("", line).strip() for line in self._lines]
+        errors = [line for line in lines if _ERROR.search(line) and _NO_CAUSE not in line]
+        return (errors or [line for line in lines if line] or ["it said nothing"])[-1]
+
+    def stop(self) -> None:
+        """Kill the server's processes and wait for their end. Raises `RunError` if the kernel does not deliver."""
+        self._is_stopped = True
+        if (guard := self._guard) is not None:
+            if guard.returncode is None:  # not reaped, so its id, which is its group's, is no stranger's
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(guard.pid, signal.SIGKILL)
+            try:
+                guard.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired as error:
+                raise RunError(f"{self._name} (process {guard.pid}) is still there {KILL_SECONDS:g} s after SIGKILL") from error
+            if guard.stdin is not None:
+                guard.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check_environment(self) -> None:
+        python = self._options.python
+        code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+        try:
+            found = subprocess.run([python, "-c", code], capture_output=True, timeout=60, check=False)
+        except OSError as error:
+            raise UserError(f"rollout.engine.python is {python!r}, which cannot be started: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise RunError(
+                f"rollout.engine.python is {python!r}, which did not start within 60 s: is the machine overloaded?"
+            ) from error
+        if found.returncode:
+            raise UserError(
+                f"vLLM is not installed for {python}: install it there, or set rollout.engine.python to the interpreter of an "
+                f"environment that has it"
+            )
+
+    def _print(self) -> None:
+        assert self._guard is not None and self._guard.stdout is not None
+        for line in self._guard.stdout:
+            self._lines.append(line.rstrip("\n"))
+            print(f"[{self._name}] {line}", end="", file=sys.stderr, flush=True)

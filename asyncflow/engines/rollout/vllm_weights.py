@@ -1,0 +1,121 @@
+"""One version's weights in memory that vLLM's processes map.
+
+    tensors (any float dtype) --copy, cast--> a file without a name (memfd) <--map-- each process of each vLLM instance
+
+The file is found at /proc/<this process>/fd/<n> by processes of the same user, and is gone with this process, killed or not: there
+is nothing to sweep, and no limit of /dev/shm applies. It is the engine's own copy: nobody writes over it while an instance reads,
+and an instance that is started again can have it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from asyncflow.types import RunError
+
+_ALIGNMENT = 64
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class WeightsFile:
+    """Holds one version at a time; its memory is allocated once."""
+
+    def __init__(self, dtype: str) -> None:
+        """`dtype`: torch's name of the one that all tensors are kept in."""
+        self.version: int | None = None
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._dtype_name = dtype
+        self._fd = os.memfd_create("asyncflow-weights", os.MFD_CLOEXEC)
+        self._num_bytes = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._tensors: list[tuple[str, list[int], int]] = []
+
+    def write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a version's tensors. Raises `RunError` if there is no memory for them."""
+        self.version = None
+        places, end = [], 0
+        for name, tensor in sorted(tensors.items()):
+            places.append((name, list(tensor.shape), end))
+            end += -(-math.prod(tensor.shape) * self._dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._reserve(end)
+        self._tensors = places
+        with torch.no_grad():
+            for name, shape, offset in places:
+                self._view(shape, offset).copy_(tensors[name])
+        self.version = version
+
+    def description(self) -> dict[str, Any]:
+        """What a process needs in order to read it; goes over the wire as JSON."""
+        assert self.version is not None, "`write` first"
+        return {
+            "path": f"/proc/{os.getpid()}/fd/{self._fd}",
+            "num_bytes": self._num_bytes,
+            "dtype_name": self._dtype_name,
+            "tensors": self._tensors,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of what is held, by name."""
+        return {name: self._view(shape, offset) for name, shape, offset in self._tensors}
+
+    def close(self) -> None:
+        """Give up the file; whoever has mapped it keeps it until then."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _view(self, shape: list[int], offset: int) -> Tensor:
+        return self._buffer[offset : offset + math.prod(shape) * self._dtype.itemsize].view(self._dtype).view(shape)
+
+    def _reserve(self, num_bytes: int) -> None:
+        if num_bytes == self._num_bytes:
+            return
+        os.ftruncate(self._fd, num_bytes)
+        try:
+            # A store into a mapped page that cannot be had would kill the process; here it is an error.
+            os.posix_fallocate(self._fd, 0, num_bytes)
+        except OSError as error:
+            raise RunError(f"no memory for {num_bytes:,} bytes of weights beside vLLM: {error.strerror}") from error
+        self._num_bytes = num_bytes
+        self._buffer = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
+
+
+def shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint's safetensors files, by name; nothing but the files' heads is read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(model_path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Shapes, *, ties_head: bool) -> dict[str, Tensor]:
+    """The tensors that a model of these shapes takes. Raises `ValueError` naming what does not fit.
+
+    `ties_head`: the output layer is the embedding; a copy of it is left out.
+    """
+    given, expected = dict(tensors), dict(shapes)
+    if ties_head:
+        expected.pop("lm_head.weight", None)
+        head = given.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, given["model.embed_tokens.weight"]):
+            raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
+    if given.keys() != expected.keys():
+        missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+        raise ValueError(f"weights do not fit the model: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
+    for name, tensor in given.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model has {expected[name]}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a floating-point one")
+    return given

@@ -1,0 +1,351 @@
+"""One suite over every rollout engine: what `RolloutEngine` says, of the embedded one, of vLLM, and of vLLM's stand-in.
+
+The real vLLM takes part where ASYNCFLOW_VLLM_PYTHON names an interpreter that has it (`make test-vllm`): one server for all tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
+from asyncflow.engines.rollout import ROLLOUT_ENGINES
+from asyncflow.engines.rollout.vllm_server import VllmServer
+from asyncflow.registry import build
+from tests.conftest import MODEL
+from tests.vllm.servers import VLLM_PYTHON, fake_python, server_options
+
+PROMPT = np.arange(7, 27)
+KEY = SampleKey(seed=11, prompt_index=5)
+CONTEXT = 224
+ENGINES = {"slots": "slots", "vllm-stand-in": "vllm", "vllm": "vllm"}
+Opened = Callable[..., AbstractAsyncContextManager[RolloutEngine]]
+
+
+@pytest.fixture(scope="session")
+def vllm_server() -> Iterator[VllmServer]:
+    if VLLM_PYTHON is None:
+        pytest.skip("ASYNCFLOW_VLLM_PYTHON names no interpreter that has vLLM: make test-vllm installs one")
+    server = VllmServer(server_options(VLLM_PYTHON, MODEL, max_num_seqs=16, max_context=CONTEXT), "vLLM")
+    try:
+        server.spawn()
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(params=list(ENGINES))
+def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """`opened(model=MODEL, **changes)`: an engine, as a worker builds it, that is closed with the block."""
+    options: dict[str, Any] = {}
+    if request.param == "vllm-stand-in":
+        options["python"] = str(fake_python(tmp_path))
+    elif request.param == "vllm":
+        server = request.getfixturevalue("vllm_server")
+        monkeypatch.setenv("THE_KEY", server.key)
+        options |= {"addresses": [server.address], "key_variable": "THE_KEY"}
+
+    @contextlib.asynccontextmanager
+    async def opened(model: Path = MODEL, **changes: Any) -> AsyncIterator[RolloutEngine]:
+        arguments = {"model_path": model, "num_slots": 6, "max_context": CONTEXT, "stop_ids": (), **options, **changes}
+        engine = await asyncio.to_thread(build, "rollout engine", ENGINES[request.param], arguments, ROLLOUT_ENGINES)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+    return opened
+
+
+@pytest.fixture
+def is_model(opened: Opened, request: pytest.FixtureRequest) -> None:
+    """For tests of what a model computes."""
+    if request.node.callspec.params["opened"] == "vllm-stand-in":
+        pytest.skip("the stand-in has no model")
+
+
+async def responses(
+    engine: RolloutEngine, samples: Sequence[int] = (0,), length: int = 40, temperature: float = 1.0, prompt: np.ndarray = PROMPT
+) -> dict[int, Response]:
+    stream = engine.generate(prompt, samples=samples, sampling=Sampling(temperature, length), key=KEY)
+    return {response.sample: response async for response in stream}
+
+
+def changed(shift: float) -> dict[str, torch.Tensor]:
+    """Other weights."""
+    return {name: tensor * (1 + shift) for name, tensor in load_file(MODEL / "model.safetensors").items()}
+
+
+def saved(folder: Path, shift: float) -> Path:
+    """A model with those weights."""
+    shutil.copytree(MODEL, folder)
+    save_file(changed(shift), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def reference(model: Path, response: Response, temperature: float = 1.0) -> np.ndarray:
+    """The log-probs that transformers gives the response's tokens."""
+    tokens = torch.tensor(np.concatenate([PROMPT, response.token_ids]))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens[None]).logits[0, len(PROMPT) - 1 : -1]
+    log_probs: np.ndarray = (logits / temperature).log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0].numpy()
+    return log_probs
+
+
+async def installed_midway(
+    engine: RolloutEngine, shift: float, *, version: int, samples: Sequence[int] = (0,), pauses: bool = True
+) -> dict[int, Response]:
+    """Responses of 200 tokens that are under way while a version is installed."""
+    for attempt in itertools.count():
+        await engine.install(0, changed(0.0))
+        task = asyncio.create_task(responses(engine, samples, 200))
+        await asyncio.sleep(0.02 * 2 ** (attempt % 7))
+        if pauses:
+            await engine.pause()
+        await engine.install(version, changed(shift))
+        if pauses:
+            await engine.resume()
+        made = await task
+        if all(len(response.version_spans) == 2 for response in made.values()):
+            return made
+        assert attempt < 30, "no install came in the middle of a response"
+    raise AssertionError
+
+
+def assert_same(one: Response, other: Response) -> None:
+    assert np.array_equal(one.token_ids, other.token_ids)
+    assert np.array_equal(one.logprobs, other.logprobs)
+
+
+async def test_responses_are_what_the_contract_says(opened: Opened) -> None:
+    async with opened(version=3) as engine:
+        made = await responses(engine, (4, 0, 2), 30)
+        assert engine.is_deterministic == (not engine.why_not_deterministic)
+    assert sorted(made) == [0, 2, 4]
+    for response in made.values():
+        assert response.token_ids.dtype == np.int64 and response.token_ids.shape == (30,)
+        assert response.logprobs.dtype == np.float32 and response.logprobs.shape == (30,) and (response.logprobs <= 0).all()
+        assert response.version_spans.dtype == np.int64 and response.version_spans.tolist() == [[0, 3]]
+        assert response.finish_reason == "length"
+    assert len({tuple(response.token_ids) for response in made.values()}) == 3
+
+
+async def test_log_probs_are_of_the_distribution_sampled_from(opened: Opened, is_model: None) -> None:
+    async with opened() as engine:
+        for temperature in (1.0, 0.6, 0.0):
+            for response in (await responses(engine, range(4), 40, temperature)).values():
+                assert np.abs(response.logprobs - reference(MODEL, response, temperature or 1.0)).max() < 1e-4
+        greedy, drawn = await asyncio.gather(responses(engine, (0,), 40, 0.0), responses(engine, range(1, 5), 40, 0.6))
+        assert np.abs(greedy[0].logprobs - reference(MODEL, greedy[0])).max() < 1e-4  # also beside others
+        assert all(np.abs(r.logprobs - reference(MODEL, r, 0.6)).max() < 1e-4 for r in drawn.values())
+
+
+async def test_end_tokens_stop(opened: Opened) -> None:
+    async with opened() as engine:
+        free = (await responses(engine, (0,), 60, 0.0))[0]
+    end = int(free.token_ids[20])
+    first = free.token_ids.tolist().index(end)
+    async with opened(stop_ids=[end]) as engine:
+        stopped = (await responses(engine, (0,), 60, 0.0))[0]
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist() and stopped.finish_reason == "stop"
+
+
+async def test_more_samples_than_slots_and_many_prompts(opened: Opened) -> None:
+    async with opened(num_slots=3) as engine:
+        prompts = [PROMPT[: 3 + i] for i in range(5)]
+        made = await asyncio.gather(*(responses(engine, range(4), 20, prompt=prompt) for prompt in prompts))
+    assert all(sorted(group) == [0, 1, 2, 3] for group in made)
+
+
+async def test_responses_arrive_as_they_end(opened: Opened) -> None:
+    order: list[int] = []
+
+    async def note(length: int) -> None:
+        order.append(len((await responses(engine, (0,), length))[0].token_ids))
+
+    async with opened() as engine:
+        await responses(engine)
+        await asyncio.gather(note(200), note(2), note(90))
+    assert order == [2, 90, 200]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling"),
+    [
+        (np.arange(25), Sampling(max_new_tokens=200)),
+        (np.arange(0), Sampling()),
+        (np.array([373]), Sampling()),
+        (PROMPT, Sampling(max_new_tokens=0)),
+        (PROMPT, Sampling(temperature=-1.0)),
+    ],
+)
+async def test_impossible_requests_are_refused(opened: Opened, prompt: np.ndarray, sampling: Sampling) -> None:
+    async with opened() as engine:
+        with pytest.raises(ValueError, match=r"context|prompt|sampling"):
+            engine.generate(prompt, samples=[0], sampling=sampling, key=KEY)
+
+
+async def test_a_full_context_is_allowed(opened: Opened) -> None:
+    async with opened() as engine:
+        assert len((await responses(engine, (0,), CONTEXT - len(PROMPT)))[0].token_ids) == CONTEXT - len(PROMPT)
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+async def test_an_install_in_mid_response(opened: Opened, pauses: bool) -> None:
+    async with opened() as engine:
+        before = (await responses(engine, (0,), 200))[0]
+        middle = (await installed_midway(engine, 0.05, version=7, pauses=pauses))[0]
+        after = (await responses(engine, (0,), 200))[0]
+    (first, old), (change, new) = middle.version_spans.tolist()
+    assert (first, old, new) == (0, 0, 7) and 0 < change < 200
+    assert np.abs(middle.logprobs[:change] - before.logprobs[:change]).max() < 1e-5
+    assert middle.token_ids[:change].tolist() == before.token_ids[:change].tolist()
+    assert not np.array_equal(middle.logprobs[change:], before.logprobs[change:])
+    assert after.version_spans.tolist() == [[0, 7]] and not np.array_equal(after.logprobs, before.logprobs)
+
+
+@pytest.mark.parametrize("kv_on_install", ["keep", "recompute"])
+async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
+    opened: Opened, kv_on_install: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """What begins after the install has no keys of the old weights, under the same prompt, in either case."""
+    shift, model = -0.05, saved(tmp_path / "changed", -0.05)
+    async with opened(kv_on_install=kv_on_install, num_slots=2) as engine:
+        task = asyncio.create_task(responses(engine, (5, 6), 200))
+        await asyncio.sleep(0.05)
+        task.cancel()  # its prompt is cached
+        middle = (await installed_midway(engine, shift, version=7))[0]
+        after = (await responses(engine, (0,), 200))[0]
+    change = middle.version_spans[1, 0]
+    if request.node.callspec.params["opened"] == "vllm-stand-in":
+        async with opened(model=model) as engine:
+            fresh = (await responses(engine, (0,), 200))[0]
+        tail, later = (np.abs(r.logprobs - fresh.logprobs) for r in (middle, after))
+    else:
+        tail, later = (np.abs(r.logprobs - reference(model, r)) for r in (middle, after))
+    print(f"largest differences from the new weights: tail {tail[change:].max():.2e}, later {later.max():.2e}")
+    assert later.max() < 1e-5
+    assert (tail[change:].max() < 1e-5) == (kv_on_install == "recompute")
+
+
+async def test_pausing_stops_and_loses_nothing(opened: Opened) -> None:
+    async with opened() as engine:
+        expected = await responses(engine, range(4), 200)
+        task = asyncio.create_task(responses(engine, range(4), 200))
+        await asyncio.sleep(0.05)
+        await engine.pause()
+        await engine.pause()
+        waiting = asyncio.create_task(responses(engine, (9,), 5))  # one that comes while it is paused
+        await asyncio.sleep(0.6)
+        assert not task.done() and not waiting.done()
+        await engine.prepare(1, changed(0.1))
+        await engine.resume()
+        await engine.resume()
+        made = await task
+        assert (await waiting)[9].version_spans.tolist() == [[0, 0]]
+    for sample, response in expected.items():
+        assert np.array_equal(made[sample].token_ids, response.token_ids)
+        assert np.abs(made[sample].logprobs - response.logprobs).max() < 1e-5
+        assert made[sample].version_spans.tolist() == [[0, 0]]
+
+
+async def test_a_prepared_install_is_that_of_an_unprepared_one(opened: Opened) -> None:
+    """Also when another version was prepared, which must not be taken for it; nor one that was prepared, and replaced."""
+    made = []
+    async with opened() as engine:
+        for prepared in ((), (7,), (8,), (7, 7)):
+            await engine.install(0, changed(0.0))
+            for again, version in enumerate(prepared):
+                await engine.prepare(version, changed(0.05 if version == 7 and again == len(prepared) - 1 else 0.5))
+            await engine.install(7, changed(0.05))
+            made.append((await responses(engine))[0])
+    for other in made[1:]:
+        assert_same(made[0], other)
+
+
+async def test_a_version_may_be_installed_again_with_other_weights(opened: Opened) -> None:
+    async with opened() as engine:
+        await engine.install(1, changed(0.05))
+        one = (await responses(engine))[0]
+        await engine.install(2, changed(0.2))
+        await engine.install(1, changed(0.1))
+        other = (await responses(engine))[0]
+        await engine.install(1, changed(0.05))
+        assert_same((await responses(engine))[0], one)
+    assert not np.array_equal(one.logprobs, other.logprobs) and other.version_spans.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("wrong", ["missing", "shape", "dtype", "unknown"])
+async def test_what_does_not_fit_is_refused_and_changes_nothing(opened: Opened, wrong: str) -> None:
+    tensors, name = changed(0.5), "model.norm.weight"
+    match wrong:
+        case "missing":
+            del tensors[name]
+        case "shape":
+            tensors[name] = tensors[name][:-1]
+        case "dtype":
+            tensors[name] = tensors[name].long()
+        case "unknown":
+            name = "model.norm.bias"
+            tensors[name] = tensors["model.norm.weight"]
+    async with opened() as engine:
+        before = (await responses(engine))[0]
+        for method in (engine.prepare, engine.install):
+            with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+                await method(1, tensors)
+        after = (await responses(engine))[0]
+    assert_same(before, after)
+    assert after.version_spans.tolist() == [[0, 0]]
+
+
+async def test_leaving_early_makes_room(opened: Opened) -> None:
+    async with opened(num_slots=4) as engine:
+        expected = await responses(engine, range(3))
+        task = asyncio.create_task(responses(engine, range(50), 200))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stream = engine.generate(PROMPT, samples=range(40), sampling=Sampling(max_new_tokens=200), key=KEY)
+        async with contextlib.aclosing(stream):  # type: ignore[type-var]
+            await anext(stream)
+        began = time.monotonic()
+        made = await responses(engine, range(3))
+        assert time.monotonic() - began < 5
+    for sample, response in expected.items():
+        assert np.array_equal(made[sample].token_ids, response.token_ids)
+
+
+async def test_close_ends_what_is_pending(opened: Opened) -> None:
+    async with opened(num_slots=2) as engine:
+        await responses(engine)
+        tasks = [asyncio.create_task(responses(engine, range(10), 200)) for _ in range(3)]
+        await engine.pause()
+        await engine.close()
+        for task in tasks:
+            with pytest.raises(RuntimeError, match="closed"):
+                await asyncio.wait_for(task, 10)
+        for call in (engine.pause(), engine.resume(), engine.install(1, changed(0.1)), responses(engine)):
+            with pytest.raises(RuntimeError, match="closed"):
+                await call
+        await engine.close()
+
+
+def test_the_interpreter_of_these_tests_has_no_vllm() -> None:
+    """AsyncFlow's half must not need it."""
+    assert "vllm" not in sys.modules

@@ -1,0 +1,43 @@
+"""A whole run whose rollout engine is vLLM's stand-in: `tests/vllm` has those on the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.telemetry.certificate import read_certificate
+from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.vllm.servers import fake_python
+
+
+@pytest.mark.parametrize("schedule", ["periodic", {"name": "bounded", "max_staleness": 1}])
+def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: Path, schedule: Any) -> None:
+    """The stand-in's log-probs are not the model's, of which the run warns."""
+    engine = {"name": "vllm", "python": str(fake_python(tmp_path)), "instances": 2}
+    config = small(schedule=schedule, rollout={"engine": engine, "kv_on_install": "recompute"}, run={"steps": 3})
+    done = run_command("train", write_config(tmp_path, config))
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "runs" / "test"
+    assert (done.stdout + done.stderr).count("the rollout engine's log-probs are not the train engine's: mismatch/kl is") == 1
+    assert "vLLM's sums depend on what else is in its batch" in done.stdout
+    steps = rows(run_dir / "metrics.jsonl")
+    assert [step["rows/trained"] for step in steps] == [16, 16, 16]
+    assert steps[0]["mismatch/kl"] > 0.01 and steps[0]["mismatch/logprob_difference"] > 0.1
+    certificate = read_certificate(run_dir)
+    assert certificate is not None and not certificate.is_deterministic and certificate.max_staleness <= (schedule != "periodic")
+    log = (run_dir / "logs" / "rollout-0.log").read_text()
+    assert "[vLLM 0]" in log and "[vLLM 1]" in log
+    assert not processes_of(run_dir)
+
+
+def test_a_server_that_does_not_start_ends_the_run_with_its_own_reason(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    config = small(rollout={"engine": {"name": "vllm", "python": "/nowhere/python"}})
+    done = run_command("train", write_config(tmp_path, config))
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "rollout.engine.python is '/nowhere/python', which cannot be started: No such file or directory" in line

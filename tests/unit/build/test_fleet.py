@@ -1,0 +1,43 @@
+"""What a run's workers are, and how many devices they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.build.fleet import workers
+from asyncflow.build.prepare import num_devices
+from asyncflow.config import Config, parse
+from asyncflow.types import UserError
+
+
+def config(**sections: Any) -> Config:
+    return parse({"model": {"path": "model"}, "data": {"path": "data"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("engine", "each"),
+    [
+        ("slots", 1),
+        ("my_engine.py:MyEngine", 1),
+        ("vllm", 1),
+        ({"name": "vllm", "instances": 3, "tensor_parallel": 2, "pause_mode": "wait"}, 6),
+        ({"name": "vllm", "addresses": ["unix:a", "unix:b"], "tensor_parallel": 4}, 8),
+    ],
+)
+def test_a_rollout_worker_has_the_devices_of_all_that_its_engine_drives(engine: Any, each: int) -> None:
+    rollout = {"engine": engine, "num_workers": 2, "device": "cuda", "num_threads": 3}
+    found = config(rollout=rollout, plan={"train": {"dp": 2, "tp": 2}}, train={"reference": "task", "device": "cuda:1"})
+    assert num_devices(found) == 2 * each + 4 + 1
+    needs = {spec.name: spec.needs for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+    assert needs["rollout/0"] == needs["rollout/1"] == {"CPU": 3.0, "GPU": float(each)}
+    assert [needs[name] for name in ("trainer/0", "trainer/1", "trainer/2", "trainer/3", "reference")] == [
+        {"CPU": 1.0, "GPU": 1.0}
+    ] * 5
+
+
+def test_options_that_say_no_number_of_devices_are_refused() -> None:
+    with pytest.raises(UserError, match="does not take these options"):
+        num_devices(config(rollout={"engine": {"name": "vllm", "instances": "two", "addresses": 3}}))

@@ -1,0 +1,85 @@
+"""Folders of a machine that is not the driver's: shared by those who hold them, gone with the last of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad
+
+HOLD = """
+import sys
+from asyncflow.cluster.abroad import NodeFolders
+folders = NodeFolders("r1")
+folders.hold()
+(folders.places.files / "model").touch()
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing outside the test's folder is made or swept."""
+    for name in ("memory", "files"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
+    monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", tmp_path / "memory")
+
+
+def left(tmp_path: Path) -> list[str]:
+    return sorted(str(path.relative_to(tmp_path)) for name in ("memory", "files") for path in (tmp_path / name).iterdir())
+
+
+def test_a_worker_is_told_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert abroad() is None
+    places = Abroad(Path("/m"), Path("/f"))
+    for name, value in places.environment().items():
+        monkeypatch.setenv(name, value)
+    assert abroad() == places
+
+
+def test_the_folders_are_this_user_s_alone_and_go_with_the_last_holder(tmp_path: Path) -> None:
+    first, second = NodeFolders("r1"), NodeFolders("r1")
+    first.hold()
+    second.hold()
+    assert first.places == second.places
+    for place in (first.places.memory, first.places.files):
+        assert place.is_dir() and place.stat().st_mode & 0o077 == place.parent.stat().st_mode & 0o077 == 0
+    first.release()
+    assert second.places.files.is_dir() and second.places.memory.is_dir()
+    second.release()
+    assert left(tmp_path) == []
+    second.release()  # once more is nothing
+
+
+def test_what_a_killed_run_has_left_is_swept_and_what_is_held_stays(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "files")}
+    other = NodeFolders("r2")
+    with subprocess.Popen([sys.executable, "-c", HOLD], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"holds\n"
+        model = tmp_path / "files" / "asyncflow-node-r1" / "files" / "model"
+        other.sweep()
+        assert model.exists()
+        holder.kill()
+        holder.wait()
+        assert model.exists()
+    (tmp_path / "memory" / "asyncflow-node-r1" / "weights").mkdir(parents=True)  # its other half
+    other.sweep()
+    assert left(tmp_path) == []
+
+
+def test_a_half_without_the_other_is_swept_when_nobody_can_be_making_it(tmp_path: Path) -> None:
+    for name, age in (("old", 3600), ("new", 0)):
+        folder = tmp_path / "memory" / f"asyncflow-node-{name}"
+        folder.mkdir()
+        os.utime(folder, (time.time() - age, time.time() - age))
+    (tmp_path / "files" / "asyncflow-other").mkdir()
+    NodeFolders("r1").sweep()
+    assert left(tmp_path) == ["files/asyncflow-other", "memory/asyncflow-node-new"]

@@ -1,0 +1,566 @@
+"""The vLLM engine over the stand-in: who gets what, what happens when a server is lost, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.rollout import vllm_instance
+from asyncflow.engines.rollout.vllm import VllmEngine
+from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
+from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
+from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
+from asyncflow.types import RunError, UserError
+from tests.conftest import MODEL, ROOT
+from tests.vllm.servers import fake_python, server_options
+
+PROMPT = np.arange(7, 27)
+TENSORS = load_file(MODEL / "model.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_instance, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(vllm_instance, "WATCH_SECONDS", 0.2)
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    return str(fake_python(tmp_path))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy, into which a test may put what makes the stand-in fail."""
+    return shutil.copytree(MODEL, tmp_path / "model")
+
+
+@contextlib.asynccontextmanager
+async def opened(model: Path, python: str, **changes: Any) -> AsyncIterator[VllmEngine]:
+    options = {"num_slots": 8, "max_context": 512, "stop_ids": (), "python": python, **changes}
+    engine = await asyncio.to_thread(lambda: VllmEngine(model, **options))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def responses(
+    engine: VllmEngine, samples: Sequence[int] = (0,), length: int = 40, prompt: np.ndarray = PROMPT, index: int = 5
+) -> dict[int, Response]:
+    stream = engine.generate(prompt, samples=samples, sampling=Sampling(1.0, length), key=SampleKey(11, index))
+    return {response.sample: response async for response in stream}
+
+
+def changed(shift: float) -> dict[str, torch.Tensor]:
+    return {name: tensor * (1 + shift) for name, tensor in TENSORS.items()}
+
+
+def server_of(instance: Instance) -> VllmServer:
+    assert isinstance(instance.host, OwnServer) and instance.host.server is not None
+    return instance.host.server
+
+
+def group_of(instance: Instance) -> list[psutil.Process]:
+    """The processes of an instance: guard, front end, and what stands for its engine."""
+    guard = psutil.Process(server_of(instance).pid)
+    return [guard, *guard.children(recursive=True)]
+
+
+def are_gone(processes: list[psutil.Process], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def under_way(engine: VllmEngine, count: int) -> None:
+    """Wait until so many responses have tokens, over all instances."""
+    async with asyncio.timeout(20):
+        while True:
+            states = [await state_of(instance) for instance in engine.instances]
+            if sum(s["running"] for s in states) == count and all(s["least_tokens"] or not s["running"] for s in states):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def state_of(instance: Instance) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(await instance.client._ask("GET", "/state"))
+    return state
+
+
+# -- who gets what ----------------------------------------------------------------------------------------------------------
+
+
+async def test_prompts_go_to_the_instance_with_the_fewest_outstanding_tokens(model: Path, python: str) -> None:
+    async with opened(model, python, instances=2, num_slots=16) as engine:
+        await responses(engine)
+        one, other = engine.instances
+        before = [one.num_served, other.num_served]
+        long = asyncio.create_task(responses(engine, range(4), 400))
+        await until(lambda: one.outstanding_tokens + other.outstanding_tokens == 4 * 420)
+        assert sorted([one.outstanding_tokens, other.outstanding_tokens]) == [0, 4 * 420]
+        free = min(engine.instances, key=lambda instance: instance.outstanding_tokens)
+        for _ in range(3):  # each of them leaves it emptier than the other
+            await responses(engine, range(2), 5)
+        assert free.num_served - before[engine.instances.index(free)] == 6
+        balanced = [asyncio.create_task(responses(engine, range(2), 300, index=i)) for i in range(6)]
+        await until(lambda: free.outstanding_tokens >= 4 * 420)
+        assert abs(one.outstanding_tokens - other.outstanding_tokens) <= 2 * 320
+        await asyncio.gather(long, *balanced)
+        assert [one.outstanding_tokens, other.outstanding_tokens] == [0, 0]
+        assert one.num_served > 0 and other.num_served > 0
+        assert [(await state_of(i))["served"] for i in engine.instances] == [one.num_served, other.num_served]
+
+
+async def test_no_instance_is_given_more_than_its_slots(model: Path, python: str) -> None:
+    async with opened(model, python, instances=2, num_slots=4) as engine:
+        tasks = [asyncio.create_task(responses(engine, range(4), 60, index=i)) for i in range(4)]
+        for _ in range(10):
+            await asyncio.sleep(0.03)
+            for instance in engine.instances:
+                assert not instance.is_up or (await state_of(instance))["running"] <= 2
+        await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_is_given_up_is_dropped_by_the_server(model: Path, python: str) -> None:
+    async with opened(model, python) as engine:
+        await responses(engine)
+        (instance,) = engine.instances
+        task = asyncio.create_task(responses(engine, range(3), 490))
+        await under_way(engine, 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.1)
+        state = await state_of(instance)
+        assert state["running"] == 0 and state["dropped"] == 3 and instance.outstanding_tokens == 0
+
+
+async def test_a_sample_has_the_same_seed_whenever_and_wherever_it_is_asked_for(model: Path, python: str) -> None:
+    async with opened(model, python, instances=2) as engine:
+        made = [await responses(engine, (3, 1)) for _ in range(3)]
+        assert len({tuple(m[3].token_ids) for m in made}) == 1 and made[0][3].token_ids.tolist() != made[0][1].token_ids.tolist()
+    async with opened(model, python, seeded=False) as engine:
+        unseeded = await responses(engine, (3, 1))
+        assert unseeded[3].token_ids.tolist() == unseeded[1].token_ids.tolist()  # the stand-in takes no seed for 0
+
+
+async def test_what_the_server_writes_for_no_number_is_none(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row fails then, as it does with every engine (`check_response`)."""
+    async with opened(model, python) as engine:
+        await responses(engine)
+        made = await answer(GOOD)
+
+        async def generate(*arguments: object) -> Any:
+            return made
+
+        monkeypatch.setattr(engine.instances[0].client, "generate", generate)
+        logprobs = (await responses(engine))[0].logprobs
+    assert logprobs[:2].tolist() == [-1.0, -2.0] and np.isnan(logprobs[2])
+
+
+# -- pauses and versions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("pause_mode", "spans"), [("keep", [0, 4]), ("wait", [0]), ("abort", [4])])
+async def test_pause_modes(model: Path, python: str, pause_mode: Any, spans: list[int]) -> None:
+    """Responses under way are kept and go on under the new version, are ended under the old one, or begin anew."""
+    async with opened(model, python, pause_mode=pause_mode) as engine:
+        for pauses in (True, False):
+            await engine.install(0, TENSORS)
+            task = asyncio.create_task(responses(engine, range(3), 490))
+            await under_way(engine, 3)
+            if pauses:
+                await engine.pause()
+            await engine.install(4, changed(0.1))
+            if pauses:
+                await engine.resume()
+            made = await task
+            assert [r.version_spans[:, 1].tolist() for r in made.values()] == [spans] * 3
+            after = (await responses(engine, (0,), 490))[0]
+            if pause_mode == "abort":
+                assert np.array_equal(made[0].logprobs, after.logprobs)
+
+
+async def test_the_cache_of_an_idle_server_is_cleared(model: Path, python: str) -> None:
+    async with opened(model, python) as engine:
+        await responses(engine)
+        await engine.install(1, changed(0.1))
+        assert (await state_of(engine.instances[0]))["cleared"] == 1
+
+
+# -- servers that are lost --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["front end", "engine", "guard"])
+@pytest.mark.parametrize("instances", [1, 2])
+async def test_a_killed_server_is_started_again_with_the_current_weights(
+    model: Path, python: str, instances: int, victim: str
+) -> None:
+    """Nothing is lost: what it was generating begins anew."""
+    async with opened(model, python, instances=instances, num_slots=8 * instances) as engine:
+        await engine.install(6, changed(0.1))
+        expected = await responses(engine, range(8), 300)
+        tasks = [asyncio.create_task(responses(engine, range(4), 300)) for _ in range(2 * instances)]
+        await under_way(engine, 8 * instances)
+        killed = engine.instances[0]
+        group = group_of(killed)
+        assert len(group) == 3
+        group[["guard", "front end", "engine"].index(victim)].kill()
+        for made in await asyncio.gather(*tasks):
+            for sample, response in made.items():
+                assert np.array_equal(response.logprobs, expected[sample].logprobs)
+                assert response.version_spans.tolist() == [[0, 6]]
+        await until(lambda: killed.is_up)
+        assert killed.num_restarts == 1 and are_gone(group)
+        assert [instance.num_restarts for instance in engine.instances[1:]] == [0] * (instances - 1)
+        assert (await state_of(killed))["updates"] == 1
+        assert [i.outstanding_tokens for i in engine.instances] == [0] * instances
+
+
+async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_with_the_version(model: Path, python: str) -> None:
+    async with opened(model, python) as engine:
+        (instance,) = engine.instances
+        await responses(engine)
+        task = asyncio.create_task(responses(engine, range(4), 490))
+        await under_way(engine, 4)
+        group = group_of(instance)
+        (model / "fault").write_text("/update_weights")
+        await engine.install(2, changed(0.1))
+        assert not instance.is_up and engine.installed_version == 2
+        (model / "fault").unlink()
+        made = await task
+        assert {tuple(map(tuple, r.version_spans.tolist())) for r in made.values()} == {((0, 2),)}
+        assert instance.num_restarts >= 1 and are_gone(group)
+        one = (await responses(engine, (0,), 150))[0]
+        await engine.install(3, changed(0.2))
+        await engine.install(2, changed(0.1))
+        assert np.array_equal((await responses(engine, (0,), 150))[0].logprobs, one.logprobs)
+
+
+async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: str) -> None:
+    """vLLM's front end lives on without its engine, and lets those wait who ask for a pause."""
+    async with opened(model, python) as engine:
+        await engine.install(2, changed(0.1))
+        one = (await responses(engine))[0]
+        group_of(engine.instances[0])[2].kill()
+        async with asyncio.timeout(20):
+            await engine.install(3, changed(0.2))
+        await engine.install(2, changed(0.1))
+        assert np.array_equal((await responses(engine))[0].logprobs, one.logprobs)
+        assert engine.instances[0].num_restarts == 1
+
+
+async def test_a_server_that_is_lost_too_often_is_given_up_in_a_sentence(model: Path, python: str) -> None:
+    async with opened(model, python, max_restarts=2) as engine:
+        await responses(engine)
+        (model / "fault").write_text("/update_weights")
+        await engine.install(2, changed(0.1))
+        with pytest.raises(RunError, match=r"vLLM 0 was lost .*it has been started again 2 times, and is given up"):
+            await asyncio.wait_for(responses(engine), 30)
+
+
+async def test_with_one_instance_given_up_the_other_goes_on(model: Path, python: str) -> None:
+    async with opened(model, python, instances=2, max_restarts=0) as engine:
+        await responses(engine)
+        tasks = [asyncio.create_task(responses(engine, range(2), 400, index=i)) for i in range(4)]
+        await under_way(engine, 8)
+        group_of(engine.instances[0])[1].kill()
+        assert [len(made) for made in await asyncio.gather(*tasks)] == [2] * 4
+        assert engine.instances[0].error is not None and engine.instances[1].num_served >= 8
+
+
+async def test_a_server_with_weights_of_its_own_is_brought_to_the_current_ones(model: Path, python: str) -> None:
+    """One that somebody has started again behind the engine's back."""
+    async with opened(model, python) as engine:
+        await engine.install(3, changed(0.1))
+        expected = (await responses(engine))[0]
+        await engine.instances[0].client._ask("POST", "/update_weight_version", {"new_version": "default"})
+        assert np.array_equal((await responses(engine))[0].logprobs, expected.logprobs)
+        assert engine.instances[0].num_restarts == 1
+
+
+async def test_closing_while_a_server_comes_back_leaves_nothing(model: Path, python: str) -> None:
+    async with opened(model, python) as engine:
+        await responses(engine)
+        group = group_of(engine.instances[0])
+        folder = Path(server_of(engine.instances[0]).socket).parent
+        group[1].kill()
+        task = asyncio.create_task(responses(engine))
+        await until(lambda: engine.instances[0].num_restarts == 1)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await task
+        assert are_gone(group) and not folder.exists()
+        assert isinstance(engine.instances[0].host, OwnServer) and engine.instances[0].host.server is None
+
+
+# -- servers of others ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_is_there_already(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given the weights at once, whatever it had, and stays when the engine closes."""
+    server = VllmServer(server_options(python, model), "another's")
+    server.spawn()
+    try:
+        await asyncio.to_thread(server.wait_until_ready)
+        monkeypatch.setenv("THE_KEY", server.key)
+        for shift in (0.1, 0.0):
+            async with opened(model, python, addresses=[server.address], key_variable="THE_KEY") as engine:
+                first = (await responses(engine))[0]
+                await engine.install(1, changed(shift))
+                assert np.array_equal((await responses(engine))[0].logprobs, first.logprobs) == (shift == 0.0)
+        assert server.is_alive
+    finally:
+        server.stop()
+
+
+def test_a_server_that_is_there_already_needs_its_key(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(UserError, match="environment variable VLLM_API_KEY"):
+        VllmEngine(model, num_slots=2, max_context=64, addresses=["http://127.0.0.1:1"])
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_does_not_start_says_why(model: Path, python: str) -> None:
+    (model / "refuse").touch()
+    with pytest.raises(UserError, match=r"vLLM 0 did not start: ValueError: the model's heads do not divide by 3$"):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, instances=2)
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "words"),
+    [(sys.executable, "vLLM is not installed for .*rollout.engine.python"), ("/nowhere/python", "cannot be started: No such file")],
+)
+def test_an_interpreter_without_vllm_is_refused(model: Path, interpreter: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        VllmEngine(model, num_slots=2, max_context=64, python=interpreter)
+
+
+@pytest.mark.parametrize("wrong", [{"instances": 0}, {"tensor_parallel": 0}, {"instances": 2, "devices": [[0]]}])
+def test_impossible_numbers_are_refused(model: Path, python: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"rollout\.engine: instances="):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, **wrong)
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = server_options(
+        "py", MODEL, device="cuda", devices=[2, 3], tensor_parallel=2, arguments={"max_num_seqs": 7, "x_y": [1]}
+    )
+    command = options.command("/s")
+    assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[command.index("--max-num-seqs") + 1] == "7" and command[command.index("--x-y") + 1] == "[1]"
+    assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs" and "--enable-scale-out" in command
+    assert "--enforce-eager" not in command and "--distributed-executor-backend" not in command
+    environment = options.environment("secret")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3" and environment["PYTHONPATH"].split(os.pathsep)[0] == str(IN_VLLM)
+    assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
+
+
+async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str) -> None:
+    async with opened(model, python) as engine:
+        await responses(engine)
+        server = server_of(engine.instances[0])
+        assert (Path(server.socket).parent.stat().st_mode & 0o777) == 0o700
+        assert not any(server.key in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+        stranger = VllmClient(server.address, "another key", generation_seconds=5, deadline_seconds=5)
+        for call in (stranger.resume(), stranger.set_weight_version(3), stranger.weight_version()):
+            with pytest.raises(Refused, match="401"):
+                await call
+        assert not await stranger.is_ready()
+        await stranger.close()
+
+
+# -- weights by NCCL --------------------------------------------------------------------------------------------------------
+
+
+class StandInSender:
+    """What vLLM's trainer-side engine does with its client, without the broadcast: the stand-in reads the engine's file."""
+
+    made: ClassVar[list[Any]] = []
+    file: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, info: Any, client: Any, source: Any) -> None:
+        self.info, self.client, self.source = info, client, source
+
+    @classmethod
+    def trainer_init(cls, info: Any, *, client: Any, source: Any) -> StandInSender:
+        client.init_weight_transfer_engine({"world_size": info.world_size})
+        cls.made.append(cls(info, client, source))
+        return cls.made[-1]
+
+    def send_weights(self) -> None:
+        meta = self.source.metadata()
+        assert [(m.name, m.dtype, m.shape) for m in meta] == [(n, t.dtype, tuple(t.shape)) for n, t in self.source]
+        self.client.start_weight_update()
+        self.client.update_weights(self.file)
+        self.client.finish_weight_update()
+
+
+async def test_by_nccl_one_sender_is_kept_for_each_life_of_a_server(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control plane of it: nobody here has the GPUs. Its parts are vLLM's, as they were found in 0.32.0."""
+
+    @dataclass
+    class ParamMeta:
+        name: str
+        dtype: torch.dtype
+        shape: tuple[int, ...]
+
+    base, engine_module = ModuleType("base"), ModuleType("nccl_engine")
+    base.ParamMeta = ParamMeta  # type: ignore[attr-defined]
+    engine_module.NCCLTrainerInitInfo = lambda **fields: SimpleNamespace(**fields)  # type: ignore[attr-defined]
+    engine_module.NCCLTrainerWeightTransferEngine = StandInSender  # type: ignore[attr-defined]
+    package = ModuleType("vllm.distributed.weight_transfer")
+    package.base, package.nccl_engine = base, engine_module  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(StandInSender, "made", [])
+    async with opened(model, python, transfer="nccl", sender_device="cpu", tensor_parallel=2) as engine:
+        for version in (1, 2):
+            await engine.prepare(version, changed(0.1 * version))
+            monkeypatch.setattr(StandInSender, "file", engine._files[1].description())
+            await engine.install(version, changed(0.1 * version))
+            assert (await responses(engine))[0].version_spans.tolist() == [[0, version]]
+        assert len(StandInSender.made) == 1 and StandInSender.made[0].info.world_size == 3
+        group_of(engine.instances[0])[1].kill()
+        assert (await responses(engine))[0].version_spans.tolist() == [[0, 2]]
+        assert len(StandInSender.made) == 2
+
+
+def test_nccl_needs_vllm_beside_asyncflow(model: Path, python: str) -> None:
+    with pytest.raises(UserError, match=r"rollout\.engine\.transfer=nccl needs vLLM in AsyncFlow's own environment"):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, transfer="nccl")
+
+
+# -- what is left behind ----------------------------------------------------------------------------------------------------
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from asyncflow.engines.rollout.vllm import VllmEngine
+engine = VllmEngine(Path(sys.argv[1]), num_slots=2, max_context=64, python=sys.argv[2], instances=2)
+print(*(i.host.server.pid for i in engine.instances), *(Path(i.host.server.socket).parent for i in engine.instances), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_servers_end_with_their_owner_however_it_goes(model: Path, python: str, how: signal.Signals) -> None:
+    command = [sys.executable, "-c", OWNER, str(model), python]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
+        assert owner.stdout is not None
+        first, second, *folders = owner.stdout.readline().split()
+        guards = [psutil.Process(int(first)), psutil.Process(int(second))]
+        everyone = [p for guard in guards for p in (guard, *guard.children(recursive=True))]
+        assert len(everyone) == 6 and all(Path(folder).is_dir() for folder in folders)
+        owner.send_signal(how)
+    assert are_gone(everyone)
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+# -- the weights' memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_file_holds_what_it_was_given(dtype: str) -> None:
+    file = WeightsFile(dtype)
+    for version, shift in ((1, 0.1), (2, 0.2)):
+        file.write(version, changed(shift))
+        described = file.description()
+        with open(described["path"], "rb") as opened_by_path:
+            data = opened_by_path.read()
+        assert len(data) == described["num_bytes"] and described["dtype_name"] == dtype
+        for name, shape, begin in described["tensors"]:
+            count = int(np.prod(shape))
+            there = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype), count=count, offset=begin).view(shape)
+            assert torch.equal(there, changed(shift)[name].to(getattr(torch, dtype))) and begin % 64 == 0
+    file.close()
+    assert not os.path.exists(described["path"])
+
+
+def test_shapes_are_read_from_the_files_heads() -> None:
+    assert shapes_of(MODEL) == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+
+
+# -- what a server may answer -----------------------------------------------------------------------------------------------
+
+GOOD: dict[str, Any] = {
+    "finish_reason": "stop",
+    "token_ids": [4, 5, 6],
+    "logprobs": {
+        "content": [{"token_id": 4, "logprob": -1.0}, {"token_id": 5, "logprob": -2.0}, {"token_id": 6, "logprob": -9999.0}]
+    },
+    "weight_versions": [{"version": "1", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 3}],
+}
+
+
+async def answer(choice: dict[str, Any]) -> Any:
+    client = VllmClient("unix:/nowhere", "key", generation_seconds=1, deadline_seconds=1)
+
+    async def ask(*arguments: object) -> bytes:
+        return json.dumps({"choices": [choice]}).encode()
+
+    client._ask = ask  # type: ignore[method-assign]
+    try:
+        return await client.generate([1], {}, "salt")
+    finally:
+        await client.close()
+
+
+async def test_an_answer_is_read() -> None:
+    made = await answer(GOOD)
+    assert made.token_ids.tolist() == [4, 5, 6] and made.logprobs.tolist() == [-1.0, -2.0, -9999.0]
+    assert made.version_spans.tolist() == [[0, 1], [2, 3]] and made.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"finish_reason": "error"}, "for the reason 'error'"),
+        ({"token_ids": [4, 5, 7]}, "log-probs of others"),
+        ({"logprobs": None}, "log-probs of others"),
+        ({"weight_versions": None}, "which weights made"),
+        ({"weight_versions": [{"version": "1", "start": 0, "end": 2}]}, "which weights made"),
+        ({"weight_versions": [{"version": "1", "start": 1, "end": 3}]}, "which weights made"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, "weights 'default'"),
+        ({"token_ids": "abc"}, "what is no response"),
+    ],
+)
+async def test_an_answer_that_makes_no_sense_is_a_lost_server(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ServerLost, match=words):
+        await answer({**GOOD, **change})

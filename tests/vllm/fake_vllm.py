@@ -1,0 +1,284 @@
+"""A small stand-in for a vLLM server, run as `python -m vllm.entrypoints.openai.api_server`: the routes that AsyncFlow uses.
+
+There is no model. A response's tokens and log-probs are functions of its prompt, its seed and two numbers: `weights`, which the
+server computes from the tensors that it was started with or given, and `keys`: those weights under which the keys and values before
+a token were computed. What is wrong with an update, a pause or a prefix cache therefore shows in the log-probs. All running
+requests get a token at each step of `STEP_SECONDS`.
+
+What vLLM would answer by rubbish or by dying is fatal here: to generate between start and finish, to update without a pause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import h11
+import numpy as np
+from safetensors.numpy import load_file
+
+STEP_SECONDS = 0.002
+VOCABULARY = 373
+
+
+def number_of(tensors: dict[str, np.ndarray]) -> float:
+    """A number between 0 and 1 that tells weights apart."""
+    total = sum(float(np.abs(tensor).astype(np.float64).sum()) * (1 + i) for i, (_, tensor) in enumerate(sorted(tensors.items())))
+    return math.modf(total * 0.618)[0]
+
+
+def log_prob(weights: float, keys: float, position: int) -> float:
+    """Of the token at `position`, under `weights`, when what lies before it was computed under `keys`."""
+    return float(np.float32(-0.1 - weights - 0.1 * keys - 0.001 * position))
+
+
+def token_id(weights: float, prompt: list[int], seed: int, position: int) -> int:
+    """Of the token at `position`."""
+    return (sum(prompt) + seed % 1009 + 31 * position + int(weights * 1000)) % VOCABULARY
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request under way."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    salt: str
+    done: asyncio.Future[str]
+    keys: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+
+
+class FakeVllm:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.weights = number_of(load_file(Path(arguments.model) / "model.safetensors"))
+        self.version = "default"
+        self.paused = ""  # or by which mode
+        self.is_updating = False
+        self.sequences: list[Sequence] = []
+        self.cache: dict[tuple[str, tuple[int, ...]], float] = {}
+        self.counts = dict.fromkeys(("served", "dropped", "updates", "refused", "cleared"), 0)
+        self.woken = asyncio.Event()
+        self.engine: subprocess.Popen[bytes] | None = None
+
+    # -- generation ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        while True:
+            self.woken.clear()
+            running = self.sequences[: int(self.arguments.max_num_seqs)]
+            if self.paused in ("keep", "abort") or not running:
+                await self.woken.wait()
+                continue
+            await asyncio.sleep(STEP_SECONDS)
+            if self.paused in ("keep", "abort"):
+                continue
+            if self.is_updating:
+                os._exit(70)
+            for sequence in running:
+                if sequence in self.sequences:
+                    self.step(sequence)
+
+    def step(self, sequence: Sequence) -> None:
+        if sequence.keys is None:
+            sequence.keys = self.cache.setdefault((sequence.salt, tuple(sequence.prompt)), self.weights)
+        position = len(sequence.token_ids)
+        token = token_id(self.weights, sequence.prompt, sequence.sampling.get("seed", 0), position)
+        sequence.token_ids.append(token)
+        sequence.logprobs.append(log_prob(self.weights, sequence.keys, position))
+        if not sequence.spans or sequence.spans[-1]["version"] != self.version:
+            sequence.spans.append({"version": self.version, "start": position, "end": position})
+        sequence.spans[-1]["end"] = position + 1
+        if token in sequence.sampling["stop_token_ids"]:
+            self.end(sequence, "stop")
+        elif position + 1 == sequence.sampling["max_tokens"]:
+            self.end(sequence, "length")
+
+    def end(self, sequence: Sequence, reason: str) -> None:
+        self.sequences.remove(sequence)
+        self.counts["served"] += reason != "abort"
+        if not sequence.done.done():
+            sequence.done.set_result(reason)
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        sequence = Sequence(
+            body["token_ids"], body["sampling_params"], body["cache_salt"], asyncio.get_running_loop().create_future()
+        )
+        self.sequences.append(sequence)
+        self.woken.set()
+        try:
+            reason = await sequence.done
+        except asyncio.CancelledError:
+            self.counts["dropped"] += 1
+            if sequence in self.sequences:
+                self.sequences.remove(sequence)
+            raise
+        pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
+        content = [{"token_id": t, "logprob": p, "rank": 1, "top_logprobs": []} for t, p in pairs]
+        choice = {"index": 0, "finish_reason": reason, "token_ids": sequence.token_ids, "logprobs": {"content": content}}
+        return {"request_id": "x", "choices": [{**choice, "weight_versions": sequence.spans}]}
+
+    # -- everything else ----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str, clear_cache: str) -> None:
+        if mode == "abort":
+            for sequence in list(self.sequences):
+                self.end(sequence, "abort")
+        self.paused = mode
+        while mode == "wait" and self.sequences:
+            await asyncio.sleep(STEP_SECONDS)
+        self.paused = "keep"
+        if clear_cache == "true":
+            self.counts["cleared"] += 1
+            self.cache.clear()
+            for sequence in self.sequences:
+                sequence.keys = None
+
+    def resume(self) -> None:
+        self.paused = ""
+        self.woken.set()
+
+    def start(self) -> None:
+        if not self.paused or self.is_updating:
+            os._exit(71)
+        self.is_updating = True
+
+    def update(self, info: dict[str, Any]) -> None:
+        with open(info["path"], "rb") as file, mmap.mmap(file.fileno(), info["num_bytes"], access=mmap.ACCESS_READ) as mapped:
+            dtype, data = np.dtype(info["dtype_name"]), bytes(mapped)
+        tensors = {n: np.frombuffer(data, dtype, math.prod(shape), begin).reshape(shape) for n, shape, begin in info["tensors"]}
+        self.weights = number_of(tensors)
+
+    def finish(self, version: str) -> None:
+        self.is_updating, self.version = False, version
+        self.counts["updates"] += 1
+
+    async def answer(self, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        fault = Path(self.arguments.model) / "fault"  # a test's: the route that fails
+        if fault.exists() and fault.read_text().strip() == path:
+            return 500, {"error": "as the test wants it"}
+        if self.engine is not None and self.engine.poll() is not None:
+            if path == "/health":
+                return 503, {"error": "the engine is dead"}
+            await asyncio.Event().wait()  # as vLLM's front end may, with what it has asked the engine for
+        match path:
+            case "/health":
+                return 200, {}
+            case "/inference/v1/generate":
+                if len(body["token_ids"]) + body["sampling_params"]["max_tokens"] > int(self.arguments.max_model_len):
+                    return 400, {"error": "too long"}
+                return 200, await self.generate(body)
+            case "/pause":
+                await self.pause(query["mode"], query["clear_cache"])
+            case "/resume":
+                self.resume()
+            case "/init_weight_transfer_engine":
+                pass
+            case "/start_weight_update":
+                self.start()
+            case "/update_weights":
+                self.update(body["update_info"])
+            case "/finish_weight_update":
+                self.finish(body["weight_version"])
+            case "/update_weight_version":
+                self.version = body["new_version"]
+            case "/weight_info":
+                return 200, {"weight_version": self.version}
+            case "/state":  # a test's
+                tokens = min((len(sequence.token_ids) for sequence in self.sequences), default=0)
+                return 200, {**self.counts, "running": len(self.sequences), "least_tokens": tokens}
+            case _:
+                return 404, {"error": path}
+        return 200, {}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: requests, one after another. One that hangs up has its request dropped."""
+        http = h11.Connection(h11.SERVER)
+        try:
+            while (request := await self.received(http, reader)) is not None:
+                head, body = request
+                parts = urlsplit(head.target.decode())
+                keys = [value for name, value in head.headers if name == b"authorization"]
+                if keys != [f"Bearer {os.environ['VLLM_API_KEY']}".encode()]:
+                    self.counts["refused"] += 1
+                    status, said = 401, {"error": "Unauthorized"}
+                else:
+                    query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+                    work = asyncio.create_task(self.answer(parts.path, query, json.loads(body or b"null")))
+                    hung_up = asyncio.create_task(reader.read(1))
+                    await asyncio.wait([work, hung_up], return_when=asyncio.FIRST_COMPLETED)
+                    if not work.done():
+                        work.cancel()
+                        return
+                    hung_up.cancel()
+                    status, said = work.result()
+                content = json.dumps(said).encode()
+                head = [("content-length", str(len(content))), ("connection", "close")]
+                for event in (h11.Response(status_code=status, headers=head), h11.Data(data=content), h11.EndOfMessage()):
+                    writer.write(http.send(event) or b"")
+                await writer.drain()
+                return
+        finally:
+            writer.close()
+
+    async def received(self, http: h11.Connection, reader: asyncio.StreamReader) -> tuple[h11.Request, bytes] | None:
+        head, body = None, b""
+        while True:
+            event = http.next_event()
+            if event is h11.NEED_DATA:
+                data = await reader.read(1 << 16)
+                if not data and head is None:
+                    return None
+                http.receive_data(data)
+            elif isinstance(event, h11.Request):
+                head = event
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                assert head is not None
+                return head, body
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    fake = FakeVllm(arguments)
+    print(f"INFO fake vLLM with weights {fake.weights}", flush=True)
+    # As vLLM's engine core: it would outlive its front end, if nobody ended it.
+    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    fake.engine = engine
+    print(f"ENGINE {engine.pid}", flush=True)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+    async with await asyncio.start_unix_server(fake.serve, arguments.uds):
+        await fake.run()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("model", "uds", "max-model-len", "max-num-seqs", "weight-transfer-config", "logprobs-mode"):
+        parser.add_argument(f"--{name}", required=True)
+    return parser.parse_known_args(arguments)[0]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "-c":  # whether vLLM is installed
+        sys.exit(0)
+    assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv
+    chosen = parse(sys.argv[3:])
+    if (Path(chosen.model) / "refuse").exists():
+        print("(EngineCore pid=1) ERROR 11-20 23:07:09 [core.py:1] ValueError: the model's heads do not divide by 3")
+        print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+        sys.exit(1)
+    asyncio.run(main(chosen))

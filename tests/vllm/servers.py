@@ -1,0 +1,39 @@
+"""How tests come by vLLM servers: the real one's, where there is one, and its stand-in's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncflow.engines.rollout.vllm_server import ServerOptions
+
+VLLM_PYTHON = os.environ.get("ASYNCFLOW_VLLM_PYTHON")
+
+
+def fake_python(folder: Path) -> Path:
+    """An interpreter whose vLLM is the stand-in."""
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("fake_vllm.py")}" "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
+def server_options(python: str, model: Path, **changes: Any) -> ServerOptions:
+    """Those of a small server on the CPU."""
+    options: dict[str, Any] = {
+        "python": python,
+        "model_path": model,
+        "dtype": "float32",
+        "device": "cpu",
+        "devices": None,
+        "num_threads": 1,
+        "tensor_parallel": 1,
+        "max_num_seqs": 16,
+        "max_context": 256,
+        "transfer": "asyncflow",
+        "arguments": {},
+        "start_seconds": 600.0,
+    }
+    return ServerOptions(**{**options, **changes})
