@@ -15,7 +15,10 @@ from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad
 
 HOLD = """
 import sys
+from pathlib import Path
+from asyncflow.cluster import abroad
 from asyncflow.cluster.abroad import NodeFolders
+abroad.SHARED_MEMORY = Path(sys.argv[1])
 folders = NodeFolders("r1")
 folders.hold()
 (folders.places.files / "model").touch()
@@ -62,7 +65,8 @@ def test_the_folders_are_this_user_s_alone_and_go_with_the_last_holder(tmp_path:
 def test_what_a_killed_run_has_left_is_swept_and_what_is_held_stays(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path / "files")}
     other = NodeFolders("r2")
-    with subprocess.Popen([sys.executable, "-c", HOLD], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "memory")]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"holds\n"
         model = tmp_path / "files" / "asyncflow-node-r1" / "files" / "model"
         other.sweep()
@@ -70,7 +74,7 @@ def test_what_a_killed_run_has_left_is_swept_and_what_is_held_stays(tmp_path: Pa
         holder.kill()
         holder.wait()
         assert model.exists()
-    (tmp_path / "memory" / "asyncflow-node-r1" / "weights").mkdir(parents=True)  # its other half
+    assert (tmp_path / "memory" / "asyncflow-node-r1" / "weights").is_dir()  # its other half
     other.sweep()
     assert left(tmp_path) == []
 

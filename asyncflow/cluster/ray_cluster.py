@@ -1,0 +1,487 @@
+"""Workers that Ray places: on this machine, or over the nodes of a cluster. The only file that imports it.
+
+    RayCluster (driver) --placement group of each pool--> Ray --> HostActor (of each worker, on some node): ray_host.py
+               |  node, start, kill                                 |  spawns, and holds the control pipe of
+               +<------------- what it prints, its end -------------+ child.py: the worker, in a process of its own
+
+consumes: worker specs; each worker's output and end, as its host tells
+waits for: room in the cluster, `start_seconds` at most; then for the workers' words
+is unblocked by: Ray; a worker's output or end; the loss of a host, with its node perhaps
+
+Ray places and supervises: samples travel by the transfer queue, weights by weight sync, and a worker itself knows nothing of Ray.
+One that dies is started again as `local` does it, by its host, or by another one if that is gone too: Ray itself retries nothing.
+
+Workers on the driver's own node are as those of `local`: they come through the private socket. Those on others come through
+`queue.listen`, with the run's key. Trainers write the model and checkpoints into the run's folder, and stay on the driver's node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.ray_guard import PATIENCE
+from asyncflow.cluster.ray_host import VISIBLE, Host, Letter, write_private
+from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
+from asyncflow.config import Config, load
+from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE
+from asyncflow.types import RunError, UserError
+
+LOCAL_CPUS: Final = 1024
+"""What a cluster that is started here says it has: workers share the cores, as those of `local` do."""
+_LOOPBACK_ONLY: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_ALONE: Final = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    _LOOPBACK_ONLY: "0",  # all doors on 127.0.0.1, as Ray has it where it knows no clusters
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # who takes too much memory is the kernel's to end, as with `local`
+}
+"""The environment of a cluster that is started here: nobody else reaches it, and nothing runs in it that this run does not use."""
+JOIN_SECONDS: Final = 10.0
+OBJECT_STORE_BYTES: Final = 80 << 20  # Ray's smallest: nothing travels through it
+HOST_SECONDS: Final = 30.0
+LOST_STATUS: Final = 1  # of a worker whose host is gone
+
+FORWARDED: Final = (
+    "ASYNCFLOW_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "MALLOC_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_",
+    "CUBLAS_", "HCCL_", "ASCEND_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "VLLM_", "UCX_", "FI_", "PYTHONHASHSEED",
+    "PYTHONWARNINGS", "LANG", "LC_", "TZ",
+)  # fmt: skip
+"""What begins so, of the driver's environment, workers on other nodes get as well; `forward` names more. Not what ends as below."""
+_SECRET: Final = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+_NODE_LABEL: Final = "ray.io/node-id"
+
+Pool = Literal["rollout", "trainer", "reward", "reference"]
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `cluster: {name: ray, ...}`."""
+
+    address: str | None = None
+    """Of a cluster that is running, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); this machine is one of its nodes. None: one
+    is started here, for this run alone."""
+    placement: dict[Pool, Strategy] = {}
+    """How each pool's workers lie on the nodes; PACK unless told."""
+    resources: dict[Pool, dict[str, float]] = {}
+    """What each worker of a pool takes, by Ray's names (`CPU`, `GPU`, `NPU`, one of the user's own), over what follows from its
+    device and threads."""
+    forward: list[str] = []
+    """Variables of the driver's environment that workers on other nodes are to have, besides those of the libraries in use."""
+    start_seconds: float = 120.0
+    """How long a pool may wait for room in the cluster, and a worker for its process."""
+    shares_files: bool | None = None
+    """Whether the other nodes see the run's folder. None: each is asked."""
+
+
+class HostActor(Host):
+    """A host, as Ray runs it."""
+
+    def node(self) -> str:
+        """Ray's id of the node that it is on."""
+        return str(_ray().get_runtime_context().get_node_id())
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """A placement group, and who is in it still."""
+
+    group: Any
+    members: set[str]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A worker's bundle of a placement group, and its host."""
+
+    spec: WorkerSpec
+    pool: _Pool
+    bundle: int
+    needs: Mapping[str, float]
+    host: Any = None
+    has_begun: bool = False
+
+
+class _Process:
+    """A `WorkerProcess` at the other end of its host."""
+
+    stdin = None  # the host has it
+
+    def __init__(self, host: Any, pid: int, log: Path, *, is_here: bool) -> None:
+        self.pid, self.is_here = pid, is_here
+        self.returncode: int | None = None
+        self._host = host
+        self._following = asyncio.create_task(self._follow(log))
+        self._killing: asyncio.Task[None] | None = None
+
+    async def wait(self) -> int:
+        """The exit status, when it has ended and all that it has printed is in its log."""
+        return await asyncio.shield(self._following)
+
+    def kill(self) -> None:
+        if self._killing is None:
+            self._killing = asyncio.create_task(self._kill())
+
+    async def _kill(self) -> None:
+        with contextlib.suppress(_ray().exceptions.RayError):
+            await self._host.kill.remote()
+
+    async def _follow(self, log: Path) -> int:
+        with log.open("ab", buffering=0) as file:
+            while self.returncode is None:
+                try:
+                    output, self.returncode = await self._host.listen.remote()
+                except _ray().exceptions.RayError as error:
+                    output, self.returncode = f"its host is gone: {_first_sentence(error)}\n".encode(), LOST_STATUS
+                file.write(output)
+        return self.returncode
+
+
+class RayCluster(SupervisedCluster):
+    """See `Cluster`, and the module's head. Raises `UserError` for options that are none, or where Ray is not installed."""
+
+    def __init__(self, run_dir: Path, **options: Any) -> None:
+        super().__init__(run_dir)
+        try:
+            self._options = msgspec.convert(options, RayOptions)
+        except msgspec.ValidationError as error:
+            raise UserError(f"cluster ray does not take these options: {error}") from error
+        if importlib.util.find_spec("ray") is None:
+            raise UserError("cluster=ray needs Ray, which is not installed: pip install 'asyncflow-rl[ray]'")
+        self._run_id = uuid.uuid4().hex[:12]
+        self._scratch: Path | None = None  # of a cluster that was started for this run
+        self._guard: asyncio.subprocess.Process | None = None  # its owner
+        self._node = ""  # the driver's
+        self._head = ""  # the address of the process that knows the cluster: functions of Ray that ask it wait for it for ever
+        self._is_ours = False  # whether this object has connected the process to Ray
+        self._places: dict[str, _Place] = {}
+
+    async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        if not self._node:
+            await self._connect()
+        config = load(self._run_dir / CONFIG_FILE)
+        for name in sorted({_pool_of(spec) for spec in workers}, key=lambda pool: pool != "trainer"):  # they cannot go elsewhere
+            await self._reserve(name, [spec for spec in workers if _pool_of(spec) == name], config)
+        await super().start(workers)
+
+    async def end(self, name: str, grace_seconds: float) -> bool:
+        is_in_time = await super().end(name, grace_seconds)
+        await self._leave(self._places.pop(name))
+        return is_in_time
+
+    async def stop(self, grace_seconds: float) -> list[str]:
+        try:
+            late = await super().stop(grace_seconds)
+            places, self._places = self._places, {}  # once only: without a cluster, Ray's functions would start one
+            await asyncio.gather(*(self._leave(place) for place in places.values()))
+        finally:
+            await self._disconnect()
+        return late
+
+    def pids(self) -> dict[str, int]:
+        """See `Cluster`: of those on this machine."""
+        running = {name: child.process for name, child in self._children.items() if child.process.returncode is None}
+        return {name: process.pid for name, process in running.items() if getattr(process, "is_here", False)}
+
+    async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
+        """On a host of its own. Where a worker is to be started again and cannot be, it has died once more."""
+        place, seconds = self._places[spec.name], self._options.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._spawn_at(place, log)
+        except (TimeoutError, ConnectionError, _ray().exceptions.RayError) as error:
+            is_late = isinstance(error, TimeoutError)
+            why = f"it could not be started on Ray within {seconds:g} s" if is_late else _first_sentence(error)
+            if not place.has_begun:
+                await self._leave(self._places.pop(spec.name))
+                raise RunError(f"worker {spec.name} could not be started: {why}") from error
+            if not isinstance(error, ConnectionError):
+                self._give_back(place)
+            with log.open("a") as file:
+                print(why, file=file)
+            return _NeverBegan()
+
+    async def _spawn_at(self, place: _Place, log: Path) -> _Process:
+        if not await _answers(self._head):
+            raise ConnectionError(f"the head of the Ray cluster at {self._head} does not answer")
+        job_file = self._run_dir.absolute() / JOB_FILE
+        digest = hashlib.sha256(job_file.read_bytes()).hexdigest() if job_file.exists() else ""
+        try:
+            host = place.host = place.host or self._new_host(place)
+            is_abroad = await host.node.remote() != self._node
+        except _ray().exceptions.RayError:  # gone since the worker's last life
+            self._give_back(place)
+            host = place.host = self._new_host(place)
+            is_abroad = await host.node.remote() != self._node
+        sees_run = self._options.shares_files
+        if sees_run is None:
+            sees_run = await host.sees.remote(str(job_file), digest)
+        letter = Letter(
+            name=place.spec.name,
+            entry=place.spec.entry,
+            run_dir=str(self._run_dir.absolute() if is_abroad else self._run_dir),
+            cwd=os.getcwd(),
+            run_id=self._run_id,
+            is_abroad=is_abroad,
+            environment=self._environment(place, is_abroad=is_abroad),
+            files=self._files() if is_abroad and not sees_run else {},
+        )
+        pid = await host.start.remote(msgspec.msgpack.encode(letter))
+        place.has_begun = True
+        return _Process(host, pid, log, is_here=not is_abroad)
+
+    def _environment(self, place: _Place, *, is_abroad: bool) -> dict[str, str]:
+        forwarded, own = dict(os.environ), dict(place.spec.environment)
+        if is_abroad:
+            named = tuple(self._options.forward)
+            usual = {name for name in forwarded if name.startswith(FORWARDED) and not name.endswith(_SECRET)} - {*VISIBLE}
+            forwarded = {name: value for name, value in forwarded.items() if name in usual or name.startswith(named)}
+        if "LOCAL_RANK" in own and {"GPU", "NPU"} & place.needs.keys():
+            own["LOCAL_RANK"] = "0"  # Ray lets a worker see its own devices only, which are numbered from 0
+        return forwarded | own
+
+    def _files(self) -> dict[str, bytes]:
+        """What a worker reads of the run's folder."""
+        return {name: (self._run_dir / name).read_bytes() for name in (CONFIG_FILE, JOB_FILE, KEY_FILE)}
+
+    async def _reserve(self, name: str, specs: Sequence[WorkerSpec], config: Config) -> None:
+        """A placement group for workers of one pool. Raises `UserError` when there is no room."""
+        ray = _ray()
+        why_here = _why_here(name, config)
+        needs = [{**spec.needs, **self._options.resources.get(name, {})} for spec in specs]  # type: ignore[call-overload]
+        bundles = [{kind: count for kind, count in need.items() if count} or {"CPU": 1.0} for need in needs]
+        group = ray.util.placement_group(
+            bundles,
+            strategy=self._options.placement.get(name, "PACK"),  # type: ignore[call-overload]
+            bundle_label_selector=[{_NODE_LABEL: self._node}] * len(bundles) if why_here else None,
+        )
+        pool = _Pool(group, {spec.name for spec in specs})
+        deadline = asyncio.get_running_loop().time() + self._options.start_seconds
+        while not await asyncio.to_thread(group.wait, 1):
+            if asyncio.get_running_loop().time() > deadline:
+                ray.util.remove_placement_group(group)
+                free = {kind: count for kind, count in ray.available_resources().items() if kind in bundles[0]}
+                raise UserError(
+                    f"the Ray cluster has had no room for {len(bundles)} {name} worker(s) of {bundles[0]} each for "
+                    f"{self._options.start_seconds:g} s{why_here and f', and {why_here}'}; free, on all its nodes, is {free}: "
+                    f"start fewer workers, or change cluster.resources or cluster.placement"
+                )
+        for bundle, (spec, need) in enumerate(zip(specs, bundles, strict=True)):
+            self._places[spec.name] = place = _Place(spec, pool, bundle, need)
+            place.host = self._new_host(place)
+
+    def _new_host(self, place: _Place) -> Any:
+        ray, needs = _ray(), dict(place.needs)
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(place.pool.group, place.bundle)
+        actor = ray.remote(HostActor).options(
+            num_cpus=needs.pop("CPU", 0),
+            num_gpus=needs.pop("GPU", 0),
+            memory=needs.pop("memory", None),
+            resources=needs,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=4,
+            scheduling_strategy=strategy,
+        )
+        return actor.remote()
+
+    def _give_back(self, place: _Place) -> None:
+        """End a worker's host."""
+        if place.host is not None:
+            with contextlib.suppress(_ray().exceptions.RayError, RuntimeError, ValueError):
+                _ray().kill(place.host)
+            place.host = None
+
+    async def _leave(self, place: _Place) -> None:
+        """Its worker has ended for good."""
+        if place.host is not None:
+            with contextlib.suppress(TimeoutError, _ray().exceptions.RayError):
+                async with asyncio.timeout(HOST_SECONDS):
+                    await place.host.leave.remote()
+        place.pool.members.discard(place.spec.name)
+        if not await _answers(self._head):
+            return
+        self._give_back(place)
+        if not place.pool.members:
+            with contextlib.suppress(_ray().exceptions.RayError, RuntimeError):
+                _ray().util.remove_placement_group(place.pool.group)
+
+    async def _connect(self) -> None:
+        """Be a driver of Ray's, in a cluster that is there, or in one that is started for this run."""
+        address, loaded = self._options.address, sys.modules.get("ray")
+        if loaded is None or not loaded.is_initialized():
+            if address:
+                if not await _answers(address):  # Ray itself would try for minutes
+                    raise UserError(f"nobody answers at cluster.address={address}: start the cluster first, by ray start --head")
+                for name, value in {"RAY_AUTH_MODE": "token", **PATIENCE}.items():  # Ray reads them when it is imported
+                    os.environ.setdefault(name, value)
+            else:
+                address = await self._begin_cluster()
+            ray = _ray()
+            try:
+                with _own_signals():
+                    ray.init(address, log_to_driver=False, configure_logging=False, namespace=f"asyncflow-{self._run_id}")
+            except Exception as error:  # Ray's own are of many kinds
+                raise UserError(f"the Ray cluster at {address} cannot be joined: {_first_sentence(error)}") from error
+            self._is_ours = True
+        context = _ray().get_runtime_context()
+        self._node, self._head = context.get_node_id(), context.gcs_address
+
+    async def _begin_cluster(self) -> str:
+        """Have a process of its own start Ray, see ray_guard.py. Returns its address."""
+        if "ray" in sys.modules and os.environ.get(_LOOPBACK_ONLY) != "0":
+            raise UserError(
+                "this process had imported Ray before the run, with settings for other machines: call ray.init before the run, "
+                "which then uses that cluster, or leave the import to the run"
+            )
+        self._scratch = Path(tempfile.mkdtemp(prefix="asyncflow-ray-"))
+        write_private(self._scratch, {"token": _token().encode()})
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ.update({**_ALONE, **PATIENCE}, RAY_AUTH_TOKEN_PATH=str(self._scratch / "token"))
+        log = self._run_dir / "logs" / "ray.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as errors:
+            self._guard = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "asyncflow.cluster.ray_guard", str(self._scratch),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+        assert self._guard.stdout is not None
+        try:
+            async with asyncio.timeout(self._options.start_seconds):
+                address = (await self._guard.stdout.readline()).decode().strip()
+        except TimeoutError:
+            address = ""
+        if not address:
+            raise RunError(f"Ray did not start within {self._options.start_seconds:g} s; more in {log}")
+        return address
+
+    async def _disconnect(self) -> None:
+        if self._is_ours:
+            _ray().shutdown()  # it waits some seconds for a head that is gone, no more
+            self._is_ours = False
+        if (guard := self._guard) is not None and guard.stdin is not None:
+            guard.stdin.close()
+            try:
+                async with asyncio.timeout(HOST_SECONDS):
+                    await guard.wait()
+            except TimeoutError:
+                guard.kill()
+                await guard.wait()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class _NeverBegan:
+    """A process that could not be started."""
+
+    pid, returncode, stdin, is_here = 0, LOST_STATUS, None, False
+
+    async def wait(self) -> int:
+        return LOST_STATUS
+
+    def kill(self) -> None:
+        """There is nothing to be killed."""
+
+
+def _ray() -> Any:
+    """Imported when it is needed: it takes a second."""
+    import ray
+    import ray.util.scheduling_strategies
+
+    return ray
+
+
+def _pool_of(spec: WorkerSpec) -> str:
+    return spec.name.partition("/")[0]
+
+
+def _why_here(pool: str, config: Config) -> str:
+    """Why workers of a pool stay on the driver's node; empty if they may be anywhere."""
+    if pool == "trainer":
+        return "trainers stay on this machine"
+    if config.queue.listen is None:
+        return f"{pool} workers stay on this machine, as queue.listen is not set"
+    if pool == "rollout" and config.weight_sync.listen is None:
+        return "rollout workers stay on this machine, as weight_sync.listen is not set"
+    return ""
+
+
+def _first_sentence(error: BaseException) -> str:
+    return " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray puts handlers of its own in place of those by which a run ends in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+async def _answers(address: str) -> bool:
+    """Whether somebody listens there. True for an address that Ray is to find."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return True
+    try:
+        async with asyncio.timeout(JOIN_SECONDS):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+@cache
+def _token() -> str:
+    """What the processes of clusters that are started for this process's runs show each other. Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+def start(folder: Path) -> None:
+    """Start a cluster of one node, reached from this machine alone, with its files in `folder`. Prints its address, and stays until
+    standard input ends: Ray's processes end with the one that has started them.
+    """
+    context = _ray().init(
+        "local",
+        num_cpus=LOCAL_CPUS,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        configure_logging=False,
+        _temp_dir=str(folder),
+    )
+    os.write(1, context.address_info["gcs_address"].encode() + b"\n")
+    while os.read(0, 4096):
+        pass
+
+
+if __name__ == "__main__":
+    start(Path(sys.argv[1]))

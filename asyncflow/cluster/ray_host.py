@@ -1,0 +1,144 @@
+"""What holds a worker's process on a node of a Ray cluster. Nothing of Ray's is imported here: Ray makes an actor of it.
+
+consumes: what its driver asks and tells it: sees, start, kill, leave
+waits for: what its worker prints, and its end; for the driver to take that
+is unblocked by: the worker; the driver's next `listen`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from asyncflow.cluster.abroad import Abroad, NodeFolders
+
+OUTPUT_BYTES: Final = 1 << 20  # of a worker, kept until the driver takes it; then the worker waits
+LISTEN_SECONDS: Final = 20.0
+VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""How Ray tells an actor which devices are its own."""
+
+
+class Letter(msgspec.Struct, frozen=True):
+    """What a host is told of its worker. `files` are those of the run's folder that it has to be given, the key among them."""
+
+    name: str
+    entry: str
+    run_dir: str
+    cwd: str
+    run_id: str
+    is_abroad: bool
+    environment: dict[str, str]
+    files: dict[str, bytes]
+
+
+class Host:
+    """An actor: what holds a worker's process on a node. Its methods are called in threads, by one `RayCluster`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folders: NodeFolders | None = None
+        self._output = bytearray()
+        self._status: int | None = None
+        self._changed = threading.Condition()
+
+    def sees(self, job_file: str, digest: str) -> bool:
+        """Whether the run's folder is seen here: its job file has this SHA-256."""
+        try:
+            return hashlib.sha256(Path(job_file).read_bytes()).hexdigest() == digest
+        except OSError:
+            return False
+
+    def start(self, letter: bytes) -> int:
+        """Start the worker of a `Letter`, the one before has ended. Returns its process id."""
+        told = msgspec.msgpack.decode(letter, type=Letter)
+        run_dir, environment = Path(told.run_dir), {**told.environment}
+        if told.is_abroad:
+            environment = {**os.environ, **environment}
+            places = self._hold(told.run_id)
+            environment |= places.environment()
+            if told.files:
+                run_dir = places.files / run_dir.name
+                write_private(run_dir, told.files)
+        environment |= {name: os.environ[name] for name in VISIBLE if os.environ.get(name)}
+        environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
+        with self._changed:
+            self._output.clear()
+            self._status = None
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncflow.cluster.child", told.entry, told.name, str(run_dir)],
+            stdin=subprocess.PIPE,  # the control pipe: it closes with this process, however that ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=told.cwd if os.path.isdir(told.cwd) else None,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._process = process
+        reader = threading.Thread(target=self._read, args=[process], daemon=True)
+        reader.start()
+        threading.Thread(target=self._wait, args=[process, reader], daemon=True).start()
+        return process.pid
+
+    def listen(self) -> tuple[bytes, int | None]:
+        """What the worker has printed since the last call, and its exit status once it has ended. Waits a while for either."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._output or self._status is not None, LISTEN_SECONDS)
+            output = bytes(self._output)
+            self._output.clear()
+            self._changed.notify_all()
+            return output, self._status
+
+    def kill(self) -> None:
+        """End the worker at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    def leave(self) -> None:
+        """The worker has ended, and there will be no other."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._folders is not None:
+            self._folders.release()
+
+    def _hold(self, run_id: str) -> Abroad:
+        if self._folders is None:
+            self._folders = NodeFolders(run_id)
+            self._folders.sweep()
+            self._folders.hold()
+        return self._folders.places
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        while chunk := process.stdout.read(1 << 16):
+            with self._changed:  # the driver asks for as long as it lives, and this process ends with it
+                self._changed.wait_for(lambda: len(self._output) < OUTPUT_BYTES)
+                if process is self._process:
+                    self._output += chunk
+                    self._changed.notify_all()
+
+    def _wait(self, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
+        status = process.wait()
+        reader.join(1.0)  # processes below it that have its output open may live a little longer
+        with self._changed:
+            self._status = status
+            self._changed.notify_all()
+
+
+def write_private(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Files that only this user can read, in a folder of that kind, each there whole or not at all."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name, content in files.items():
+        partial = folder / f"{name}.{uuid.uuid4().hex}"
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
+        partial.rename(folder / name)

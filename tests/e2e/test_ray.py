@@ -1,0 +1,307 @@
+"""Runs whose workers Ray places: on this machine, and over nodes that share nothing but the network. `make test-ray`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncflow.telemetry.certificate import read_certificate
+from asyncflow.telemetry.trace import read_spans
+from tests.conftest import MODEL
+from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-ray")
+
+Small = Callable[..., dict[str, Any]]
+SECONDS = 200.0
+"""A cluster takes some seconds to start, and on a busy machine a minute."""
+
+
+def recipe(small: Small, **changes: Any) -> dict[str, Any]:
+    return small(
+        **{
+            "telemetry": {"fingerprints": True},
+            "train": {"prompts_per_step": 8, "accumulate": "exact"},
+            "rollout": {"num_workers": 2},
+        }
+        | changes
+    )
+
+
+def learned(run_dir: Path) -> list[Any]:
+    """Of each step, all groups with their rows, losses, and the bits of weights and optimiser."""
+    steps = [json.loads(line) for line in (run_dir / "fingerprints.jsonl").read_text().splitlines()]
+    return [(sorted(step["groups"], key=lambda group: group["group"]), step["tensors"]) for step in steps]
+
+
+def wait_for(condition: Callable[[], Any], command: subprocess.Popen[str] | None = None, seconds: float = SECONDS) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert command is None or command.poll() is None, command.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def num_steps(run_dir: Path) -> int:
+    return len(rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
+
+
+def leaves_of(command: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(command.pid).children(recursive=True)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+) -> None:
+    config = write_config(tmp_path, recipe(small, run={"steps": 6}))
+    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    assert local.returncode == 0, local.stderr
+    command = background("train", config, "run.name=ray", "cluster=ray")
+    run_dirs = [tmp_path / "runs" / name for name in ("local", "ray")]
+    wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
+    everyone = leaves_of(command)
+    victim = next(p for p in processes_of(run_dirs[1]) if "rollout/1" in p.cmdline())
+    assert [p for p in victim.parents() if p.name().startswith("ray::Host")]
+    victim.kill()
+    output, errors = command.communicate(timeout=SECONDS)
+    assert command.returncode == 0, output + errors
+    assert "worker rollout/1 (process" in output and "was ended by SIGKILL" in output and "it is started again in 0.5 s" in output
+
+    assert learned(run_dirs[0]) == learned(run_dirs[1])
+    models = [(run_dir / "model" / "model.safetensors").read_bytes() for run_dir in run_dirs]
+    assert models[0] == models[1] != (MODEL / "model.safetensors").read_bytes()
+    assert {span.worker for span in read_spans(run_dirs[1] / "spans.jsonl")} == {"rollout/0", "rollout/1", "trainer/0"}
+    certificate = read_certificate(run_dirs[1])
+    assert certificate is not None and not certificate.voided
+    assert {path.name for path in (run_dirs[1] / "logs").iterdir()} == {
+        "rollout-0.log",
+        "rollout-1.log",
+        "trainer-0.log",
+        "ray.log",
+    }
+    wait_for(lambda: not alive(everyone), seconds=20.0)
+
+
+def test_workers_join_and_leave_a_run_on_ray(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    tree = recipe(small, run={"steps": 5000}, rollout={"num_workers": 1})
+    command = background("train", write_config(tmp_path, tree), "cluster=ray")
+    wait_for(lambda: num_steps(run_dir) >= 1, command)
+    more = run_command("cluster", "scale", "rollout=2", "--run", run_dir)
+    assert more.returncode == 0, more.stderr
+    wait_for(
+        lambda: "rollout/1" in {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "generate"}, command
+    )
+    everyone = leaves_of(command)
+    assert sum(process.name().startswith("ray::Host") for process in everyone) == 3
+    fewer = run_command("cluster", "scale", "rollout=1", "--run", run_dir, "--grace", "20")
+    assert fewer.returncode == 0, fewer.stderr
+    wait_for(lambda: sum(p.name().startswith("ray::Host") for p in alive(leaves_of(command))) == 2, command)
+    before = num_steps(run_dir)
+    wait_for(lambda: num_steps(run_dir) > before + 1, command)
+    command.send_signal(signal.SIGINT)
+    assert command.wait(SECONDS) == 130
+    wait_for(lambda: not alive(everyone), seconds=20.0)
+
+
+def test_a_killed_driver_leaves_neither_worker_nor_ray(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, recipe(small, run={"steps": 500})), "cluster=ray")
+    wait_for(lambda: num_steps(run_dir) >= 1, command)
+    everyone = leaves_of(command)
+    assert len([p for p in everyone if "asyncflow.cluster.child" in p.cmdline()]) == 3
+    assert {"gcs_server", "raylet"} <= {process.name() for process in everyone}
+    scratch = Path(next(p for p in everyone if "asyncflow.cluster.ray_guard" in p.cmdline()).cmdline()[-1])
+    assert scratch.is_dir()
+    command.kill()
+    wait_for(lambda: not alive(everyone), seconds=20.0)
+    assert not scratch.exists()
+
+
+def test_a_run_on_ray_ends_in_order_when_it_is_told_to(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Ray has handlers of its own for signals, which must not be in the way."""
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, recipe(small, run={"steps": 500})), "cluster=ray")
+    wait_for(lambda: num_steps(run_dir) >= 1, command)
+    everyone = leaves_of(command)
+    command.send_signal(signal.SIGTERM)
+    output, errors = command.communicate(timeout=SECONDS)
+    assert command.returncode == 143, errors
+    assert (
+        "interrupted after" in output and (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
+    )
+    assert [*(run_dir / "checkpoints").glob("step-*")]
+    assert not alive(everyone)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_run_whose_ray_dies_says_so_and_saves_its_model(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]], name: str
+) -> None:
+    """Ray by itself would end the driver's process a minute later, as it stands."""
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, recipe(small, run={"steps": 5000})), "cluster=ray")
+    wait_for(lambda: num_steps(run_dir) >= 1, command)
+    everyone = leaves_of(command)
+    next(process for process in everyone if process.name() == name).kill()
+    _, errors = command.communicate(timeout=SECONDS)
+    assert command.returncode == 1 and "its host is gone" in errors and "worker trainer/0" in errors, errors
+    assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
+    wait_for(lambda: not alive(everyone), seconds=20.0)
+
+
+NODE = """
+import os, sys
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+address, cpus = sys.argv[1:]
+Node(RayParams(gcs_address=address, num_cpus=int(cpus), object_store_memory=80 << 20), head=False, shutdown_at_exit=True)
+print("is there", flush=True)
+sys.stdin.read()
+"""
+
+HEAD = """
+import sys
+import ray
+
+context = ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, _temp_dir=sys.argv[1])
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+def can_hide() -> bool:
+    """Whether a process may have mounts of its own here."""
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A cluster of two nodes on this machine; the second one sees neither the run's folder nor the model's, where this can be had.
+
+    Yields its address and its token's file.
+    """
+    from asyncflow.cluster.ray_cluster import _ALONE
+    from asyncflow.cluster.ray_host import write_private
+
+    scratch = Path("/tmp") / f"asyncflow-ray-test-{os.getpid()}"
+    write_private(scratch, {"token": secrets.token_hex(32).encode()})
+    environment = {**os.environ, **_ALONE, "RAY_AUTH_TOKEN_PATH": str(scratch / "token")}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*command: str) -> str:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / "node.log").open("a"),
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        assert line, (tmp_path / "node.log").read_text()
+        return line
+
+    try:
+        address = start(sys.executable, "-c", HEAD, str(scratch))
+        hide = f"mount -t tmpfs none {tmp_path / 'runs'} && mount -t tmpfs none {MODEL} && exec "
+        apart = ["unshare", "--mount", "sh", "-c", hide + '"$0" "$@"', sys.executable, "-c", NODE, address, "4"]
+        (tmp_path / "runs").mkdir()
+        assert start(*(apart if can_hide() else apart[5:])) == "is there"
+        yield address, scratch / "token"
+    finally:
+        everyone = [child for process in started for child in psutil.Process(process.pid).children(recursive=True)]
+        for process in started:
+            process.kill()
+            process.communicate()
+        for child in alive(everyone):
+            child.kill()
+        shutil.rmtree(scratch)
+
+
+def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
+    small: Small, tmp_path: Path, nodes: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncflow.cluster.ray_cluster import _ALONE
+
+    address, token = nodes
+    for name, value in {**_ALONE, "RAY_AUTH_TOKEN_PATH": str(token), "A_SECRET": "of the driver's shell"}.items():
+        monkeypatch.setenv(name, value)
+    config = write_config(tmp_path, recipe(small, run={"steps": 4}))
+    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    assert local.returncode == 0, local.stderr
+    listen = "tls:127.0.0.1:0"
+    doors = [f"queue.listen={listen}", "weight_sync.name=network", f"weight_sync.listen={listen}"]
+    arguments = [
+        "train",
+        config,
+        "run.name=nodes",
+        "cluster=ray",
+        f"cluster.address={address}",
+        "cluster.start_seconds=180",
+        *doors,
+    ]
+    command = subprocess.Popen(command_line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run_dirs = [tmp_path / "runs" / name for name in ("local", "nodes")]
+    try:
+        far = wait_for(lambda: [p for p in psutil.process_iter() if is_worker(p, "asyncflow-node-")], command)
+        wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
+        far = [p for p in psutil.process_iter() if is_worker(p, "asyncflow-node-")]
+        assert sorted(p.cmdline()[-2] for p in far) == ["rollout/0", "rollout/1"]  # on the head there is room for the trainer alone
+        folder = Path(far[0].environ()["ASYNCFLOW_NODE_FILES"])
+        assert (folder / "model" / "model.safetensors").exists() == can_hide()  # sent to it
+        for process in far:
+            assert "A_SECRET" not in process.environ()
+            connections = process.net_connections("inet")
+            assert connections and not [c for c in process.net_connections("unix") if "control.sock" in str(c.laddr) + str(c.raddr)]
+        key = (run_dirs[1] / "key.pem").read_text().splitlines()[1]
+        assert not [p for p in psutil.process_iter() if key in " ".join(cmdline(p))]
+        output, errors = command.communicate(timeout=SECONDS)
+    finally:
+        command.kill()
+    assert command.returncode == 0, output + errors
+    assert learned(run_dirs[0]) == learned(run_dirs[1])
+    spans = read_spans(run_dirs[1] / "spans.jsonl")
+    assert {span.worker for span in spans} == {"rollout/0", "rollout/1", "trainer/0"}
+    wait_for(lambda: not alive(far), seconds=20.0)
+    wait_for(lambda: not folder.parent.exists(), seconds=20.0)
+    assert not [*Path("/dev/shm").glob(f"{folder.parent.name}*")]
+
+
+def is_worker(process: psutil.Process, folder: str) -> bool:
+    words = cmdline(process)
+    return "asyncflow.cluster.child" in words and folder in words[-1]
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,0 +1,432 @@
+"""Workers that Ray places. What needs Ray itself is skipped where it is not installed: `make test-ray`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from asyncflow.cluster import base, ray_cluster, ray_host
+from asyncflow.cluster.base import WorkerDied, WorkerSpec
+from asyncflow.cluster.ray_cluster import RayCluster
+from asyncflow.cluster.ray_host import Host, Letter
+from asyncflow.config import parse
+from asyncflow.types import UserError
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-ray")
+
+WORKERS = """
+import asyncio, os, subprocess, sys
+from asyncflow.types import UserError
+
+async def well(name, run_dir):
+    (run_dir / name).write_text(os.environ.get("COLOUR", ""))
+    print("all is well in", os.getcwd(), "with", [variable for variable in os.environ if variable.startswith("RAY_")])
+
+async def raises(name, run_dir):
+    raise ValueError("the wheel came off")
+
+async def mistaken(name, run_dir):
+    raise UserError("give another model")
+
+async def exits(name, run_dir):
+    os._exit(7)
+
+async def stays(name, run_dir):
+    (run_dir / name).write_text(str(os.getpid()))
+    await asyncio.sleep(60)
+
+async def leaves(name, run_dir):
+    while not (run_dir / "leave").exists():
+        await asyncio.sleep(0.02)
+    os._exit(7)
+
+async def clumsy(name, run_dir):
+    lives = run_dir / "lives"
+    with lives.open("a") as log:
+        log.write("I")
+    if len(lives.read_text()) <= 2:
+        raise RuntimeError(f"life {len(lives.read_text())} was too hard")
+    (run_dir / name).touch()
+
+async def doomed(name, run_dir):
+    with (run_dir / "lives").open("a") as log:
+        log.write("I")
+    raise RuntimeError("not again")
+
+async def talks(name, run_dir):
+    for number in range(40_000):
+        print(f"line {number} " + 60 * "x")
+
+async def haunted(name, run_dir):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(8)"])
+    print("I leave something behind", flush=True)
+    os._exit(7)
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\n")
+    (tmp_path / "job.json").write_text("{}")
+    return tmp_path
+
+
+def spec(run_dir: Path, function: str, name: str = "w", **changes: Any) -> WorkerSpec:
+    return WorkerSpec(name, f"{run_dir / 'workers.py'}:{function}", {"COLOUR": "blue"}, **changes)
+
+
+# -- without Ray --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"adress": "auto"}, "unknown field `adress`"),
+        ({"address": 3}, r"Expected `str \| null`, got `int` - at `\$.address`"),
+        ({"placement": {"rollout": "FAR"}}, r"Invalid enum value 'FAR' - at `\$.placement\[...\]`"),
+        ({"placement": {"rolout": "PACK"}}, "Invalid enum value 'rolout'"),
+        ({"resources": {"rollout": {"GPU": "two"}}}, "Expected `float`, got `str`"),
+    ],
+)
+def test_options_that_are_none_are_one_sentence(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=f"^cluster ray does not take these options: .*{sentence}"):
+        RayCluster(tmp_path, **options)
+
+
+def test_without_ray_the_user_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'asyncflow-rl\[ray\]'"):
+        RayCluster(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pool", "tree", "why"),
+    [
+        ("trainer", {"queue": {"listen": "tls:h:0"}}, "trainers stay on this machine"),
+        ("rollout", {}, "as queue.listen is not set"),
+        ("rollout", {"queue": {"listen": "tls:h:0"}}, "as weight_sync.listen is not set"),
+        ("rollout", {"queue": {"listen": "tls:h:0"}, "weight_sync": {"name": "network", "listen": "tls:h:0"}}, None),
+        ("reward", {"queue": {"listen": "tls:h:0"}}, None),
+        ("reference", {}, "as queue.listen is not set"),
+    ],
+)
+def test_who_may_be_on_another_machine(pool: str, tree: dict[str, Any], why: str | None) -> None:
+    found = ray_cluster._why_here(pool, parse({"model": {"path": "m"}, "data": {"path": "d"}, **tree}))
+    assert why in found if why else not found
+
+
+@pytest.fixture
+def own_cluster(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return RayCluster(run_dir, forward=["MY_"])
+
+
+def test_the_environment_of_a_worker_here_and_elsewhere(own_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MY_CHOICE", "NCCL_DEBUG", "A_SECRET", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    worker = WorkerSpec("trainer/3", "e", {"LOCAL_RANK": "3", "RANK": "3"})
+    place = ray_cluster._Place(worker, ray_cluster._Pool(None, set()), 0, {"CPU": 1.0})
+    here = own_cluster._environment(place, is_abroad=False)
+    assert here["A_SECRET"] == here["MY_CHOICE"] == "1" and here["LOCAL_RANK"] == "3"
+    elsewhere = own_cluster._environment(place, is_abroad=True)
+    assert elsewhere["MY_CHOICE"] == elsewhere["NCCL_DEBUG"] == "1" and elsewhere["RANK"] == "3"
+    assert not {"A_SECRET", "PATH", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} & elsewhere.keys()
+    place.needs = {"GPU": 1.0}
+    assert own_cluster._environment(place, is_abroad=False)["LOCAL_RANK"] == "0"  # it sees its own device alone
+
+
+def letter(run_dir: Path, function: str, **changes: Any) -> bytes:
+    told = Letter(
+        name="w",
+        entry=f"{run_dir / 'workers.py'}:{function}",
+        run_dir=str(run_dir),
+        cwd=str(run_dir),
+        run_id="r1",
+        is_abroad=False,
+        environment={**os.environ, "COLOUR": "red", "RAY_AUTH_TOKEN": "secret"},
+        files={},
+    )
+    return msgspec.msgpack.encode(msgspec.structs.replace(told, **changes))
+
+
+def heard(host: Host) -> tuple[str, int]:
+    """All that a worker says, and its status."""
+    output, status = b"", None
+    while status is None:
+        more, status = host.listen()
+        output += more
+    return output.decode(), status
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 30.0
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def test_a_host_tells_what_its_worker_prints_and_how_it_ends(run_dir: Path) -> None:
+    host = Host()
+    pid = host.start(letter(run_dir, "well"))
+    assert heard(host) == (f"all is well in {run_dir} with []\n", 0) and not psutil.pid_exists(pid)
+    assert (run_dir / "w").read_text() == "red"
+    host.start(letter(run_dir, "raises"))  # another life
+    output, status = heard(host)
+    assert "the wheel came off" in output and "all is well" not in output and status == 1
+    host.leave()
+
+
+def test_a_host_kills_and_says_by_what_signal_it_ended(run_dir: Path) -> None:
+    host = Host()
+    host.start(letter(run_dir, "stays"))
+    await_file(run_dir / "w")
+    host.kill()
+    assert heard(host)[1] == -9
+
+
+def test_a_talkative_worker_waits_for_the_driver_and_loses_no_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_host, "OUTPUT_BYTES", 10_000)
+    host = Host()
+    host.start(letter(run_dir, "talks"))
+    time.sleep(1.0)
+    assert len(host._output) < 10_000 + (1 << 16)
+    output, status = heard(host)
+    assert status == 0 and [line.split()[1] for line in output.splitlines()] == [str(number) for number in range(40_000)]
+
+
+def test_the_end_of_a_worker_is_told_though_another_process_has_its_output_open(run_dir: Path) -> None:
+    host = Host()
+    host.start(letter(run_dir, "haunted"))
+    began = time.monotonic()
+    assert heard(host) == ("I leave something behind\n", 7)
+    assert time.monotonic() - began < 6.0
+
+
+def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_machine(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = run_dir / "memory"
+    memory.mkdir()
+    monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", memory)
+    monkeypatch.setattr("tempfile.tempdir", str(run_dir))
+    host = Host()
+    host.start(letter(run_dir, "stays", is_abroad=True, environment={}, files={"key.pem": b"the key", "job.json": b"{}"}))
+    copied = run_dir / "asyncflow-node-r1" / "files" / run_dir.name
+    await_file(copied / "w")
+    assert (copied / "key.pem").read_bytes() == b"the key" and (copied / "key.pem").stat().st_mode & 0o077 == 0
+    worker = psutil.Process(int((copied / "w").read_text()))
+    assert "the key" not in " ".join(worker.cmdline())
+    assert worker.environ()["ASYNCFLOW_NODE_MEMORY"] == str(memory / "asyncflow-node-r1" / "weights")
+    host.kill()
+    assert heard(host)[1] == -9
+    host.leave()
+    assert not [*run_dir.glob("asyncflow-node-*"), *memory.iterdir()]
+
+
+# -- with Ray -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A cluster of one node that the tests join, each for itself."""
+    folder = tmp_path_factory.mktemp("ray")
+    scratch = Path("/tmp") / f"asyncflow-ray-test-{os.getpid()}"  # a socket's path is short
+    ray_host.write_private(scratch, {"token": ray_cluster._token().encode()})
+    os.environ.update(ray_cluster._ALONE, RAY_AUTH_TOKEN_PATH=str(scratch / "token"))
+    command = [sys.executable, "-m", "asyncflow.cluster.ray_guard", str(scratch)]
+    with (folder / "log").open("wb") as log:
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+    assert guard.stdout is not None and guard.stdin is not None
+    address = guard.stdout.readline().decode().strip()
+    assert address, (folder / "log").read_text()
+    yield address
+    everyone = psutil.Process(guard.pid).children(recursive=True)
+    guard.stdin.close()
+    assert guard.wait(60) == 0
+    assert not [process for process in everyone if process.is_running()]
+    assert not scratch.exists()
+
+
+@pytest.fixture
+async def cluster(run_dir: Path, address: str) -> AsyncIterator[RayCluster]:
+    cluster = RayCluster(run_dir, address=address)
+    yield cluster
+    await cluster.stop(0.0)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "RESTART_SECONDS", (0.05, 0.1))
+
+
+class Deaths:
+    """What the driver is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str, bool]] = []
+
+    def __call__(self, name: str, why: str, is_given_up: bool) -> None:
+        self.told.append((name, why, is_given_up))
+
+
+@needs_ray
+async def test_a_worker_that_ends_well(cluster: RayCluster, run_dir: Path) -> None:
+    await cluster.start([spec(run_dir, "well")])
+    deaths = Deaths()
+    await asyncio.wait_for(cluster.wait(deaths), 60.0)
+    assert deaths.told == [] and (run_dir / "w").read_text() == "blue"
+    assert (run_dir / "logs" / "w.log").read_text() == f"all is well in {os.getcwd()} with []\n"
+    assert cluster.pids() == {}
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        ("raises", WorkerDied, "worker w .* ended with status 1; its last words: ValueError: the wheel came off"),
+        ("exits", WorkerDied, "worker w .* ended with status 7; its last words: nothing"),
+        ("mistaken", UserError, "^give another model$"),
+    ],
+)
+async def test_a_worker_that_fails(cluster: RayCluster, run_dir: Path, function: str, error: type[Exception], words: str) -> None:
+    await cluster.start([spec(run_dir, function), spec(run_dir, "stays", "other")])
+    with pytest.raises(error, match=words):
+        await asyncio.wait_for(cluster.wait(Deaths()), 60.0)
+    assert await cluster.stop(0.1) == ["other"]
+
+
+@needs_ray
+@pytest.mark.usefixtures("soon")
+async def test_one_that_dies_is_started_again_and_one_that_dies_too_often_is_given_up(cluster: RayCluster, run_dir: Path) -> None:
+    deaths = Deaths()
+    await cluster.start([spec(run_dir, "clumsy", max_restarts=3)])
+    await asyncio.wait_for(cluster.wait(deaths), 60.0)
+    assert (run_dir / "lives").read_text() == "III" and (run_dir / "w").exists()
+    for (_, why, _), life, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
+        assert f"its last words: RuntimeError: life {life} was too hard" in why and why.endswith(f"again in {pause} s")
+    (run_dir / "lives").unlink()
+    await cluster.start([spec(run_dir, "doomed", "v", max_restarts=1)])
+    async with asyncio.timeout(60.0):
+        while len(deaths.told) < 4:
+            await asyncio.sleep(0.05)
+    assert deaths.told[3][0] == "v" and deaths.told[3][2] and (run_dir / "lives").read_text() == "II"
+
+
+@needs_ray
+@pytest.mark.usefixtures("soon")
+async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluster, run_dir: Path) -> None:
+    deaths = Deaths()
+    await cluster.start([spec(run_dir, "stays", max_restarts=2)])
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    first = await own_pid(run_dir)
+    host = psutil.Process(first).parent()
+    assert host is not None and host.name().startswith("ray::Host")
+    (run_dir / "w").unlink()
+    host.kill()
+    second = await own_pid(run_dir)
+    assert second != first and not is_running(first)  # its control pipe has closed
+    assert cluster.pids() == {"w": second}
+    ((name, why, is_given_up),) = deaths.told
+    assert name == "w" and "its host is gone" in why and not is_given_up
+    assert await cluster.stop(0.1) == ["w"] and not is_running(second)
+    await asyncio.wait([waiting])
+    import ray
+
+    assert await cluster.stop(0.1) == [] and not ray.is_initialized()  # once more is nothing
+
+
+@needs_ray
+async def test_who_leaves_is_not_missed_and_who_joins_is_watched(cluster: RayCluster, run_dir: Path) -> None:
+    deaths = Deaths()
+    functions = {"a": "leaves", "b": "stays", "c": "stays"}
+    await cluster.start([spec(run_dir, function, name, max_restarts=1) for name, function in functions.items()])
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    await asyncio.sleep(0.1)
+    ending = asyncio.create_task(cluster.end("a", 30.0))
+    await asyncio.sleep(0.1)
+    (run_dir / "leave").touch()
+    assert await ending
+    assert not await cluster.end("b", 0.0)
+    await cluster.start([spec(run_dir, "raises", "a")])  # of the same name, another one
+    with pytest.raises(WorkerDied, match=r"worker a .* the wheel came off"):
+        await asyncio.wait_for(waiting, 60.0)
+    assert deaths.told == []
+
+
+@needs_ray
+async def test_there_is_no_room_for_what_the_cluster_does_not_have(run_dir: Path, address: str) -> None:
+    resources = {"rollout": {"telescope": 1}, "reward": {"memory": 1e6, "CPU": 0.5}}
+    cluster = RayCluster(run_dir, address=address, start_seconds=2.0, resources=resources)
+    try:
+        cluster._options = msgspec.structs.replace(cluster._options, start_seconds=60.0)
+        await cluster.start([spec(run_dir, "exits", "reward")])  # for this there is
+        cluster._options = msgspec.structs.replace(cluster._options, start_seconds=2.0)
+        with pytest.raises(
+            UserError, match=r"no room for 1 rollout worker\(s\) of {'CPU': 2.0, 'telescope': 1.0} each for 2 s, and .*"
+        ):
+            await cluster.start([spec(run_dir, "well", "rollout/0", needs={"CPU": 2.0})])
+    finally:
+        assert await cluster.stop(0.0) == []
+
+
+@needs_ray
+async def test_a_cluster_that_is_not_there_is_said_at_once(run_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    cluster, began = RayCluster(run_dir, address=f"127.0.0.1:{port}"), time.monotonic()
+    with pytest.raises(UserError, match=f"nobody answers at cluster.address=127.0.0.1:{port}: start the cluster first"):
+        await cluster.start([spec(run_dir, "well")])
+    assert time.monotonic() - began < 5.0 and await cluster.stop(0.0) == []
+
+
+@needs_ray
+async def test_a_cluster_of_its_own_is_closed_to_others_and_leaves_nothing(run_dir: Path) -> None:
+    cluster = RayCluster(run_dir)
+    await cluster.start([spec(run_dir, "stays")])
+    guard = cluster._guard
+    assert guard is not None
+    everyone = psutil.Process(guard.pid).children(recursive=True)
+    names = {process.name() for process in everyone}
+    assert {"gcs_server", "raylet"} <= names
+    doors = [door for p in everyone for door in p.net_connections("inet") if door.status == psutil.CONN_LISTEN]
+    assert doors and not [door for door in doors if door.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
+    token = (cluster._scratch or Path()) / "token"
+    assert token.stat().st_mode & 0o077 == 0
+    secret = token.read_text()
+    assert not [p for p in [*everyone, psutil.Process(guard.pid)] if secret in " ".join(p.cmdline())]
+    stranger = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False)"
+    import ray
+
+    joined = [sys.executable, "-c", stranger, ray.get_runtime_context().gcs_address]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN_PATH"}
+    guess = {"RAY_AUTH_TOKEN": "a" * 64, "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    refused = subprocess.run(joined, env={**environment, **guess}, capture_output=True, text=True, timeout=100)
+    assert refused.returncode != 0 and "uthenticat" in refused.stderr, refused.stderr
+    await cluster.stop(0.1)
+    assert not [process for process in everyone if process.is_running()] and not token.parent.exists()
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is more of it than its name."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+async def own_pid(run_dir: Path) -> int:
+    path = run_dir / "w"
+    async with asyncio.timeout(60.0):
+        while not (path.exists() and path.read_text()):
+            await asyncio.sleep(0.02)
+    return int(path.read_text())
