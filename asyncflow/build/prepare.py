@@ -21,7 +21,7 @@ from asyncflow.data.datasets import Row, check_columns, load_rows, template_colu
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, check_layout
-from asyncflow.engines.rollout import ROLLOUT_ENGINE_DEVICES, ROLLOUT_ENGINES
+from asyncflow.engines.rollout import ROLLOUT_ENGINE_CHECKS, ROLLOUT_ENGINE_DEVICES, ROLLOUT_ENGINES
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, resolve
@@ -95,6 +95,7 @@ def check_choices(config: Config) -> None:
     for kind, choice, known in chosen:
         resolve(kind, choice.name, known)
     build("cluster", config.cluster.name, {**config.cluster.options, "run_dir": config.run_dir}, CLUSTERS)
+    check_rollout_engine(config, config.rollout.num_workers)
     algorithm, train = make_algorithm(config), config.train
     if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
         raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
@@ -102,6 +103,21 @@ def check_choices(config: Config) -> None:
         raise UserError(
             "train.reference=task, but the algorithm has no KL term to a reference: set its coefficient, or leave it out"
         )
+
+
+def check_rollout_engine(config: Config, num_workers: int) -> None:
+    """That so many rollout workers can have engines with these options. Raises `UserError`."""
+    chosen = config.rollout.engine
+    if chosen.name not in ROLLOUT_ENGINE_CHECKS:
+        return
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    asked = {
+        "num_workers": num_workers,
+        "cluster": config.cluster.name,
+        "device": config.rollout.device,
+        "installs_in_flight": schedule.installs_in_flight,
+    }
+    build("rollout engine", chosen.name, {**asked, **chosen.options}, ROLLOUT_ENGINE_CHECKS)
 
 
 def train_engine_options(config: Config) -> TrainEngineOptions:

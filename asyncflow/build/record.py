@@ -250,8 +250,9 @@ class RunRecord:
         self._has_said_mismatch = True
         self._told.says(
             f"the rollout engine's log-probs are not the train engine's: mismatch/kl is {divergence:.2g} nats, above "
-            f"{LARGE_MISMATCH:g}, though both have the same weights; set rollout.dtype and train.dtype to the same, or to float32; "
-            f"take out what changes the rollout engine's arithmetic, such as quantisation; or correct for it by "
+            f"{LARGE_MISMATCH:g}, though both have the same version's weights; set rollout.dtype, train.dtype and "
+            f"weight_sync.dtype, which round them, to the same, or to float32; take out "
+            f"what changes the rollout engine's arithmetic, such as quantisation; or correct for it by "
             f"algorithm.correction=truncated (docs/off_policy.md)"
         )
 

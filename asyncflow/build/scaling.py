@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
-from asyncflow.build.prepare import devices_each
+from asyncflow.build.prepare import check_rollout_engine, devices_each
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.config import Config
 from asyncflow.transport import remote
@@ -95,6 +95,7 @@ class Scaling:
                 f"train.prompts_per_step does not divide by rollout={size}: {prompts} = {prompts // size} x {size} + "
                 f"{prompts % size}, so no fair share exists; take one of {', '.join(map(str, fitting))}"
             )
+        check_rollout_engine(self._config, size)
 
     async def _resize(self, size: int, grace_seconds: float) -> str:
         async with self._one_by_one:

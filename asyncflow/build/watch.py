@@ -61,8 +61,12 @@ class Watch:
             if driver.ledger.is_held:
                 driver.progress()  # who drives the run by hand may take his time
             elif loop.time() - driver.last_progress >= limit:
-                status = await self.status()
+                status, lease = await self.status(), driver.config.queue.lease_seconds
+                late = (
+                    f". What a worker that hangs holds is others' after queue.lease_seconds ({lease:g}): take less than {limit:g}"
+                )
                 raise RunError(
                     f"nothing has moved for {limit:g} s (run.stall_timeout_seconds). "
                     f"Workers: {'; '.join(status.workers) or 'none yet'}. Waited for: {'; '.join(status.waits) or 'nothing'}"
+                    f"{late if lease >= limit else ''}"
                 )

@@ -50,8 +50,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "importance_weight/effective_sample_ratio": "Effective sample size of the weights, (sum w)^2 / sum w^2, divided by the loss "
     "tokens: 1 when all weights are equal.",
     "mismatch/logprob_difference": "Mean absolute difference of the rollout engine's log-probs from the train engine's own, in "
-    "nats, over the loss tokens of rows of staleness 0: both engines had the same weights, so all of it is arithmetic. Left out, "
-    "as the next, where the step has no such row.",
+    "nats, over the loss tokens of rows of staleness 0: both engines had the same version, so all of it is arithmetic and "
+    "rounding. Left out, as the next, where the step has no such row, as under `delayed` after the first step; "
+    "`policy/rollout_kl` is there then, over all rows.",
     "mismatch/kl": "Estimated KL divergence (k3), in nats, of the rollout engine from the train engine, mean over the same tokens.",
     "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row's group).",
     "staleness/max": "Largest such difference.",

@@ -256,6 +256,7 @@ def test_a_run_that_stands_still_says_who_waits_for_what(small: Small, tmp_path:
         run_inline(tree)
     for words in ("nothing has moved for 3 s", "rollout/0", "reward", "rows without a response", "rollout/0 holds"):
         assert words in str(stalled.value)
+    assert str(stalled.value).endswith("is others' after queue.lease_seconds (120): take less than 3")
 
 
 @pytest.fixture

@@ -196,6 +196,8 @@ class FakeVllm:
                 self.finish(body["weight_version"])
             case "/update_weight_version":
                 self.version = body["new_version"]
+            case "/asyncflow/settings":  # of AsyncFlow's middleware
+                return 200, {"max_model_len": int(self.arguments.max_model_len), "logprobs_mode": self.arguments.logprobs_mode}
             case "/weight_info":
                 return 200, {"weight_version": self.version}
             case "/state":  # a test's
@@ -213,7 +215,8 @@ class FakeVllm:
                 head, body = request
                 parts = urlsplit(head.target.decode())
                 keys = [value for name, value in head.headers if name == b"authorization"]
-                if keys != [f"Bearer {os.environ['VLLM_API_KEY']}".encode()]:
+                is_open = (Path(self.arguments.model) / "open").exists()  # a test's: started without AsyncFlow's middleware
+                if not is_open and keys != [f"Bearer {os.environ['VLLM_API_KEY']}".encode()]:
                     self.counts["refused"] += 1
                     status, said = 401, {"error": "Unauthorized"}
                 else:
@@ -278,7 +281,8 @@ if __name__ == "__main__":
     assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv
     chosen = parse(sys.argv[3:])
     if (Path(chosen.model) / "refuse").exists():
-        print("(EngineCore pid=1) ERROR 11-20 23:07:09 [core.py:1] ValueError: the model's heads do not divide by 3")
+        said = (Path(chosen.model) / "refuse").read_text() or "ValueError: the model's heads do not divide by 3"
+        print(f"(EngineCore pid=1) ERROR 11-20 23:07:09 [core.py:1] {said}")
         print("RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
         sys.exit(1)
     asyncio.run(main(chosen))

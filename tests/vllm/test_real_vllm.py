@@ -1,4 +1,4 @@
-"""Against a real vLLM (`make test-vllm`): updates beside a fresh server, and a whole run. Five starts of a minute each."""
+"""Against a real vLLM (`make test-vllm`): updates beside a fresh server, and a whole run. Six starts of a minute each."""
 
 from __future__ import annotations
 
@@ -166,6 +166,9 @@ def test_a_bounded_run_on_two_instances_one_of_which_is_killed(
         json.dumps([{k: v for k, v in step.items() if k.startswith(("mismatch/", "staleness/", "reward/mean"))} for step in steps])
     )
     print(output[-1500:])
+    differences = [step["mismatch/kl"] for step in steps if "mismatch/kl" in step]
+    assert differences and max(differences) < 1e-6  # nats: both engines compute the same model, in float32
+    assert all("policy/rollout_kl" in step for step in steps)
     assert not processes_of(run_dir)
     deadline = time.monotonic() + 5
     while vllm_processes() - before:

@@ -34,6 +34,7 @@ from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, PauseMode, Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_devices import check_addresses
 from asyncflow.engines.rollout.vllm_instance import Host, Instance, OwnServer, RunningServer
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
@@ -117,13 +118,15 @@ class VllmEngine:
         begin anew. `seeded`: each request has a seed from its sample's key. A server may be lost `max_restarts` times, and takes at
         most `start_seconds` to come, `generation_seconds` for a response and `deadline_seconds` for anything else.
 
-        Raises `UserError` if a server does not start.
+        Raises `UserError` if vLLM is not there, or does not take the model or an argument, `RunError` if a server does not start
+        for another reason.
         """
         if instances < 1 or tensor_parallel < 1 or (devices is not None and len(devices) != instances):
             raise UserError(
                 f"rollout.engine: instances={instances}, tensor_parallel={tensor_parallel} and devices={devices} do not go "
                 f"together: both numbers are at least 1, and devices has a list for each instance"
             )
+        check_addresses(addresses)
         hosts: Sequence[Host] = [RunningServer(address, _key(key_variable)) for address in addresses]
         self.num_slots, self.max_context = num_slots, max_context
         fields = json.loads((model_path / "config.json").read_text())
@@ -140,6 +143,7 @@ class VllmEngine:
         self._transfer: Transfer = SharedMemoryTransfer()
         if transfer == "nccl":
             self._transfer = NcclTransfer(sender_device, tensor_parallel, deadline_seconds)
+        self._are_others = bool(addresses)
         self._is_paused = self._is_closed = self._is_begun = False
         self._gate = asyncio.Event()
         self._gate.set()
@@ -261,13 +265,24 @@ class VllmEngine:
             await self._gate.wait()
             if not instance.is_up:
                 return None
-            life, salt = instance.life, f"version {self._version}"
+            life, version = instance.life, self._version
             try:
-                made = await instance.client.generate(sample.prompt_ids, sample.sampling, salt)
+                made = await instance.client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
             except Aborted:
                 return None
             except ServerLost as error:
                 instance.lost(life, error, self._bring_up)
+                return None
+            except Refused as error:
+                raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
+            first = made.version_spans[0, 1] if len(made.version_spans) else version
+            if first != version and self._version == version:
+                why = ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
+                instance.lost(life, why, self._bring_up)
+                return None
+            if first != version and not self._recomputes:
+                # It waited there while weights were installed, and began under the new ones with the salt of the old: the keys of
+                # its prompt may be those of the old weights, which its spans do not say.
                 return None
             instance.num_served += 1
         logprobs = np.where(made.logprobs <= NO_NUMBER, np.float32(np.nan), made.logprobs)
@@ -344,11 +359,9 @@ class VllmEngine:
                 instance.host.start()
             for instance in self.instances:
                 instance.host.wait_until_ready()
-        except BaseException as error:
+        except BaseException:
             for instance in self.instances:
                 instance.host.stop()
-            if isinstance(error, RunError):
-                raise UserError(f"{error}") from error
             raise
 
     async def _begin(self) -> None:
@@ -366,12 +379,33 @@ class VllmEngine:
 
     async def _bring_up(self, client: VllmClient) -> None:
         """Bring a server that has just come to the current version."""
+        if self._are_others:
+            await self._check_settings(client)
         if self._has_file:
             await client.pause("abort", clear_cache=True)
             await self._transfer.send(client, self._files[0])
             await client.resume()
         else:
             await client.set_weight_version(self._version)
+
+    async def _check_settings(self, client: VllmClient) -> None:
+        """That a server which somebody else has started was started as docs/vllm.md says. Raises `UserError`."""
+        if not await client.wants_a_key():
+            raise UserError(
+                f"{client.address} answers without a key, so anybody on its machine can change its weights: start it with "
+                f"--middleware asyncflow_vllm.RequireKey (docs/vllm.md)"
+            )
+        settings = await client.settings()
+        if settings.logprobs_mode != "processed_logprobs":
+            raise UserError(
+                f"{client.address} has --logprobs-mode {settings.logprobs_mode}, whose log-probs are not those of the distribution "
+                f"that it samples from: start it with processed_logprobs (docs/vllm.md)"
+            )
+        if settings.max_model_len < self.max_context:
+            raise UserError(
+                f"{client.address} has --max-model-len {settings.max_model_len}, and this run's prompts and responses have up to "
+                f"{self.max_context} tokens: start it with so many (docs/vllm.md)"
+            )
 
     async def _update(self, instance: Instance, client: VllmClient) -> None:
         """Bring a server that generates to the current version."""

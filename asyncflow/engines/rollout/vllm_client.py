@@ -32,7 +32,11 @@ class ServerLost(Exception):
 
 
 class Refused(ValueError):
-    """The server does not do what it is asked, and would not the next time."""
+    """The server does not do what it is asked, and would not the next time. `status`: HTTP's."""
+
+    def __init__(self, said: str, status: int) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 class Aborted(Exception):
@@ -69,8 +73,16 @@ class _WeightInfo(msgspec.Struct):
     weight_version: str
 
 
+class ServerSettings(msgspec.Struct):
+    """Of vLLM's `ModelConfig`."""
+
+    max_model_len: int
+    logprobs_mode: str
+
+
 _generated = msgspec.json.Decoder(_Generated)
 _weight_info = msgspec.json.Decoder(_WeightInfo)
+_settings = msgspec.json.Decoder(ServerSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +153,22 @@ class VllmClient:
             return False
         return True
 
+    async def wants_a_key(self) -> bool:
+        """Whether it refuses whoever brings none, also what vLLM's own --api-key leaves open."""
+        try:
+            await self._ask("GET", "/weight_info", headers={"Authorization": ""})
+        except Refused as error:
+            return error.status == 401
+        return False
+
+    async def settings(self) -> ServerSettings:
+        """What the server was started with, of what AsyncFlow relies on. Raises `ServerLost` if it does not say."""
+        content = await self._ask("GET", "/asyncflow/settings")  # in_vllm/asyncflow_vllm.py
+        try:
+            return _settings.decode(content)
+        except msgspec.DecodeError as error:
+            raise ServerLost(f"{self.address} does not say how it was started: {error}") from error
+
     async def weight_version(self) -> str:
         """The name that the server gives its weights."""
         return _weight_info.decode(await self._ask("GET", "/weight_info")).weight_version
@@ -178,9 +206,16 @@ class VllmClient:
         """Hang up."""
         await self._http.aclose()
 
-    async def _ask(self, method: str, path: str, body: object = None, timeout: httpx2.Timeout | None = None) -> bytes:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout: httpx2.Timeout | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
         content = None if body is None else msgspec.json.encode(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
         wait = self._http.timeout if timeout is None else timeout
         try:
             answer = await self._http.request(method, path, content=content, headers=headers, timeout=wait)
@@ -191,4 +226,6 @@ class VllmClient:
         if answer.status_code < 300:
             return answer.content
         said = f"{self.address} answers {path} with status {answer.status_code}: {answer.text:.500}"
-        raise (Refused if answer.status_code < 500 else ServerLost)(said)
+        if answer.status_code < 500:
+            raise Refused(said, answer.status_code)
+        raise ServerLost(said)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_server import ServerOptions, VllmServer
-from asyncflow.types import RunError
+from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -164,23 +164,32 @@ class Instance:
     async def come_up(self, update: Call) -> None:
         """Once the host has the server: connect, have it brought to the current weights by `update`, and use it.
 
-        Raises `RunError` if it does not come, `ServerLost` or `Refused` as `update` does.
+        Raises `RunError` if it does not come, and what `update` raises.
         """
         address, key = await asyncio.to_thread(self.host.wait_until_ready)
-        async with self._lock:
-            if self._client is not None:
-                await self._client.close()
-            self._client = self._connect(address, key)
-            await self._until_it_answers(self._client)
-            await update(self._client)
-            self._life += 1
-            self.is_up = True
-            self._watching = asyncio.create_task(self._watch(self._client, self._life, update), name=f"watching {self.host.name}")
+        client = self._connect(address, key)
+        unused: VllmClient | None = client
+        try:
+            await self._until_it_answers(client)  # without the lock: an install on the other instances does not wait for this one
+            async with self._lock:
+                await update(client)
+                self._check_open()
+                if self._watching is not None:
+                    self._watching.cancel()
+                unused, self._client = self._client, client
+                self._life += 1
+                self.is_up = True
+                self._watching = asyncio.create_task(self._watch(client, self._life, update), name=f"watching {self.host.name}")
+        finally:  # of the life before, or of one that did not come
+            if unused is not None:
+                await unused.close()
 
     async def _watch(self, client: VllmClient, life: int, update: Call) -> None:
         """A front end whose engine has died answers some requests with an error, and others not at all."""
-        while self.is_up and life == self._life:
+        while True:
             await asyncio.sleep(WATCH_SECONDS)
+            if not self.is_up or life != self._life:  # the client may be closed by now
+                return
             if not await client.is_ready():
                 self.lost(life, ServerLost("it does not answer, or its engine has died"), update)
 
@@ -188,9 +197,14 @@ class Instance:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._start_seconds
         while not await client.is_ready():
+            self._check_open()
             if loop.time() > deadline:
                 raise RunError(f"{self.host.name} did not answer within {self._start_seconds:g} s: start it again")
             await asyncio.sleep(POLL_SECONDS)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RunError(f"{self.host.name} is not wanted any more")
 
     @property
     def life(self) -> int:
@@ -216,19 +230,26 @@ class Instance:
                 try:
                     await asyncio.to_thread(self.host.start)
                     await self.come_up(update)
-                except (RunError, ServerLost, Refused) as error:
+                except (RunError, UserError, ServerLost, Refused) as error:
                     why = error
                 else:
                     return
-            again = f"it has been started again {self._max_restarts} times, and is given up"
-            self.error = RunError(f"{self.host.name} was lost ({why}); {again}")
-            log.error("%s", self.error)
+            await self._give_up(f"({why}); it has been started again {self._max_restarts} times, and is given up")
         except asyncio.CancelledError:
             raise
         except Exception as error:  # those who wait for it must hear of it
-            self.error = RunError(f"{self.host.name} was lost, and cannot be brought back: {error}")
+            await self._give_up(f"({why}), and cannot be brought back: {error}")
         finally:
             self._changed()
+
+    async def _give_up(self, why: str) -> None:
+        """A server that nobody uses does not keep its device."""
+        try:
+            await asyncio.to_thread(self.host.stop)
+        except RunError as error:
+            log.warning("%s", error)
+        self.error = RunError(f"{self.host.name} was lost {why}")
+        log.error("%s", self.error)
 
     async def change(self, call: Call, update: Call) -> None:
         """`call(client)` while nobody else changes the server's state; where it fails the server is lost.
@@ -240,7 +261,7 @@ class Instance:
                 return
             try:
                 await call(self.client)
-            except (ServerLost, Refused) as error:
+            except Exception as error:  # whatever it is: between start and finish a server computes nothing of use
                 self.lost(self._life, error, update)
 
     async def close(self) -> None:

@@ -39,7 +39,9 @@ POLL_SECONDS = 0.2
 KILL_SECONDS = 5.0  # SIGKILL to the end of the guard; longer only if the kernel is stuck
 LAST_LINES = 400
 _KV_BLOCK = 128  # tokens, the largest that vLLM's CPU backend takes
-_ERROR = re.compile(r"\b\w*(Error|Exception)\b: ")
+_ERROR = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
+_USERS_ERROR = re.compile(r"\b(ValueError|ValidationError|NotImplementedError): |\.py: error: ")  # vLLM refuses what it was given
+_MEMORY = re.compile(r"memory", re.IGNORECASE)  # which may be there the next time
 _NO_CAUSE = "Engine core initialization failed"
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
@@ -91,7 +93,7 @@ class ServerOptions:
         return command
 
     def environment(self, key: str) -> dict[str, str]:
-        """What a server's processes are started with."""
+        """What a server's processes are started with. Raises `UserError` if this process does not see the devices."""
         path = os.pathsep.join(filter(None, (str(IN_VLLM), os.environ.get("PYTHONPATH"))))
         own = {
             "PYTHONPATH": path,
@@ -103,8 +105,22 @@ class ServerOptions:
         if self.device == "cpu":
             own |= {"OMP_NUM_THREADS": str(self.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         elif self.devices is not None:
-            own[_VISIBLE[self.device.partition(":")[0]]] = ",".join(map(str, self.devices))
+            variable = _VISIBLE[self.device.partition(":")[0]]
+            own[variable] = self._visible(variable, self.devices)
         return {**os.environ, **own}
+
+    def _visible(self, variable: str, devices: Sequence[int]) -> str:
+        """Devices are counted among those that this process sees, whatever their names: Ray, or a scheduler, may have chosen."""
+        seen = os.environ.get(variable)
+        if seen is None:
+            return ",".join(map(str, devices))
+        names = [name.strip() for name in seen.split(",") if name.strip()]
+        if not all(0 <= number < len(names) for number in devices):
+            raise UserError(
+                f"rollout.engine: an instance is to have the devices {list(devices)}, counted from 0 among the {len(names)} of "
+                f"{variable}={seen!r}: take fewer instances, less tensor_parallel, or other devices"
+            )
+        return ",".join(names[number] for number in devices)
 
     def _kv_bytes(self) -> int:
         """Keys and values of all slots, each filled to the end: of a CPU's memory, which is the machine's, no share is taken."""
@@ -161,13 +177,18 @@ class VllmServer:
         self._printing.start()
 
     def wait_until_ready(self) -> None:
-        """Raises `RunError` with its last words when it ends instead, or takes longer than it may."""
+        """Raises `RunError` with its last words when it ends instead, or takes longer than it may.
+
+        `UserError` where they say that vLLM does not take the model or an argument: starting it again would not help.
+        """
         deadline = time.monotonic() + self._options.start_seconds
         headers = {"Authorization": f"Bearer {self.key}"}
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=self.socket), headers=headers, timeout=5.0) as client:
             while time.monotonic() < deadline:
                 if not self.is_alive or self._is_stopped:
-                    raise RunError(f"{self._name} did not start: {self.last_words()}")
+                    words = self.last_words()
+                    is_users = not self._is_stopped and _USERS_ERROR.search(words) and not _MEMORY.search(words)
+                    raise (UserError if is_users else RunError)(f"{self._name} did not start: {words}")
                 with contextlib.suppress(httpx2.HTTPError):
                     if client.get("http://vllm/health").status_code == 200:
                         return

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from asyncflow.engines.rollout.vllm_client import ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_weights import WeightsFile
+from asyncflow.threads import ComputeThread
 from asyncflow.types import UserError
 
 if TYPE_CHECKING:
@@ -77,11 +79,11 @@ class NcclTransfer:
         calls = _Calls(client, asyncio.get_running_loop(), file.version, self._deadline_seconds)
         try:
             async with asyncio.timeout(self._deadline_seconds):
-                await asyncio.to_thread(self._send, client, calls, file.tensors())
+                await _in_a_thread_of_its_own(partial(self._send, client, calls, file.tensors()))
         except TimeoutError as error:
             raise ServerLost(f"{client.address} did not take the weights by NCCL within {self._deadline_seconds:g} s") from error
-        except RuntimeError as error:
-            raise ServerLost(f"{client.address} did not take the weights by NCCL: {error}") from error
+        except Exception as error:  # NCCL's, CUDA's, a socket's, the server's own
+            raise ServerLost(f"{client.address} did not take the weights by NCCL: {error or type(error).__name__}") from error
 
     def _send(self, client: VllmClient, calls: _Calls, tensors: Mapping[str, Tensor]) -> None:
         import torch
@@ -99,6 +101,15 @@ class NcclTransfer:
             self._senders[client] = sender
         sender.client, sender.source = calls, source
         sender.send_weights()
+
+
+async def _in_a_thread_of_its_own(call: Callable[[], None]) -> None:
+    """`call()` in a daemon thread: one that stays in NCCL for ever neither keeps the process nor stands in the next one's way."""
+    thread = ComputeThread("weights by NCCL")
+    try:
+        await thread.run(call)
+    finally:
+        thread.close()
 
 
 class _Calls:

@@ -18,7 +18,8 @@ def test_engines_that_do_not_compute_the_same_are_told_once() -> None:
     record._look_at_mismatch({"mismatch/kl": 0.025})
     record._look_at_mismatch({"mismatch/kl": 0.5})
     (sentence,) = said
-    for words in ("mismatch/kl is 0.025 nats, above 0.01", "rollout.dtype and train.dtype", "algorithm.correction=truncated"):
+    dtypes = "rollout.dtype, train.dtype and weight_sync.dtype"
+    for words in ("mismatch/kl is 0.025 nats, above 0.01", dtypes, "algorithm.correction=truncated"):
         assert words in sentence
 
 

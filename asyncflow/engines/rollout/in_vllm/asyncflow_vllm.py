@@ -2,7 +2,8 @@
 
     FileWeights     a weight-transfer engine, `asyncflow` in vLLM's factory: reads the weights from memory that it maps
     Extension       for --worker-extension-cls: names this module to vLLM's workers, which registers the engine
-    RequireKey      for --middleware: no route without the run's key (vLLM's own --api-key leaves the development routes open)
+    RequireKey      for --middleware: no route without the run's key (vLLM's own --api-key leaves the development routes open);
+                    and one route more, SETTINGS
 
 Nothing of AsyncFlow is imported here: it need not be installed beside vLLM, and its transformers is another one.
 """
@@ -10,6 +11,7 @@ Nothing of AsyncFlow is imported here: it need not be installed beside vLLM, and
 from __future__ import annotations
 
 import hmac
+import json
 import math
 import mmap
 import os
@@ -24,6 +26,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+SETTINGS = "/asyncflow/settings"
 
 
 class Extension:
@@ -123,12 +127,24 @@ class RequireKey:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, send)
+            if scope["type"] == "http" and scope["path"] == SETTINGS:
+                await _answer(send, 200, _settings(scope["app"].state.vllm_config))
+            else:
+                await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
-            await send({"type": "http.response.body", "body": b'{"error": "the key is missing, or another one"}'})
+            await _answer(send, 401, {"error": "the key is missing, or another one"})
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What a server was started with, of what AsyncFlow relies on (vLLM's own /server_info looks for compilers, and may fail)."""
+    return {"max_model_len": config.model_config.max_model_len, "logprobs_mode": config.model_config.logprobs_mode}
+
+
+async def _answer(send: Any, status: int, said: dict[str, Any]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
 
 
 WeightTransferEngineFactory.register_engine("asyncflow", FileWeights)

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import psutil
@@ -23,12 +25,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncflow.build.prepare import check_choices, check_rollout_engine
+from asyncflow.build.scaling import Scaling
+from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout import vllm_instance
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
 from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
+from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
 from asyncflow.types import RunError, UserError
 from tests.conftest import MODEL, ROOT
@@ -176,7 +182,7 @@ async def test_a_sample_has_the_same_seed_whenever_and_wherever_it_is_asked_for(
 
 async def test_what_the_server_writes_for_no_number_is_none(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row fails then, as it does with every engine (`check_response`)."""
-    async with opened(model, python) as engine:
+    async with opened(model, python, version=1) as engine:
         await responses(engine)
         made = await answer(GOOD)
 
@@ -186,6 +192,12 @@ async def test_what_the_server_writes_for_no_number_is_none(model: Path, python:
         monkeypatch.setattr(engine.instances[0].client, "generate", generate)
         logprobs = (await responses(engine))[0].logprobs
     assert logprobs[:2].tolist() == [-1.0, -2.0] and np.isnan(logprobs[2])
+
+
+async def test_what_a_server_refuses_to_generate_is_said_in_a_sentence(model: Path, python: str) -> None:
+    async with opened(model, python, arguments={"max_model_len": 50}) as engine:
+        with pytest.raises(RunError, match=r"does not generate what this run asks for .*status 400: .*too long"):
+            await responses(engine, length=40)
 
 
 # -- pauses and versions ----------------------------------------------------------------------------------------------------
@@ -216,6 +228,34 @@ async def test_the_cache_of_an_idle_server_is_cleared(model: Path, python: str) 
         await responses(engine)
         await engine.install(1, changed(0.1))
         assert (await state_of(engine.instances[0]))["cleared"] == 1
+
+
+@pytest.mark.parametrize("kv_on_install", ["keep", "recompute"])
+async def test_what_waits_in_the_servers_queue_begins_with_no_keys_of_the_old_weights(
+    model: Path, python: str, kv_on_install: Any
+) -> None:
+    """A response that one version made whole is what this version makes, whatever is in the server's prefix cache."""
+    async with opened(model, python, kv_on_install=kv_on_install, arguments={"max_num_seqs": 1}) as engine:
+        task = asyncio.create_task(responses(engine, range(2), 300))
+        while await running_of(engine) != 2:
+            await asyncio.sleep(0.01)
+        await engine.install(4, changed(0.1))
+        made = await task
+        assert [r.version_spans.tolist()[0][1] for r in made.values()] == [0, 4]
+        assert np.array_equal(made[1].logprobs, (await responses(engine, (1,), 300))[1].logprobs)
+
+
+async def running_of(engine: VllmEngine) -> int:
+    return sum([(await state_of(i))["running"] for i in engine.instances if i.is_up])
+
+
+async def test_a_server_whose_weights_somebody_else_has_named_is_lost_and_nothing_asks_for_ever(model: Path, python: str) -> None:
+    async with opened(model, python, version=3) as engine:
+        expected = (await responses(engine))[0]
+        await engine.instances[0].client.set_weight_version(9)
+        made = (await asyncio.wait_for(responses(engine), 20))[0]
+        assert np.array_equal(made.logprobs, expected.logprobs) and made.version_spans.tolist() == [[0, 3]]
+        assert engine.instances[0].num_restarts == 1
 
 
 # -- servers that are lost --------------------------------------------------------------------------------------------------
@@ -299,6 +339,59 @@ async def test_with_one_instance_given_up_the_other_goes_on(model: Path, python:
         assert engine.instances[0].error is not None and engine.instances[1].num_served >= 8
 
 
+async def test_a_server_that_is_given_up_leaves_its_device(model: Path, python: str) -> None:
+    """Its front end would live on without its engine."""
+    async with opened(model, python, instances=2, max_restarts=0) as engine:
+        await responses(engine)
+        group = group_of(engine.instances[0])
+        group[2].kill()
+        await until(lambda: engine.instances[0].error is not None)
+        assert are_gone(group) and server_of(engine.instances[1]).is_alive
+
+
+async def test_nobody_watches_a_life_that_is_over(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came back between two looks: the client of the life before is closed."""
+    monkeypatch.setattr(vllm_instance, "WATCH_SECONDS", 3.0)
+    async with opened(model, python) as engine:
+        (instance,) = engine.instances
+        await responses(engine)
+        watching = instance._watching
+        assert watching is not None
+        instance.lost(instance.life, ServerLost("as the test wants it"), engine._bring_up)
+        await until(lambda: instance.is_up)
+        await asyncio.wait([watching], timeout=10)
+        assert watching.done() and (watching.cancelled() or watching.exception() is None)
+
+
+async def test_whatever_an_update_raises_the_server_is_lost(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's errors, for instance: were it used on, it would be between start and finish."""
+    async with opened(model, python, instances=2) as engine:
+        await responses(engine)
+        first, send = engine.instances[0].client, engine._transfer.send
+
+        async def failing(client: VllmClient, file: WeightsFile) -> None:
+            if client is first:
+                await client.start_weight_update()
+                raise OSError("the link is down")
+            await send(client, file)
+
+        monkeypatch.setattr(engine._transfer, "send", failing)
+        await engine.install(1, changed(0.1))
+        assert [i.is_up for i in engine.instances] == [False, True]
+        await until(lambda: engine.instances[0].is_up)
+        assert (await responses(engine))[0].version_spans.tolist() == [[0, 1]] and engine.instances[0].num_restarts == 1
+
+
+async def test_closing_ends_a_wait_for_a_server_that_never_answers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "x")
+    async with opened(model, "", addresses=["unix:/nowhere"]) as engine:
+        task = asyncio.create_task(responses(engine))
+        await asyncio.sleep(0.2)
+        await engine.close()
+        with pytest.raises(RunError, match="not wanted any more"):
+            await asyncio.wait_for(task, 5)
+
+
 async def test_a_server_with_weights_of_its_own_is_brought_to_the_current_ones(model: Path, python: str) -> None:
     """One that somebody has started again behind the engine's back."""
     async with opened(model, python) as engine:
@@ -329,7 +422,7 @@ async def test_closing_while_a_server_comes_back_leaves_nothing(model: Path, pyt
 
 async def test_a_server_that_is_there_already(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given the weights at once, whatever it had, and stays when the engine closes."""
-    server = VllmServer(server_options(python, model), "another's")
+    server = VllmServer(server_options(python, model, max_context=512), "another's")
     server.spawn()
     try:
         await asyncio.to_thread(server.wait_until_ready)
@@ -342,6 +435,122 @@ async def test_a_server_that_is_there_already(model: Path, python: str, monkeypa
         assert server.is_alive
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def running(model: Path, python: str, count: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[list[VllmServer]]:
+    """Servers that somebody has started, with one key."""
+    servers = [VllmServer(server_options(python, model, max_context=512, **changes), f"another's {i}") for i in range(count)]
+    monkeypatch.setenv("VLLM_API_KEY", servers[0].key)
+    try:
+        for server in servers:
+            server.key = servers[0].key
+            server.spawn()
+        for server in servers:
+            server.wait_until_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+async def test_a_given_server_that_dies_does_not_keep_the_others_from_new_weights(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for, as long as a server may take to come; the others install and generate meanwhile."""
+    with running(model, python, 2, monkeypatch) as (one, other):
+        async with opened(model, python, addresses=[one.address, other.address]) as engine:
+            await responses(engine)
+            one.stop()
+            await until(lambda: engine.instances[0].num_restarts == 1)
+            await asyncio.sleep(0.5)  # until it is waited for
+            for version in (1, 2):
+                await asyncio.wait_for(engine.install(version, changed(0.1 * version)), 10)
+                assert (await asyncio.wait_for(responses(engine), 10))[0].version_spans.tolist() == [[0, version]]
+            assert not engine.instances[0].is_up and engine.instances[0].error is None
+
+
+@pytest.mark.parametrize(
+    ("is_open", "changes", "words"),
+    [
+        (True, {}, "answers without a key, .*--middleware asyncflow_vllm.RequireKey"),
+        (False, {"arguments": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode raw_logprobs, .*processed_logprobs"),
+        (False, {"arguments": {"max_model_len": 511}}, "--max-model-len 511, .* up to 512 tokens"),
+    ],
+)
+async def test_a_given_server_that_was_started_otherwise_is_refused(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch, is_open: bool, changes: dict[str, Any], words: str
+) -> None:
+    """Before it is given any weights."""
+    if is_open:
+        (model / "open").touch()
+    with running(model, python, 1, monkeypatch, **changes) as (server,):
+        async with opened(model, python, addresses=[server.address]) as engine:
+            with pytest.raises(UserError, match=words):
+                await responses(engine)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://10.0.0.7:8000",
+        "https://127.0.0.1:8000",
+        "http://vllm:8000",
+        "http://127.0.0.1",
+        "127.0.0.1:8000",
+        "unix:",
+        "http://127.0.0.1@10.0.0.7:80",
+    ],
+)
+def test_a_server_on_another_machine_is_refused(model: Path, address: str) -> None:
+    """Its key would travel in the clear."""
+    with pytest.raises(UserError, match=r"is neither http://127\.0\.0\.1:PORT nor unix:PATH"):
+        VllmEngine(model, num_slots=2, max_context=64, addresses=[address])
+
+
+def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
+    tree = {"model": {"path": "none"}, "data": {"path": "none"}, "train": {"prompts_per_step": 12}}
+    engine = {"name": "vllm", **rollout.pop("engine", {})}
+    return parse({**tree, "rollout": {**rollout, "engine": engine}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "changes", "words"),
+    [
+        ({"num_workers": 2, "engine": {"addresses": ["unix:/a", "unix:/b"]}}, {}, "2 rollout workers would install their weights"),
+        ({"engine": {"addresses": ["unix:/a", "unix:/a"]}}, {}, "names a server twice"),
+        ({"engine": {"addresses": ["http://localhost:1", "http://localhost:1/"]}}, {}, "names a server twice"),
+        ({"engine": {"addresses": ["http://10.0.0.7:1"]}}, {}, "is neither http"),
+        ({"num_workers": 2, "device": "cuda"}, {}, "would start their servers on the same devices"),
+        ({"engine": {"pause_mode": "wait"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}, "pause_mode=wait ends all"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_choices(config_of(rollout, **changes))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "changes"),
+    [
+        ({"engine": {"addresses": ["unix:/a", "http://127.0.0.1:1", "http://[::1]:1"]}}, {}),
+        ({"num_workers": 2}, {}),
+        ({"num_workers": 2, "device": "cuda"}, {"cluster": "ray"}),
+        ({"engine": {"pause_mode": "wait"}}, {"schedule": "delayed"}),
+        ({"engine": {"pause_mode": "abort"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}),
+    ],
+)
+def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[str, Any]) -> None:
+    config = config_of(rollout, **changes)
+    check_rollout_engine(config, config.rollout.num_workers)
+
+
+async def test_no_worker_joins_one_with_given_servers() -> None:
+    nothing = cast(Any, None)
+    config = config_of({"engine": {"addresses": ["unix:/a"]}})
+    scaling = Scaling(config, nothing, nothing, nothing, spec=nothing, start=nothing, says=nothing)
+    with pytest.raises(UserError, match="2 rollout workers would install their weights"):
+        await scaling.scale("rollout", 2, 1.0)
 
 
 def test_a_server_that_is_there_already_needs_its_key(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,6 +569,40 @@ def test_a_server_that_does_not_start_says_why(model: Path, python: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("ValueError: Free memory on device (3/80 GiB) on startup is less than desired", RunError),
+        ("torch.OutOfMemoryError: CUDA out of memory", RunError),
+        ("api_server.py: error: unrecognized arguments: --max-sequences", UserError),
+        ("pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig", UserError),
+    ],
+)
+def test_only_what_is_the_users_to_mend_ends_a_run(model: Path, python: str, said: str, kind: type[Exception]) -> None:
+    """A worker that is started again finds its device taken, say: it is started again once more, `rollout.max_restarts` times."""
+    (model / "refuse").write_text(said)
+    with pytest.raises(kind, match=re.escape(said)):
+        VllmEngine(model, num_slots=2, max_context=64, python=python)
+
+
+def test_a_server_that_takes_too_long_may_come_the_next_time(model: Path, python: str) -> None:
+    with pytest.raises(RunError, match=r"did not answer within 0\.01 s"):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, start_seconds=0.01)
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_devices_are_counted_among_those_that_the_worker_sees(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives a worker some of the machine's, by their own numbers or names."""
+    variable = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}[device]
+    options = server_options("py", MODEL, device=device, devices=[1, 2], tensor_parallel=2)
+    monkeypatch.setenv(variable, "4, 5,GPU-7a")
+    assert options.environment("secret")[variable] == "5,GPU-7a"
+    for seen in ("4,5", ""):
+        monkeypatch.setenv(variable, seen)
+        with pytest.raises(UserError, match=rf"the devices \[1, 2\], counted from 0 among the {len(seen) // 2 + bool(seen)} of"):
+            options.environment("secret")
+
+
+@pytest.mark.parametrize(
     ("interpreter", "words"),
     [(sys.executable, "vLLM is not installed for .*rollout.engine.python"), ("/nowhere/python", "cannot be started: No such file")],
 )
@@ -375,6 +618,7 @@ def test_impossible_numbers_are_refused(model: Path, python: str, wrong: dict[st
 
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     options = server_options(
         "py", MODEL, device="cuda", devices=[2, 3], tensor_parallel=2, arguments={"max_num_seqs": 7, "x_y": [1]}
     )
@@ -460,6 +704,33 @@ async def test_by_nccl_one_sender_is_kept_for_each_life_of_a_server(
         group_of(engine.instances[0])[1].kill()
         assert (await responses(engine))[0].version_spans.tolist() == [[0, 2]]
         assert len(StandInSender.made) == 2
+
+
+async def test_a_send_that_stays_in_nccl_is_a_lost_server_and_keeps_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio joins its own threads at the end, so it may not be one of them."""
+    transfer = NcclTransfer.__new__(NcclTransfer)
+    transfer._deadline_seconds = 0.1
+    threads: list[threading.Thread] = []
+    let_go = threading.Event()
+
+    def stays(*arguments: object) -> None:
+        threads.append(threading.current_thread())
+        let_go.wait(20)
+
+    def fails(*arguments: object) -> None:
+        raise OSError("no route")
+
+    file = WeightsFile("float32")
+    file.write(1, TENSORS)
+    client = VllmClient("unix:/nowhere", "key", generation_seconds=1, deadline_seconds=1)
+    for call, words in ((stays, r"within 0\.1 s"), (fails, "by NCCL: no route")):
+        monkeypatch.setattr(transfer, "_send", call)
+        with pytest.raises(ServerLost, match=words):
+            await transfer.send(client, file)
+    assert threads[0].daemon and threads[0].is_alive()
+    let_go.set()
+    await client.close()
+    file.close()
 
 
 def test_nccl_needs_vllm_beside_asyncflow(model: Path, python: str) -> None:

@@ -1,0 +1,71 @@
+"""What the quickstart's task learns with rollouts on vLLM, periodic and bounded, beside the embedded engine.
+
+    python benchmarks/on_vllm.py --python VLLM_ENVIRONMENT/bin/python [--steps 15] [--instances 1] [--json FILE]
+
+Three whole commands, in turn: `slots` with the periodic schedule, `vllm` with it, and `vllm` with the bounded one (staleness
+up to 2, keys and values of responses under way computed again at each installation). Accuracies are those of greedy responses to
+held-out prompts after the last step; both engines' tokens are scored alike.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, finish, parser
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
+BOUNDED = {"name": "bounded", "max_staleness": 2}
+
+
+def run(name: str, folder: Path, settings: dict[str, Any]) -> tuple[float, list[dict[str, float]], float]:
+    """One run: its greedy accuracy at the end, the metrics of its steps, and the seconds that the command took."""
+    began = time.monotonic()
+    given = {"run.dir": str(folder), "run.name": name, "telemetry.trackers": [], **settings}
+    command = [sys.executable, "-m", "asyncflow", "train", str(RECIPE)]
+    command += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=RECIPE.parent.parent)
+    seconds = time.monotonic() - began
+    accuracy, steps = ((folder / name / file).read_text().splitlines() for file in ("eval.jsonl", "metrics.jsonl"))
+    return json.loads(accuracy[-1])["accuracy/greedy"], [json.loads(line) for line in steps], seconds
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--python", required=True, help="interpreter of an environment that has vLLM")
+    arguments.add_argument("--steps", type=int, default=15)
+    arguments.add_argument("--held-out", type=int, default=128, help="prompts of the evaluations")
+    arguments.add_argument("--instances", type=int, default=1)
+    given = arguments.parse_args()
+    vllm = {"name": "vllm", "python": str(Path(given.python).absolute()), "instances": given.instances}
+    common = {"run.steps": given.steps, "eval.num_prompts": given.held_out, "run.stall_timeout_seconds": 900}
+    runs: dict[str, dict[str, Any]] = {
+        "slots, periodic": {},
+        "vllm, periodic": {"rollout.engine": vllm},
+        "vllm, bounded": {"rollout.engine": vllm, "rollout.kv_on_install": "recompute", "schedule": BOUNDED},
+    }
+    figures, accuracies = [], {}
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
+        for number, (name, settings) in enumerate(runs.items()):
+            accuracies[name], steps, seconds = run(f"run-{number}", Path(folder), {**common, **settings})
+            largest = {key: max(s[key] for s in steps if key in s) for key in ("mismatch/kl", "staleness/max")}
+            print(f"{name:16} greedy accuracy {accuracies[name]:.3f}, {seconds:.0f} s", flush=True)
+            figures += [
+                Figure(f"greedy accuracy, {name}", accuracies[name], ""),
+                Figure(f"largest mismatch/kl of a step, {name}", largest["mismatch/kl"], "nats", "<= 1e-06"),
+                Figure(f"largest staleness, {name}", largest["staleness/max"], "versions", "<= 2" if "bounded" in name else "<= 0"),
+                Figure(f"whole command, {name}", seconds, "s"),
+            ]
+    for name in ("vllm, periodic", "vllm, bounded"):
+        behind = accuracies["slots, periodic"] - accuracies[name]
+        figures.append(Figure(f"accuracy of slots above that of {name}", behind, "", "<= 0.05"))
+    return finish(figures, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
