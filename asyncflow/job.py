@@ -29,7 +29,7 @@ from asyncflow.build.resume import Resumed
 from asyncflow.build.scaling import Scaling
 from asyncflow.build.watch import Watch
 from asyncflow.cluster import CLUSTERS
-from asyncflow.cluster.base import Cluster
+from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.data.datasets import check_columns, template_columns
@@ -117,7 +117,11 @@ class Job:
         await self._open_doors()
         are_trainers_there = bool(launch_of(os.environ))
         is_training = not self._evaluate_only
-        await self._cluster.start(workers(config, life.weights_dir, is_training=is_training, are_trainers_there=are_trainers_there))
+        fleet = workers(config, life.weights_dir, is_training=is_training, are_trainers_there=are_trainers_there)
+        if not await self._start_workers(fleet):
+            return
+        driver.progress()  # it has not stood still, however long there was no room for them
+        self.scaling.begin()
         self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), watch.run(), self._begun(driver)]]
 
     async def until(self, condition: Callable[[], bool]) -> bool:
@@ -125,6 +129,8 @@ class Job:
 
         Raises what has gone wrong: a worker that died, a loop that failed, a run that stands still.
         """
+        if self._interrupted.is_set():  # perhaps before there were any workers
+            return condition()
         reached = asyncio.ensure_future(self._changed.until(condition))
         interrupted = asyncio.ensure_future(self._interrupted.wait())
         assert self.driver is not None
@@ -174,6 +180,7 @@ class Job:
     async def _stop(self, driver: Driver) -> None:
         grace = self._grace_seconds(driver)
         await driver.stop()
+        await self.scaling.stop()
         for name in await self._cluster.stop(grace):
             self.listener.says(f"worker {name} did not end within {grace:g} s and was killed")
         if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
@@ -258,6 +265,21 @@ class Job:
             door = await self._server.start(listen)
             self.listener.says(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
             self._life.tell_workers(msgspec.structs.replace(self._life.job, door=door))
+
+    async def _start_workers(self, fleet: Sequence[WorkerSpec]) -> bool:
+        """False: interrupted before they were all started, for which a cluster may have to wait."""
+        starting = asyncio.ensure_future(self._cluster.start(fleet))
+        interrupted = asyncio.ensure_future(self._interrupted.wait())
+        try:
+            await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return False
+            await starting
+            return True
+        finally:
+            for future in (starting, interrupted):
+                future.cancel()
+            await asyncio.gather(starting, interrupted, return_exceptions=True)
 
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps

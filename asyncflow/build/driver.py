@@ -94,7 +94,7 @@ class Driver:
             "board": self.board,
             "hub": self.hub,
             "saves": self.saves,
-            "model": ModelFiles(prepared.model),
+            "model": ModelFiles(prepared.model, self.progress),
         }
         self._connect()
 

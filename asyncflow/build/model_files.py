@@ -45,8 +45,8 @@ class FileFact(msgspec.Struct, frozen=True):
 class ModelFiles:
     """The driver's service: what a rollout or reference worker reads of the model's folder, and nothing else of it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, progress: Callable[[], None] = lambda: None) -> None:
+        self._folder, self._progress = folder, progress  # `progress` is told that something moves
         self._facts: asyncio.Task[list[FileFact]] | None = None
 
     @remote
@@ -62,6 +62,7 @@ class ModelFiles:
         fact = next((fact for fact in await self.facts() if fact.name == name), None)
         if fact is None or not 0 <= begin < end <= fact.num_bytes:
             raise LookupError(f"the model has no bytes {begin} to {end} of a file {name!r}")
+        self._progress()
         return await asyncio.to_thread(_read, self._folder / name, begin, end)
 
 

@@ -27,6 +27,7 @@ from asyncflow.types import RunError, UserError
 from asyncflow.workflows.board import Board
 
 POOL = "rollout"
+_ENDING = "this run is ending: no worker joins or leaves it any more"
 
 
 class Devices:
@@ -67,6 +68,19 @@ class Scaling:
         self._config, self._board, self._cluster, self._devices = config, board, cluster, devices
         self._spec, self._start, self._says = spec, start, says
         self._one_by_one = asyncio.Lock()
+        self._is_open = False
+        self._under_way: set[asyncio.Task[str]] = set()
+
+    def begin(self) -> None:
+        """The workers that the run begins with are started: others may join and leave."""
+        self._is_open = True
+
+    async def stop(self) -> None:
+        """Who has not joined yet does not, and nobody is asked to leave any more."""
+        under_way = list(self._under_way)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     @remote
     async def scale(self, pool: str, size: int, grace_seconds: float) -> str:
@@ -78,8 +92,20 @@ class Scaling:
         self._check(pool, size)
         if grace_seconds < 0:
             raise UserError(f"workers that leave cannot be given {grace_seconds:g} s: take 0 or more")
-        resizing = asyncio.ensure_future(self._resize(size, grace_seconds))
-        return await asyncio.shield(resizing)  # whoever has asked may go: it is done all the same
+        if not self._is_open:
+            raise RunError("this run is still starting its workers: others may join and leave when it has")
+        resizing = asyncio.create_task(self._resize(size, grace_seconds))
+        self._under_way.add(resizing)
+        resizing.add_done_callback(self._is_through)
+        await asyncio.wait([resizing])  # whoever has asked may go: it is done all the same
+        if resizing.cancelled():
+            raise RunError(_ENDING)
+        return resizing.result()
+
+    def _is_through(self, resizing: asyncio.Task[str]) -> None:
+        self._under_way.discard(resizing)
+        if not resizing.cancelled():
+            resizing.exception()  # taken, if nobody waits for it any more
 
     def _check(self, pool: str, size: int) -> None:
         prompts, least = self._config.train.prompts_per_step, self._config.weight_sync.min_healthy_workers
@@ -100,7 +126,7 @@ class Scaling:
     async def _resize(self, size: int, grace_seconds: float) -> str:
         async with self._one_by_one:
             if self._board.is_stopping:
-                raise RunError("this run is ending: no worker joins or leaves it any more")
+                raise RunError(_ENDING)
             before = len(self._board.crew.working)
             coming, going = self._board.resize(size)
             for name in going:
@@ -109,7 +135,7 @@ class Scaling:
                 try:
                     await self._cluster.start([self._spec(name)])
                 except (OSError, UserError, RunError) as error:  # no room: the run goes on with those that it has
-                    self._board.crew.never_came(coming[number:])
+                    self._board.never_came(coming[number:])
                     why = error.strerror if isinstance(error, OSError) else error
                     raise RunError(f"worker {name} could not be started: {why or error}") from error
                 self._devices.change(devices_each(self._config))

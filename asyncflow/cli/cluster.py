@@ -11,7 +11,7 @@ import typer
 from asyncflow.types import RunError, UserError
 
 ANSWER_SECONDS = 180.0
-"""So long a run may take to start who joins: longer than a cluster is waited for to have room."""
+"""So long the answer is waited for. A run whose cluster lets joiners wait longer for room goes on with it all the same."""
 
 app = typer.Typer(help="Change what a live run runs on.", no_args_is_help=True, rich_markup_mode=None)
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -50,7 +50,7 @@ class NodeFolders:
     def __init__(self, run_id: str) -> None:
         files = Path(tempfile.gettempdir())
         memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else files
-        self._parents = {memory, files}
+        self._parents = list(dict.fromkeys([memory, files]))  # what is removed last has the lock
         self.places = Abroad(memory / f"{_PREFIX}{run_id}" / "weights", files / f"{_PREFIX}{run_id}" / "files")
         self._lock = files / f"{_PREFIX}{run_id}" / _LOCK_FILE
         self._fd = -1
@@ -82,19 +82,23 @@ class NodeFolders:
         """Remove what killed runs have left."""
         for parent in self._parents:
             for folder in parent.glob(f"{_PREFIX}*"):
-                if folder.stat(follow_symlinks=False).st_uid != os.getuid():
+                try:
+                    there = folder.stat(follow_symlinks=False)
+                except FileNotFoundError:  # another has swept it meanwhile
+                    continue
+                if there.st_uid != os.getuid():
                     continue
                 try:
                     fd = os.open(self._lock.parent.parent / folder.name / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 except OSError:
-                    if time.time() - folder.stat().st_mtime > _MAKING_SECONDS:  # half of it went otherwise
+                    if time.time() - there.st_mtime > _MAKING_SECONDS:  # half of it went otherwise
                         shutil.rmtree(folder, ignore_errors=True)
                     continue
                 _remove_if_free(fd, self._lock.parent.parent / folder.name, self._parents)
                 os.close(fd)
 
 
-def _remove_if_free(fd: int, folder: Path, parents: set[Path]) -> None:
+def _remove_if_free(fd: int, folder: Path, parents: Sequence[Path]) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

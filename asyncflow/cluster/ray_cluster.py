@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import secrets
 import shutil
@@ -29,11 +30,11 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import msgspec
 
@@ -44,6 +45,8 @@ from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
 from asyncflow.config import Config, load
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE
 from asyncflow.types import RunError, UserError
+
+log = logging.getLogger(__name__)
 
 LOCAL_CPUS: Final = 1024
 """What a cluster that is started here says it has: workers share the cores, as those of `local` do."""
@@ -62,6 +65,8 @@ JOIN_SECONDS: Final = 10.0
 OBJECT_STORE_BYTES: Final = 80 << 20  # Ray's smallest: nothing travels through it
 HOST_SECONDS: Final = 30.0
 LOST_STATUS: Final = 1  # of a worker whose host is gone
+UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach, and its worker lives on
+ASK_SECONDS: Final = 1.0  # between looks at what is waited for
 
 FORWARDED: Final = (
     "ASYNCFLOW_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "MALLOC_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_",
@@ -71,6 +76,8 @@ FORWARDED: Final = (
 """What begins so, of the driver's environment, workers on other nodes get as well; `forward` names more. Not what ends as below."""
 _SECRET: Final = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 _NODE_LABEL: Final = "ray.io/node-id"
+
+_was_imported_alone = False  # whether this process has Ray with the settings above
 
 Pool = Literal["rollout", "trainer", "reward", "reference"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -103,12 +110,26 @@ class HostActor(Host):
         return str(_ray().get_runtime_context().get_node_id())
 
 
+_Wish = tuple[WorkerSpec, dict[str, float]]
+"""A worker, and the bundle that it needs."""
+
+
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """A placement group, and who is in it still."""
+    """A placement group, who is in it still, and which of its bundles are nobody's any more."""
 
     group: Any
     members: set[str]
+    name: str = ""
+    bundles: Sequence[Mapping[str, float]] = ()
+    free: list[int] = field(default_factory=list)
+
+    def take(self, needs: Mapping[str, float]) -> int | None:
+        """The number of a free bundle of just these needs; None if there is none. It is no longer free."""
+        number = next((number for number in self.free if self.bundles[number] == needs), None)
+        if number is not None:
+            self.free.remove(number)
+        return number
 
 
 @dataclass(slots=True, eq=False)
@@ -144,15 +165,29 @@ class _Process:
             self._killing = asyncio.create_task(self._kill())
 
     async def _kill(self) -> None:
-        with contextlib.suppress(_ray().exceptions.RayError):
-            await self._host.kill.remote()
+        errors = _ray().exceptions
+        while self.returncode is None:
+            try:
+                await self._host.kill.remote()
+            except errors.ActorUnavailableError:  # it lives on, out of reach: it may not have been told
+                await asyncio.sleep(ASK_SECONDS)
+            except errors.RayError:
+                return
+            else:
+                return
 
     async def _follow(self, log: Path) -> int:
+        errors, now = _ray().exceptions, asyncio.get_running_loop().time
+        heard_at = now()
         with log.open("ab", buffering=0) as file:
             while self.returncode is None:
                 try:
                     output, self.returncode = await self._host.listen.remote()
-                except _ray().exceptions.RayError as error:
+                    heard_at = now()
+                except errors.RayError as error:
+                    if isinstance(error, errors.ActorUnavailableError) and now() - heard_at < UNAVAILABLE_SECONDS:
+                        await asyncio.sleep(ASK_SECONDS)  # the network may come back, and its worker with it
+                        continue
                     output, self.returncode = f"its host is gone: {_first_sentence(error)}\n".encode(), LOST_STATUS
                 file.write(output)
         return self.returncode
@@ -176,28 +211,72 @@ class RayCluster(SupervisedCluster):
         self._head = ""  # the address of the process that knows the cluster: functions of Ray that ask it wait for it for ever
         self._is_ours = False  # whether this object has connected the process to Ray
         self._places: dict[str, _Place] = {}
+        self._pools: list[_Pool] = []
+        self._is_stopping = False  # nobody is placed any more
+        self._is_over = False  # Ray is asked nothing any more: without a cluster, its functions would start one
+        self._at_work: set[asyncio.Future[None]] = set()  # calls of `start` and `end` that ask Ray
+        self._environment_before: dict[str, str | None] = {}  # of a cluster that was started for this run
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
-        if not self._node:
-            await self._connect()
         config = load(self._run_dir / CONFIG_FILE)
-        for name in sorted({_pool_of(spec) for spec in workers}, key=lambda pool: pool != "trainer"):  # they cannot go elsewhere
-            await self._reserve(name, [spec for spec in workers if _pool_of(spec) == name], config)
-        await super().start(workers)
+        pools = {name: [spec for spec in workers if _pool_of(spec) == name] for name in _in_order(workers, config)}
+        for name, specs in pools.items():
+            self._check_placement(name, len(specs), config)
+        with self._working():
+            if not self._node:
+                self._check_open()
+                await self._connect()
+            for name, specs in pools.items():
+                await self._reserve(name, specs, config)
+            await super().start(workers)
 
     async def end(self, name: str, grace_seconds: float) -> bool:
-        is_in_time = await super().end(name, grace_seconds)
-        await self._leave(self._places.pop(name))
+        with self._working():
+            is_in_time = await super().end(name, grace_seconds)
+            if (place := self._places.pop(name, None)) is not None:  # else the run is over
+                await self._leave(place)
         return is_in_time
 
     async def stop(self, grace_seconds: float) -> list[str]:
+        self._is_stopping = True
         try:
             late = await super().stop(grace_seconds)
-            places, self._places = self._places, {}  # once only: without a cluster, Ray's functions would start one
+            places, self._places = self._places, {}
             await asyncio.gather(*(self._leave(place) for place in places.values()))
+            if self._at_work:  # their workers have ended: they have only to leave
+                await asyncio.wait(self._at_work, timeout=HOST_SECONDS)
         finally:
+            self._is_over = True
             await self._disconnect()
         return late
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """Ray is needed meanwhile."""
+        done = asyncio.get_running_loop().create_future()
+        self._at_work.add(done)
+        try:
+            yield
+        finally:
+            self._at_work.discard(done)
+            done.set_result(None)
+
+    def _check_open(self) -> None:
+        if self._is_stopping:
+            raise RunError("the run is ending: nobody is placed on its Ray cluster any more")
+
+    async def _check_head(self) -> None:
+        if not await _answers(self._head):
+            raise ConnectionError(f"the head of the Ray cluster at {self._head} does not answer")
+
+    def _check_placement(self, name: str, count: int, config: Config) -> None:
+        """Raises `UserError` for a placement that no cluster has."""
+        why_here = _why_here(name, config)
+        if count > 1 and why_here and self._options.placement.get(name) == "STRICT_SPREAD":  # type: ignore[call-overload]
+            raise UserError(
+                f"cluster.placement.{name}=STRICT_SPREAD asks for {count} nodes, but {why_here}: take another placement, "
+                "or leave it out"
+            )
 
     def pids(self) -> dict[str, int]:
         """See `Cluster`: of those on this machine."""
@@ -214,7 +293,8 @@ class RayCluster(SupervisedCluster):
             is_late = isinstance(error, TimeoutError)
             why = f"it could not be started on Ray within {seconds:g} s" if is_late else _first_sentence(error)
             if not place.has_begun:
-                await self._leave(self._places.pop(spec.name))
+                if self._places.pop(spec.name, None) is not None:
+                    await self._leave(place)
                 raise RunError(f"worker {spec.name} could not be started: {why}") from error
             if not isinstance(error, ConnectionError):
                 self._give_back(place)
@@ -223,8 +303,8 @@ class RayCluster(SupervisedCluster):
             return _NeverBegan()
 
     async def _spawn_at(self, place: _Place, log: Path) -> _Process:
-        if not await _answers(self._head):
-            raise ConnectionError(f"the head of the Ray cluster at {self._head} does not answer")
+        await self._check_head()
+        self._check_open()
         job_file = self._run_dir.absolute() / JOB_FILE
         digest = hashlib.sha256(job_file.read_bytes()).hexdigest() if job_file.exists() else ""
         try:
@@ -266,30 +346,79 @@ class RayCluster(SupervisedCluster):
         return {name: (self._run_dir / name).read_bytes() for name in (CONFIG_FILE, JOB_FILE, KEY_FILE)}
 
     async def _reserve(self, name: str, specs: Sequence[WorkerSpec], config: Config) -> None:
-        """A placement group for workers of one pool. Raises `UserError` when there is no room."""
-        ray = _ray()
-        why_here = _why_here(name, config)
-        needs = [{**spec.needs, **self._options.resources.get(name, {})} for spec in specs]  # type: ignore[call-overload]
-        bundles = [{kind: count for kind, count in need.items() if count} or {"CPU": 1.0} for need in needs]
-        group = ray.util.placement_group(
+        """A bundle for each of these workers of one pool: one that another has left, or else of a new placement group.
+
+        Raises `UserError` when there is no room, `RunError` when the head of the cluster does not answer, or the run is ending.
+        """
+        wanted: list[_Wish] = []
+        for spec in specs:
+            need: dict[str, float] = {**spec.needs, **self._options.resources.get(name, {})}  # type: ignore[call-overload]
+            wanted.append((spec, {kind: count for kind, count in need.items() if count} or {"CPU": 1.0}))
+        why_here, group = _why_here(name, config), None
+        deadline = asyncio.get_running_loop().time() + self._options.start_seconds
+        try:
+            while wanted:
+                try:
+                    await self._check_head()  # else Ray's functions wait for it
+                except ConnectionError as error:
+                    raise RunError(str(error)) from error
+                self._check_open()
+                if left := self._take_free(name, wanted):  # they may come free at any time, of those who leave meanwhile
+                    self._remove(group)
+                    wanted, group = [each for each in wanted if each not in left], None
+                    continue
+                if group is None:
+                    group = self._new_group(name, [bundle for _, bundle in wanted], is_here=bool(why_here))
+                is_there = await _in_thread(group.wait, ASK_SECONDS)
+                self._check_open()
+                if is_there:
+                    pool = _Pool(group, set(), name, [bundle for _, bundle in wanted])
+                    self._pools.append(pool)
+                    group = None
+                    for number, (spec, bundle) in enumerate(wanted):
+                        self._take(pool, number, spec, bundle)
+                    return
+                if asyncio.get_running_loop().time() > deadline:
+                    self._say_no_room(name, [bundle for _, bundle in wanted], why_here)
+        finally:
+            self._remove(group)
+
+    def _say_no_room(self, name: str, bundles: Sequence[Mapping[str, float]], why_here: str) -> NoReturn:
+        free = {kind: count for kind, count in _ray().available_resources().items() if kind in bundles[0]}
+        raise UserError(
+            f"the Ray cluster has had no room for {len(bundles)} {name} worker(s) of {bundles[0]} each for "
+            f"{self._options.start_seconds:g} s{why_here and f', and {why_here}'}; free, on all its nodes, is {free}: "
+            f"start fewer workers, or change cluster.resources or cluster.placement"
+        )
+
+    def _take_free(self, name: str, wanted: Sequence[_Wish]) -> list[_Wish]:
+        """Give workers what others of their pool have left. Returns who has got something."""
+        placed = []
+        for spec, bundle in wanted:
+            for pool in self._pools:
+                if pool.name == name and (number := pool.take(bundle)) is not None:
+                    self._take(pool, number, spec, bundle)
+                    placed.append((spec, bundle))
+                    break
+        return placed
+
+    def _take(self, pool: _Pool, number: int, spec: WorkerSpec, bundle: Mapping[str, float]) -> None:
+        pool.members.add(spec.name)
+        self._places[spec.name] = place = _Place(spec, pool, number, bundle)
+        place.host = self._new_host(place)
+
+    def _new_group(self, name: str, bundles: list[dict[str, float]], *, is_here: bool) -> Any:
+        return _ray().util.placement_group(
             bundles,
             strategy=self._options.placement.get(name, "PACK"),  # type: ignore[call-overload]
-            bundle_label_selector=[{_NODE_LABEL: self._node}] * len(bundles) if why_here else None,
+            bundle_label_selector=[{_NODE_LABEL: self._node}] * len(bundles) if is_here else None,
         )
-        pool = _Pool(group, {spec.name for spec in specs})
-        deadline = asyncio.get_running_loop().time() + self._options.start_seconds
-        while not await asyncio.to_thread(group.wait, 1):
-            if asyncio.get_running_loop().time() > deadline:
-                ray.util.remove_placement_group(group)
-                free = {kind: count for kind, count in ray.available_resources().items() if kind in bundles[0]}
-                raise UserError(
-                    f"the Ray cluster has had no room for {len(bundles)} {name} worker(s) of {bundles[0]} each for "
-                    f"{self._options.start_seconds:g} s{why_here and f', and {why_here}'}; free, on all its nodes, is {free}: "
-                    f"start fewer workers, or change cluster.resources or cluster.placement"
-                )
-        for bundle, (spec, need) in enumerate(zip(specs, bundles, strict=True)):
-            self._places[spec.name] = place = _Place(spec, pool, bundle, need)
-            place.host = self._new_host(place)
+
+    def _remove(self, group: Any) -> None:
+        """A placement group that nobody needs any more, or None."""
+        if group is not None and not self._is_over:
+            with contextlib.suppress(_ray().exceptions.RayError, RuntimeError):
+                _ray().util.remove_placement_group(group)
 
     def _new_host(self, place: _Place) -> Any:
         ray, needs = _ray(), dict(place.needs)
@@ -315,17 +444,19 @@ class RayCluster(SupervisedCluster):
 
     async def _leave(self, place: _Place) -> None:
         """Its worker has ended for good."""
-        if place.host is not None:
+        if place.host is not None and not self._is_over:
             with contextlib.suppress(TimeoutError, _ray().exceptions.RayError):
                 async with asyncio.timeout(HOST_SECONDS):
                     await place.host.leave.remote()
-        place.pool.members.discard(place.spec.name)
-        if not await _answers(self._head):
+        if self._is_over or not await _answers(self._head) or self._is_over:
             return
         self._give_back(place)
-        if not place.pool.members:
-            with contextlib.suppress(_ray().exceptions.RayError, RuntimeError):
-                _ray().util.remove_placement_group(place.pool.group)
+        pool = place.pool
+        pool.members.discard(place.spec.name)
+        pool.free.append(place.bundle)
+        if not pool.members:
+            self._pools = [each for each in self._pools if each is not pool]
+            self._remove(pool.group)
 
     async def _connect(self) -> None:
         """Be a driver of Ray's, in a cluster that is there, or in one that is started for this run."""
@@ -334,6 +465,8 @@ class RayCluster(SupervisedCluster):
             if address:
                 if not await _answers(address):  # Ray itself would try for minutes
                     raise UserError(f"nobody answers at cluster.address={address}: start the cluster first, by ray start --head")
+                if os.environ.get("RAY_AUTH_MODE") == "disabled":
+                    log.warning("RAY_AUTH_MODE=disabled: whoever reaches the Ray cluster at %s runs code on it", address)
                 for name, value in {"RAY_AUTH_MODE": "token", **PATIENCE}.items():  # Ray reads them when it is imported
                     os.environ.setdefault(name, value)
             else:
@@ -350,18 +483,22 @@ class RayCluster(SupervisedCluster):
 
     async def _begin_cluster(self) -> str:
         """Have a process of its own start Ray, see ray_guard.py. Returns its address."""
-        if "ray" in sys.modules and os.environ.get(_LOOPBACK_ONLY) != "0":
+        global _was_imported_alone
+        if "ray" in sys.modules and os.environ.get(_LOOPBACK_ONLY) != "0" and not _was_imported_alone:
             raise UserError(
                 "this process had imported Ray before the run, with settings for other machines: call ray.init before the run, "
                 "which then uses that cluster, or leave the import to the run"
             )
         self._scratch = Path(tempfile.mkdtemp(prefix="asyncflow-ray-"))
         write_private(self._scratch, {"token": _token().encode()})
+        own = {**_ALONE, **PATIENCE, "RAY_AUTH_TOKEN_PATH": str(self._scratch / "token")}
+        self._environment_before = {name: os.environ.get(name) for name in [*own, "RAY_AUTH_TOKEN"]}
         os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ.update({**_ALONE, **PATIENCE}, RAY_AUTH_TOKEN_PATH=str(self._scratch / "token"))
-        log = self._run_dir / "logs" / "ray.log"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("ab") as errors:
+        os.environ.update(own)
+        _was_imported_alone = True  # it is from now on
+        words = self._run_dir / "logs" / "ray.log"
+        words.parent.mkdir(exist_ok=True)
+        with words.open("ab") as errors:
             self._guard = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "asyncflow.cluster.ray_guard", str(self._scratch),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, start_new_session=True,
@@ -370,10 +507,10 @@ class RayCluster(SupervisedCluster):
         try:
             async with asyncio.timeout(self._options.start_seconds):
                 address = (await self._guard.stdout.readline()).decode().strip()
-        except TimeoutError:
-            address = ""
+        except TimeoutError as error:
+            raise RunError(f"Ray did not start within {self._options.start_seconds:g} s; more in {words}") from error
         if not address:
-            raise RunError(f"Ray did not start within {self._options.start_seconds:g} s; more in {log}")
+            raise RunError(f"Ray has ended instead of starting; more in {words}")
         return address
 
     async def _disconnect(self) -> None:
@@ -390,6 +527,12 @@ class RayCluster(SupervisedCluster):
                 await guard.wait()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+        before, self._environment_before = self._environment_before, {}
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class _NeverBegan:
@@ -410,6 +553,21 @@ def _ray() -> Any:
     import ray.util.scheduling_strategies
 
     return ray
+
+
+async def _in_thread(function: Callable[[float], bool], seconds: float) -> bool:
+    """Call it in a thread, and be there when it returns: it may not ask Ray when Ray is gone."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, seconds))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call], timeout=HOST_SECONDS)
+        raise
+
+
+def _in_order(specs: Sequence[WorkerSpec], config: Config) -> list[str]:
+    """The pools in the order in which room is taken for them: those first that cannot go elsewhere, and trainers before them."""
+    return sorted({_pool_of(spec) for spec in specs}, key=lambda pool: (not _why_here(pool, config), pool != "trainer", pool))
 
 
 def _pool_of(spec: WorkerSpec) -> str:

@@ -23,6 +23,8 @@ from asyncflow.cluster.abroad import Abroad, NodeFolders
 
 OUTPUT_BYTES: Final = 1 << 20  # of a worker, kept until the driver takes it; then the worker waits
 LISTEN_SECONDS: Final = 20.0
+KILL_SECONDS: Final = 20.0  # so long a killed process may take to be gone
+READ_SECONDS: Final = 1.0  # so long its output may stay open after that, in processes below it
 VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """How Ray tells an actor which devices are its own."""
 
@@ -58,7 +60,11 @@ class Host:
             return False
 
     def start(self, letter: bytes) -> int:
-        """Start the worker of a `Letter`, the one before has ended. Returns its process id."""
+        """Start the worker of a `Letter`. Returns its process id.
+
+        The one before has ended, or is ended now: whoever asks has not heard of it, and must not have two of a name.
+        """
+        self._end_predecessor()
         told = msgspec.msgpack.decode(letter, type=Letter)
         run_dir, environment = Path(told.run_dir), {**told.environment}
         if told.is_abroad:
@@ -66,7 +72,7 @@ class Host:
             places = self._hold(told.run_id)
             environment |= places.environment()
             if told.files:
-                run_dir = places.files / run_dir.name
+                run_dir = places.files / "run" / run_dir.name  # apart from what else lies there, whatever the run's name is
                 write_private(run_dir, told.files)
         environment |= {name: os.environ[name] for name in VISIBLE if os.environ.get(name)}
         environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
@@ -110,6 +116,15 @@ class Host:
         if self._folders is not None:
             self._folders.release()
 
+    def _end_predecessor(self) -> None:
+        before = self._process
+        if before is not None and before.poll() is None:
+            before.kill()
+            before.wait(KILL_SECONDS)
+        with self._changed:  # what it has printed is nobody's any more
+            self._process = None
+            self._changed.notify_all()
+
     def _hold(self, run_id: str) -> Abroad:
         if self._folders is None:
             self._folders = NodeFolders(run_id)
@@ -121,21 +136,30 @@ class Host:
         assert process.stdout is not None
         while chunk := process.stdout.read(1 << 16):
             with self._changed:  # the driver asks for as long as it lives, and this process ends with it
-                self._changed.wait_for(lambda: len(self._output) < OUTPUT_BYTES)
+                self._changed.wait_for(lambda: not self._is_full() or process is not self._process)
                 if process is self._process:
                     self._output += chunk
                     self._changed.notify_all()
 
     def _wait(self, process: subprocess.Popen[bytes], reader: threading.Thread) -> None:
         status = process.wait()
-        reader.join(1.0)  # processes below it that have its output open may live a little longer
-        with self._changed:
-            self._status = status
-            self._changed.notify_all()
+        while True:
+            reader.join(READ_SECONDS)  # processes below it that have its output open may live a little longer
+            with self._changed:
+                if process is not self._process:
+                    return
+                if not reader.is_alive() or not self._is_full():  # else its last words wait for room
+                    self._status = status
+                    self._changed.notify_all()
+                    return
+
+    def _is_full(self) -> bool:
+        return len(self._output) >= OUTPUT_BYTES
 
 
 def write_private(folder: Path, files: Mapping[str, bytes]) -> None:
     """Files that only this user can read, in a folder of that kind, each there whole or not at all."""
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     for name, content in files.items():
         partial = folder / f"{name}.{uuid.uuid4().hex}"

@@ -10,10 +10,11 @@ A worker's output goes to `logs/<worker>.log` in the run directory, and the end 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -44,7 +45,7 @@ class _Child:
     process: WorkerProcess
     log: Path
     num_restarts: int = 0
-    is_leaving: bool = False
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
     watch: asyncio.Task[None] | None = None
 
 
@@ -83,7 +84,7 @@ class SupervisedCluster(ABC):
     async def _keep_alive(self, child: _Child) -> None:
         """Until the worker has ended well, or for the last time."""
         assert self._on_death is not None
-        while await child.process.wait() and not child.is_leaving:
+        while await child.process.wait() and not child.leaving.is_set():
             why, limit = self._why(child), child.spec.max_restarts
             if not limit:
                 raise WorkerDied(f"worker {child.spec.name} {why}")
@@ -92,12 +93,19 @@ class SupervisedCluster(ABC):
                 return
             pause = restart_pause(child.num_restarts)
             self._on_death(child.spec.name, f"{why}; it is started again in {pause:g} s", False)
-            await asyncio.sleep(pause)
-            if child.is_leaving:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await child.leaving.wait()
+            if child.leaving.is_set():
                 return
             child.num_restarts += 1
-            child.process = await self._spawn(child.spec, child.log)
-            if child.is_leaving:  # since it was being started
+            try:
+                child.process = await self._spawn(child.spec, child.log)
+            except Exception:
+                if child.leaving.is_set():  # nobody misses it
+                    return
+                raise
+            if child.leaving.is_set():  # since it was being started
                 child.process.kill()
 
     def _ended(self, over: asyncio.Future[None], watch: asyncio.Task[None]) -> None:
@@ -111,8 +119,12 @@ class SupervisedCluster(ABC):
 
     async def end(self, name: str, grace_seconds: float) -> bool:
         child = self._children[name]
-        child.is_leaving = True
-        return await self._end(child, grace_seconds)
+        child.leaving.set()
+        is_in_time = await self._end(child, grace_seconds)
+        if child.watch is not None and not child.watch.done():  # it may have been about to be started again
+            await asyncio.wait([child.watch])
+            await self._end(child, 0.0)
+        return is_in_time
 
     async def stop(self, grace_seconds: float) -> list[str]:
         children = list(self._children.values())

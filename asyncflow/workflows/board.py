@@ -10,7 +10,7 @@ A worker may join at any time, with what is needed then, and be asked to leave: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import msgspec
@@ -154,6 +154,11 @@ class Board:
         coming, going = self.crew.resize(size)
         self._signal.notify()
         return coming, going
+
+    def never_came(self, workers: Sequence[str]) -> None:
+        """They were to join, and could not be started: nobody waits for them."""
+        self.crew.never_came(workers)
+        self._signal.notify()
 
     def left(self, worker: str) -> None:
         """One that was to leave has gone."""

@@ -119,3 +119,12 @@ async def test_a_driver_that_sends_nothing_is_an_error(model: Path, tmp_path: Pa
 async def test_nothing_else_is_to_be_had(model: Path, name: str, begin: int, end: int) -> None:
     with pytest.raises(LookupError, match="the model has no bytes"):
         await ModelFiles(model).read(name, begin, end)
+
+
+async def test_what_is_read_is_progress(model: Path) -> None:
+    """A machine that fetches a large model is no run that stands still."""
+    told: list[None] = []
+    files = ModelFiles(model, lambda: told.append(None))
+    await files.read("config.json", 0, 1)
+    await files.read("config.json", 0, 2)
+    assert len(told) == 2

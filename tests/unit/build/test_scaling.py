@@ -63,6 +63,7 @@ class World:
             start=self._start,
             says=self.said.append,
         )
+        self.scaling.begin()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self.beside.append(asyncio.ensure_future(work))
@@ -117,6 +118,58 @@ async def test_a_run_that_is_ending_is_left_as_it_is() -> None:
     with pytest.raises(RunError, match="this run is ending"):
         await world.scale(3)
     assert world.cluster.started == []
+
+
+async def test_before_the_first_workers_are_started_nobody_joins_or_leaves() -> None:
+    world = World()
+    world.scaling = Scaling(
+        world.scaling._config,
+        world.board,
+        world.cluster,  # type: ignore[arg-type]
+        world.devices,
+        spec=lambda name: WorkerSpec(name, "main"),
+        start=world._start,
+        says=world.said.append,
+    )
+    for size in (1, 3):
+        with pytest.raises(RunError, match="still starting its workers"):
+            await world.scale(size)
+    assert world.board.crew.members == ["rollout/0", "rollout/1"] and not world.cluster.started and not world.beside
+    world.scaling.begin()
+    assert "rollout/2 joins" in await world.scale(3)
+
+
+async def test_who_waits_for_room_when_the_run_ends_waits_no_longer() -> None:
+    world = World()
+    world.cluster.may_start.clear()
+    asked = [asyncio.ensure_future(world.scale(size)) for size in (3, 4)]
+    await turns()
+    world.board.stop()
+    await asyncio.wait_for(world.scaling.stop(), 5.0)
+    for each in asked:
+        with pytest.raises(RunError, match="this run is ending"):
+            await asyncio.wait_for(each, 5.0)
+    world.cluster.may_start.set()
+    await turns()
+    assert world.cluster.started == [] and world.said == []
+
+
+async def test_whoever_waits_for_all_workers_is_told_of_one_that_never_came() -> None:
+    world = World()
+    world.board.published = 1
+    for name in world.board.crew.members:
+        world.board._serving[name] = 1
+    world.cluster.may_start.clear()
+    world.cluster.lacks_room_for = {"rollout/2"}
+    asked = asyncio.ensure_future(world.scale(3))
+    await turns()
+    served = asyncio.ensure_future(world.board.all_serve(1))
+    await turns()
+    assert not served.done()
+    world.cluster.may_start.set()
+    with pytest.raises(RunError, match="rollout/2 could not be started"):
+        await asked
+    await asyncio.wait_for(served, 1.0)
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), UserError("the cluster has no room")])

@@ -62,6 +62,29 @@ def test_the_folders_are_this_user_s_alone_and_go_with_the_last_holder(tmp_path:
     second.release()  # once more is nothing
 
 
+def test_the_folder_with_the_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[Path] = []
+    monkeypatch.setattr("shutil.rmtree", lambda path, **options: removed.append(path))
+    for number in range(8):  # whatever they are called
+        parents = [tmp_path / f"{kind}-{number}" for kind in ("memory", "files")]
+        for parent in parents:
+            parent.mkdir()
+        monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", parents[0])
+        monkeypatch.setattr(tempfile, "tempdir", str(parents[1]))
+        folders = NodeFolders("r1")
+        folders.hold()
+        folders.release()
+        assert [path.parent for path in removed] == parents
+        removed.clear()
+
+
+def test_a_folder_that_another_sweeps_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.glob
+    gone = tmp_path / "memory" / "asyncflow-node-gone"
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [gone, *real(path, pattern)])
+    NodeFolders("r1").sweep()
+
+
 def test_what_a_killed_run_has_left_is_swept_and_what_is_held_stays(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path / "files")}
     other = NodeFolders("r2")

@@ -47,6 +47,10 @@ async def stays(name, run_dir):
     (run_dir / name).write_text(str(os.getpid()))
     await asyncio.sleep(60)
 
+async def stays_haunted(name, run_dir):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)"])
+    await stays(name, run_dir)
+
 async def leaves(name, run_dir):
     while not (run_dir / "leave").exists():
         await asyncio.sleep(0.02)
@@ -68,6 +72,11 @@ async def doomed(name, run_dir):
 async def talks(name, run_dir):
     for number in range(40_000):
         print(f"line {number} " + 60 * "x")
+
+async def bursts(name, run_dir):
+    os.write(1, 65536 * b"a")  # what a reader takes at once, and it waits then
+    await asyncio.sleep(0.3)
+    os.write(1, b"\\nmy last words\\n")
 
 async def haunted(name, run_dir):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(8)"])
@@ -224,7 +233,7 @@ def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_m
     monkeypatch.setattr("tempfile.tempdir", str(run_dir))
     host = Host()
     host.start(letter(run_dir, "stays", is_abroad=True, environment={}, files={"key.pem": b"the key", "job.json": b"{}"}))
-    copied = run_dir / "asyncflow-node-r1" / "files" / run_dir.name
+    copied = run_dir / "asyncflow-node-r1" / "files" / "run" / run_dir.name
     await_file(copied / "w")
     assert (copied / "key.pem").read_bytes() == b"the key" and (copied / "key.pem").stat().st_mode & 0o077 == 0
     worker = psutil.Process(int((copied / "w").read_text()))
@@ -234,6 +243,49 @@ def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_m
     assert heard(host)[1] == -9
     host.leave()
     assert not [*run_dir.glob("asyncflow-node-*"), *memory.iterdir()]
+
+
+def test_a_run_of_any_name_has_a_folder_of_its_own_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run `model`, where the model's files lie beside it."""
+    monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "workers.py").write_text(WORKERS)
+    host = Host()
+    told = msgspec.msgpack.decode(letter(tmp_path, "well", is_abroad=True, environment={}, files={"job.json": b"{}"}), type=Letter)
+    host.start(msgspec.msgpack.encode(msgspec.structs.replace(told, run_dir="/elsewhere/model")))
+    heard(host)
+    node = tmp_path / "asyncflow-node-r1" / "files"
+    assert (node / "run" / "model" / "job.json").exists() and not (node / "model").exists()
+    host.leave()
+
+
+def test_a_host_has_one_worker_at_a_time(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its driver has not heard of the first for a while, and starts another."""
+    monkeypatch.setattr(ray_host, "READ_SECONDS", 0.3)
+    host = Host()
+    first = host.start(letter(run_dir, "stays_haunted"))
+    await_file(run_dir / "w")
+    second = host.start(letter(run_dir, "leaves"))
+    assert second != first and not is_running(first)
+    time.sleep(0.8)  # the end of the first is not the second's
+    assert host._status is None and is_running(second)
+    (run_dir / "leave").touch()
+    assert heard(host) == ("", 7)
+    host.leave()
+
+
+def test_the_last_words_of_a_talkative_worker_wait_for_a_slow_driver(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_host, "OUTPUT_BYTES", 1000)
+    monkeypatch.setattr(ray_host, "READ_SECONDS", 0.1)
+    host = Host()
+    pid = host.start(letter(run_dir, "bursts"))
+    deadline = time.monotonic() + 30.0
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)  # the driver is busy; the worker has ended with words in the pipe
+    output, status = heard(host)
+    assert status == 0 and output.splitlines()[-1] == "my last words"
 
 
 # -- with Ray -----------------------------------------------------------------------------------------------------------------
@@ -364,6 +416,26 @@ async def test_who_leaves_is_not_missed_and_who_joins_is_watched(cluster: RayClu
     with pytest.raises(WorkerDied, match=r"worker a .* the wheel came off"):
         await asyncio.wait_for(waiting, 60.0)
     assert deaths.told == []
+
+
+@needs_ray
+async def test_in_a_cluster_with_room_for_two_another_comes_when_one_has_left(run_dir: Path, address: str) -> None:
+    half = {"rollout": {"CPU": ray_cluster.LOCAL_CPUS // 2}}
+    cluster = RayCluster(run_dir, address=address, start_seconds=60.0, resources=half)
+    (run_dir / "rollout").mkdir()
+    try:
+        await cluster.start([spec(run_dir, "stays", f"rollout/{number}") for number in range(2)])
+        waiting = asyncio.create_task(cluster.wait(Deaths()))
+        assert not await cluster.end("rollout/1", 0.0)
+        await cluster.start([spec(run_dir, "stays", "rollout/1")])
+        joining = asyncio.create_task(cluster.start([spec(run_dir, "stays", "rollout/2")]))
+        await asyncio.sleep(0.5)
+        assert not joining.done() and cluster.pids().keys() == {"rollout/0", "rollout/1"}
+        assert not await cluster.end("rollout/0", 0.0)  # who joins is waiting for room already
+        await joining
+        assert cluster.pids().keys() == {"rollout/1", "rollout/2"} and not waiting.done()
+    finally:
+        await cluster.stop(0.0)
 
 
 @needs_ray

@@ -1,0 +1,383 @@
+"""Who is placed where, and when: over a Ray of the test's own, which has room for so many bundles."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncflow.cluster import base, ray_cluster
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.ray_cluster import RayCluster
+from asyncflow.config import parse
+from asyncflow.types import RunError, UserError
+
+
+class RayError(Exception):
+    pass
+
+
+class ActorUnavailableError(RayError):
+    pass
+
+
+class Group:
+    def __init__(self, ray: Ray, bundles: Sequence[Mapping[str, float]]) -> None:
+        self.ray, self.bundles, self.is_there = ray, bundles, False
+
+    def wait(self, seconds: float) -> bool:
+        self.ray.ask()
+        if not self.is_there and self.ray.room >= len(self.bundles):
+            self.ray.room -= len(self.bundles)
+            self.is_there = True
+        return self.is_there
+
+
+class Actor:
+    """A host, whose methods Ray calls."""
+
+    def __init__(self, ray: Ray, place: tuple[Group, int]) -> None:
+        self.ray, self.place = ray, place
+        self.calls: list[str] = []
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.errors: list[Exception] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any) -> Any:
+            self.ray.ask()
+            self.calls.append(name)
+            await self.ray.may_answer.wait()
+            if self.errors:
+                raise self.errors.pop(0)
+            return await getattr(self, f"_{name}")()
+
+        return SimpleNamespace(remote=call)
+
+    async def _node(self) -> str:
+        return "here"
+
+    async def _sees(self) -> bool:
+        return True
+
+    async def _start(self) -> int:
+        self.ended = asyncio.get_running_loop().create_future()
+        return 4242
+
+    async def _listen(self) -> tuple[bytes, int]:
+        return b"", await asyncio.shield(self.ended)
+
+    async def _kill(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(-9)
+
+    async def _leave(self) -> None:
+        return None
+
+
+class Ray:
+    """What is used of it."""
+
+    exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
+
+    def __init__(self, room: int) -> None:
+        self.room, self.is_up = room, True
+        self.groups: list[Group] = []
+        self.removed: list[Group] = []
+        self.actors: list[Actor] = []
+        self.strategies: list[str] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        schedules = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, bundle: (group, bundle))
+        self.util = SimpleNamespace(
+            placement_group=self._group, remove_placement_group=self._remove, scheduling_strategies=schedules
+        )
+
+    def ask(self) -> None:
+        assert self.is_up, "Ray was asked when there was none"
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": float(self.room)}
+
+    def remote(self, kind: type) -> Any:
+        def options(*, scheduling_strategy: tuple[Group, int], **rest: Any) -> Any:
+            return SimpleNamespace(remote=lambda: self._actor(scheduling_strategy))
+
+        return SimpleNamespace(options=options)
+
+    def kill(self, actor: Actor) -> None:
+        self.ask()
+        actor.calls.append("killed")
+
+    def shutdown(self) -> None:
+        self.is_up = False
+
+    def _actor(self, place: tuple[Group, int]) -> Actor:
+        self.ask()
+        self.actors.append(Actor(self, place))
+        return self.actors[-1]
+
+    def _group(self, bundles: list[dict[str, float]], *, strategy: str, bundle_label_selector: Any) -> Group:
+        self.ask()
+        self.groups.append(Group(self, bundles))
+        self.strategies.append(strategy)
+        return self.groups[-1]
+
+    def _remove(self, group: Group) -> None:
+        self.ask()
+        self.removed.append(group)
+        self.room += len(group.bundles) * group.is_there
+
+
+Make = Callable[..., tuple[RayCluster, Ray]]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(ray_cluster, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(base, "RESTART_SECONDS", (0.01, 0.01))
+
+    def make(room: int, **options: Any) -> tuple[RayCluster, Ray]:
+        ray, cluster = Ray(room), RayCluster(tmp_path, **options)
+        monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
+        cluster._node, cluster._is_ours = "here", True
+        return cluster, ray
+
+    return make
+
+
+def rollouts(*numbers: int, **changes: Any) -> list[WorkerSpec]:
+    return [WorkerSpec(f"rollout/{number}", "m:f", needs={"CPU": 1.0}, **changes) for number in numbers]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def ends(cluster: RayCluster, name: str) -> None:
+    cluster._places[name].host.ended.set_result(0)
+    assert await asyncio.wait_for(cluster.end(name, 5.0), 5.0)
+
+
+async def test_who_joins_takes_the_place_of_one_that_has_left(make: Make) -> None:
+    cluster, ray = make(2, start_seconds=0.5)
+    await cluster.start(rollouts(0, 1))
+    for name in ("rollout/1", "rollout/0", "rollout/1"):  # again and again
+        bundle = cluster._places[name].bundle
+        await ends(cluster, name)
+        await cluster.start(rollouts(int(name[-1])))
+        assert cluster._places[name].bundle == bundle
+    assert len(ray.groups) == 1 and ray.room == 0 and not ray.removed
+    assert await cluster.stop(0.0) == ["rollout/0", "rollout/1"]
+    assert ray.removed == ray.groups and ray.room == 2
+
+
+async def test_a_group_that_all_have_left_is_given_back(make: Make) -> None:
+    cluster, ray = make(2, start_seconds=0.5)
+    await cluster.start(rollouts(0))
+    await cluster.start(rollouts(1))
+    await ends(cluster, "rollout/1")
+    assert ray.removed == ray.groups[1:] and ray.room == 1
+    await cluster.start(rollouts(2))  # of a group of its own, as the other one is gone
+    assert len(ray.groups) == 3
+    await cluster.stop(0.0)
+
+
+async def test_a_place_that_comes_free_while_one_waits_for_room_is_taken(make: Make) -> None:
+    """Whoever leaves, or was given up, goes when the other is coming already."""
+    cluster, ray = make(2, start_seconds=5.0)
+    await cluster.start(rollouts(0, 1))
+    joining = asyncio.create_task(cluster.start(rollouts(2)))
+    await until(lambda: len(ray.groups) == 2)
+    await ends(cluster, "rollout/1")
+    await asyncio.wait_for(joining, 2.0)
+    assert cluster._places["rollout/2"].bundle == 1 and ray.removed == ray.groups[1:] and ray.room == 0
+    await cluster.stop(0.0)
+
+
+async def test_a_place_of_other_needs_or_of_another_pool_is_no_place(make: Make) -> None:
+    cluster, ray = make(3, start_seconds=0.1)
+    await cluster.start(rollouts(0, 1))
+    await ends(cluster, "rollout/1")
+    await cluster.start([WorkerSpec("reward", "m:f", needs={"CPU": 1.0})])
+    assert len(ray.groups) == 2
+    with pytest.raises(UserError, match="no room for 1 rollout"):
+        await cluster.start([WorkerSpec("rollout/2", "m:f", needs={"CPU": 2.0})])
+    assert ray.removed == ray.groups[2:]
+    await cluster.stop(0.0)
+
+
+async def test_who_waits_for_room_when_the_cluster_is_stopped_is_not_placed(make: Make) -> None:
+    cluster, ray = make(1, start_seconds=30.0)
+    await cluster.start(rollouts(0))
+    joining = asyncio.create_task(cluster.start(rollouts(1)))
+    await until(lambda: len(ray.groups) == 2)
+    await asyncio.wait_for(cluster.stop(0.0), 5.0)
+    with pytest.raises(RunError, match="the run is ending"):
+        await joining
+    assert ray.removed == ray.groups[::-1] or ray.removed == ray.groups
+    with pytest.raises(RunError, match="the run is ending"):
+        await cluster.start(rollouts(2))  # Ray is asked nothing: the test's own would say so
+
+
+async def test_who_is_called_back_while_waiting_for_room_leaves_no_group(make: Make) -> None:
+    cluster, ray = make(0, start_seconds=30.0)
+    joining = asyncio.create_task(cluster.start(rollouts(0)))
+    await until(lambda: ray.groups)
+    joining.cancel()
+    await asyncio.wait([joining])
+    assert joining.cancelled() and ray.removed == ray.groups
+    await cluster.stop(0.0)
+
+
+async def test_one_that_leaves_when_the_cluster_is_stopped_has_left_before_ray_goes(make: Make) -> None:
+    cluster, ray = make(2)
+    await cluster.start(rollouts(0, 1))
+    leaver = cluster._places["rollout/1"].host
+    leaver.ended.set_result(0)
+    await until(lambda: cluster._children["rollout/1"].process.returncode == 0)
+    ray.may_answer.clear()
+    ending = asyncio.create_task(cluster.end("rollout/1", 5.0))
+    await until(lambda: "leave" in leaver.calls)
+    cluster._places["rollout/0"].host.ended.set_result(0)
+    stopping = asyncio.create_task(cluster.stop(5.0))
+    await asyncio.sleep(0.05)
+    assert ray.is_up and not stopping.done()
+    ray.may_answer.set()
+    assert await asyncio.wait_for(stopping, 5.0) == [] and await ending
+    assert not ray.is_up and ray.removed == ray.groups
+
+
+async def test_one_that_is_being_started_again_when_it_leaves_is_gone_when_it_has_left(make: Make) -> None:
+    cluster, ray = make(2)
+    await cluster.start(rollouts(0, 1, max_restarts=3))
+    waiting = asyncio.create_task(cluster.wait(lambda *death: None))
+    host = cluster._places["rollout/1"].host
+    await until(lambda: "listen" in host.calls)
+    ray.may_answer.clear()
+    num_calls = len(host.calls)
+    host.ended.set_result(7)
+    await until(lambda: len(host.calls) > num_calls)  # it is being started again
+    ending = asyncio.create_task(cluster.end("rollout/1", 5.0))
+    await asyncio.sleep(0.05)
+    assert not ending.done() and "rollout/1" in cluster._places
+    ray.may_answer.set()
+    await asyncio.wait_for(ending, 5.0)
+    assert host.ended.done() and host.calls[-2:] == ["leave", "killed"] and not waiting.done()
+    assert cluster._pools[0].free == [1]
+    await cluster.stop(0.0)
+    await asyncio.wait([waiting])
+
+
+async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path: Path) -> None:
+    _, ray = make(1)
+    actor = Actor(ray, (Group(ray, []), 0))
+    actor.errors = [ActorUnavailableError("the network is down") for _ in range(3)]
+    process = ray_cluster._Process(actor, 1, tmp_path / "log", is_here=True)
+    await until(lambda: actor.calls.count("listen") == 4)
+    assert process.returncode is None
+    actor.errors = [ActorUnavailableError("the network is down")]
+    process.kill()  # is not lost either
+    assert await asyncio.wait_for(process.wait(), 5.0) == -9
+    assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b""
+
+
+async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, ray = make(1)
+    monkeypatch.setattr(ray_cluster, "UNAVAILABLE_SECONDS", 0.1)
+    actor = Actor(ray, (Group(ray, []), 0))
+    actor.errors = [ActorUnavailableError("the network is down")] * 10_000
+    process = ray_cluster._Process(actor, 1, tmp_path / "log", is_here=True)
+    assert await asyncio.wait_for(process.wait(), 5.0) == ray_cluster.LOST_STATUS
+    assert "its host is gone: the network is down" in (tmp_path / "log").read_text()
+
+
+async def test_no_group_is_asked_of_a_head_that_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's function would wait for it for ever."""
+    cluster, ray = make(1)
+
+    async def answers(address: str) -> bool:
+        return False
+
+    monkeypatch.setattr(ray_cluster, "_answers", answers)
+    with pytest.raises(RunError, match=r"the head of the Ray cluster at .* does not answer"):
+        await cluster.start(rollouts(0))
+    assert ray.groups == []
+    await cluster.stop(0.0)
+
+
+NETWORK = {"queue": {"listen": "tls:h:0"}, "weight_sync": {"name": "network", "listen": "tls:h:0"}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "order"),
+    [
+        ({}, ["trainer", "reference", "reward", "rollout"]),
+        ({"queue": {"listen": "tls:h:0"}}, ["trainer", "rollout", "reference", "reward"]),  # it may not be elsewhere
+        (NETWORK, ["trainer", "reference", "reward", "rollout"]),
+    ],
+)
+def test_who_must_stay_is_placed_first_and_always_in_this_order(tree: dict[str, Any], order: list[str]) -> None:
+    specs = [WorkerSpec(name, "m:f") for name in ("rollout/0", "rollout/1", "reward", "reference", "trainer/0")]
+    assert ray_cluster._in_order(specs, parse({"model": {"path": "m"}, "data": {"path": "d"}, **tree})) == order
+
+
+async def test_a_placement_that_no_cluster_has_is_refused(make: Make) -> None:
+    cluster, ray = make(9, placement={"trainer": "STRICT_SPREAD"})
+    trainers = [WorkerSpec(f"trainer/{rank}", "m:f", needs={"CPU": 1.0}) for rank in range(2)]
+    with pytest.raises(
+        UserError, match=r"cluster.placement.trainer=STRICT_SPREAD asks for 2 nodes, but trainers stay on this machine"
+    ):
+        await cluster.start(trainers)
+    assert ray.groups == []
+    await cluster.start(trainers[:1])
+    assert ray.strategies == ["STRICT_SPREAD"]
+    await cluster.stop(0.0)
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.2])
+async def test_a_cluster_of_one_s_own_leaves_the_environment_as_it_was(
+    make: Make, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Here it does not come up: Ray ends at once, or says nothing."""
+    cluster, _ = make(1, start_seconds=seconds)
+    for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    before = dict(os.environ)
+    monkeypatch.setattr(ray_cluster, "_was_imported_alone", True)
+    monkeypatch.setattr(ray_cluster.sys, "executable", "/bin/false" if seconds == 30.0 else "/bin/cat")  # type: ignore[attr-defined]
+    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 1.0)
+    why = "Ray has ended instead of starting" if seconds == 30.0 else "Ray did not start within 0.2 s"
+    real = asyncio.create_subprocess_exec
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda program, *arguments, **options: real(program, **options))
+    with pytest.raises(RunError, match=why):
+        await cluster._begin_cluster()
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] and "RAY_AUTH_TOKEN" not in os.environ
+    cluster._is_ours = False
+    await cluster.stop(0.0)
+    assert dict(os.environ) == before
+
+
+async def test_a_cluster_without_a_token_is_joined_with_a_warning(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster, ray = make(1, address="auto")
+    monkeypatch.delitem(ray_cluster.sys.modules, "ray", raising=False)  # type: ignore[attr-defined]
+    monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
+    ray.init = lambda address, **options: None  # type: ignore[attr-defined]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "here", gcs_address="")  # type: ignore[attr-defined]
+    for mode, is_warned in (("token", False), ("disabled", True)):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        caplog.clear()
+        await cluster._connect()
+        assert ("RAY_AUTH_MODE=disabled: whoever reaches the Ray cluster at auto runs code on it" in caplog.text) == is_warned
