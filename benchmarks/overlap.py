@@ -1,9 +1,10 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
     python benchmarks/overlap.py [--slots 16 24 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
+                                 [--median 40] [--sigma 0.6] [--longest 160]
 
-All modes run the same seed and workload: 32 prompts x 8 responses a step, of lognormal length (median 40 tokens, sigma 0.6), made
-by a random model. The first two steps and the last two are left out (see whole_runs.py).
+All modes run the same seed and workload: 32 prompts x 8 responses a step, of lognormal length, made by a random model. The first two
+steps and the last two are left out (see whole_runs.py).
 
 periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from when
 generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
@@ -25,6 +26,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from figures import Figure, finish, parser
@@ -33,18 +35,18 @@ from whole_runs import Run, best_runs, run_real
 
 from asyncflow.workflows import SCHEDULES
 
-ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots", "median": 40, "sigma": 0.6}
+ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots"}
 WORKER = "rollout/0"
 
 
-def run(folder: Path, model: Path, schedule: str, slots: int, steps: int) -> Run:
+def run(folder: Path, model: Path, schedule: str, slots: int, steps: int, lengths: Mapping[str, float], longest: int) -> Run:
     return run_real(
         {
             "run": {"name": f"{schedule}-{slots}", "dir": str(folder), "steps": steps, "overwrite": True},
             "model": {"path": str(model)},
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
-            "rollout": {"engine": ENGINE, "num_slots": slots, "group_size": 8, "max_new_tokens": 160},
+            "rollout": {"engine": {**ENGINE, **lengths}, "num_slots": slots, "group_size": 8, "max_new_tokens": longest},
             "train": {"prompts_per_step": 32, "learning_rate": 1e-6},
             "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.05},
         }
@@ -67,7 +69,11 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=14)
     arguments.add_argument("--rounds", type=int, default=1, help="of all modes, whose best runs are taken: for a busy machine")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
+    arguments.add_argument("--median", type=float, default=40.0, help="of the responses' lengths, in tokens")
+    arguments.add_argument("--sigma", type=float, default=0.6, help="of their logarithms")
+    arguments.add_argument("--longest", type=int, default=160, help="tokens at which a response is cut off")
     given = arguments.parse_args()
+    lengths = {"median": given.median, "sigma": given.sigma}
     runs: dict[tuple[str, int], Run] = {}
     seconds: dict[tuple[str, int], float] = {}  # of a step, the median
     print("slots  mode          s a step  recurrence  rollout idle  trainer idle  occupancy  exposed weights  staleness")
@@ -75,7 +81,9 @@ def main() -> int:
         model = make_model(Path(scratch) / "model")
         for slots in given.slots:
             best = best_runs(
-                given.modes, given.rounds, lambda mode, slots=slots: run(Path(scratch), model, mode, slots, given.steps)
+                given.modes,
+                given.rounds,
+                lambda mode, slots=slots: run(Path(scratch), model, mode, slots, given.steps, lengths, given.longest),
             )
             for mode, done in best.items():
                 runs[mode, slots] = done
