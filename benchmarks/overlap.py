@@ -3,8 +3,8 @@
     python benchmarks/overlap.py [--slots 16 24 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
                                  [--median 40] [--sigma 0.6] [--longest 160]
 
-All modes run the same seed and workload: 32 prompts x 8 responses a step, of lognormal length, made by a random model. The first two
-steps and the last two are left out (see whole_runs.py).
+All modes run the same seed and workload: 32 prompts x 8 responses a step, of lognormal length, made by a random model. The first
+two steps and the last two are left out (see whole_runs.py).
 
 periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from when
 generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
