@@ -1,9 +1,9 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
     python benchmarks/overlap.py [--slots 16 24 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
-                                 [--median 40] [--sigma 0.6] [--longest 160]
+                                 [--median 36] [--sigma 0.85] [--longest 260]
 
-All modes run the same seed and workload: 32 prompts x 8 responses a step, of lognormal length, made by a random model. The first
+All modes run the same seed and workload: 40 prompts x 8 responses a step, of lognormal length, made by a random model. The first
 two steps and the last two are left out (see whole_runs.py).
 
 periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from when
@@ -47,7 +47,7 @@ def run(folder: Path, model: Path, schedule: str, slots: int, steps: int, length
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
             "rollout": {"engine": {**ENGINE, **lengths}, "num_slots": slots, "group_size": 8, "max_new_tokens": longest},
-            "train": {"prompts_per_step": 32, "learning_rate": 1e-6},
+            "train": {"prompts_per_step": 40, "learning_rate": 1e-6},
             "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.05},
         }
     )
@@ -69,9 +69,9 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=14)
     arguments.add_argument("--rounds", type=int, default=1, help="of all modes, whose best runs are taken: for a busy machine")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
-    arguments.add_argument("--median", type=float, default=40.0, help="of the responses' lengths, in tokens")
-    arguments.add_argument("--sigma", type=float, default=0.6, help="of their logarithms")
-    arguments.add_argument("--longest", type=int, default=160, help="tokens at which a response is cut off")
+    arguments.add_argument("--median", type=float, default=36.0, help="of the responses' lengths, in tokens")
+    arguments.add_argument("--sigma", type=float, default=0.85, help="of their logarithms")
+    arguments.add_argument("--longest", type=int, default=260, help="tokens at which a response is cut off")
     given = arguments.parse_args()
     lengths = {"median": given.median, "sigma": given.sigma}
     runs: dict[tuple[str, int], Run] = {}

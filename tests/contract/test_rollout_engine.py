@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
+from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.registry import build
 from tests.conftest import MODEL
@@ -349,3 +350,22 @@ async def test_close_ends_what_is_pending(opened: Opened) -> None:
 def test_the_interpreter_of_these_tests_has_no_vllm() -> None:
     """AsyncFlow's half must not need it."""
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+async def test_an_update_that_was_cut_off_does_not_stand_in_the_next_ones_way(opened: Opened, is_loaded: bool) -> None:
+    """As a driver that dies leaves a server which somebody else has started."""
+    async with opened() as engine:
+        if not isinstance(engine, VllmEngine):
+            pytest.skip("the embedded engine has no server that outlives it")
+        await engine.install(1, changed(0.1))
+        expected = (await responses(engine))[0]
+        client = engine.instances[0].client
+        await client.pause("keep", clear_cache=False)
+        await client.start_weight_update()
+        if is_loaded:
+            await engine.prepare(2, changed(0.3))
+            await client.update_weights(engine._files[1].description())
+        await engine.install(1, changed(0.1))
+        assert_same((await responses(engine))[0], expected)
+        assert engine.instances[0].num_restarts == 0

@@ -152,10 +152,13 @@ class FakeVllm:
         self.paused = ""
         self.woken.set()
 
-    def start(self) -> None:
-        if not self.paused or self.is_updating:
+    def start(self) -> tuple[int, Any]:
+        if not self.paused:
             os._exit(71)
+        if self.is_updating:
+            return 500, {"error": "start_weight_update called while a weight update is already active."}
         self.is_updating = True
+        return 200, {}
 
     def update(self, info: dict[str, Any]) -> None:
         with open(info["path"], "rb") as file, mmap.mmap(file.fileno(), info["num_bytes"], access=mmap.ACCESS_READ) as mapped:
@@ -164,6 +167,8 @@ class FakeVllm:
         self.weights = number_of(tensors)
 
     def finish(self, version: str) -> None:
+        if not self.is_updating:
+            os._exit(72)
         self.is_updating, self.version = False, version
         self.counts["updates"] += 1
 
@@ -189,7 +194,7 @@ class FakeVllm:
             case "/init_weight_transfer_engine":
                 pass
             case "/start_weight_update":
-                self.start()
+                return self.start()
             case "/update_weights":
                 self.update(body["update_info"])
             case "/finish_weight_update":

@@ -24,6 +24,7 @@ import numpy as np
 from asyncflow.types import Array
 
 CONNECT_SECONDS = 10.0
+UNFINISHED = "unfinished"  # weights of which nobody knows what they are
 PauseMode = Literal["keep", "wait", "abort"]
 
 
@@ -191,8 +192,17 @@ class VllmClient:
         await self._ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def start_weight_update(self) -> None:
-        """The next three calls replace the weights of a paused server. One that fails leaves it unusable."""
-        await self._ask("POST", "/start_weight_update")
+        """The next three calls replace the weights of a paused server. One that fails leaves it unusable.
+
+        An update that somebody who was cut off has left open is ended first: what it has loaded is replaced by this one.
+        """
+        try:
+            await self._ask("POST", "/start_weight_update")
+        except ServerLost as error:
+            if "already active" not in str(error):
+                raise
+            await self._ask("POST", "/finish_weight_update", {"weight_version": UNFINISHED})
+            await self._ask("POST", "/start_weight_update")
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Have the server load weights, in the way that it was started with."""
