@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.checks import check_deepspeed, model_fields
-from asyncflow.engines.train.deepspeed_zero import Zero
+from asyncflow.engines.train.deepspeed.zero import Zero
 from asyncflow.engines.train.gathered_state import GatheredState, loaded
 from asyncflow.engines.train.led_engine import LedEngine
 from asyncflow.engines.train.model import micro_step

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
-from asyncflow.engines.train.megatron_weights import Origin, origins, padded_vocabulary
+from asyncflow.engines.train.megatron.weights import Origin, origins, padded_vocabulary
 from asyncflow.engines.train.model.attention import packed_attention
 from asyncflow.engines.train.model.causal_model import recompute_activations
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy

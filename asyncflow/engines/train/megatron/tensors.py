@@ -1,7 +1,7 @@
 """What a process of Megatron keeps of each weight, and of what belongs to it, told by Hugging Face names.
 
     weights (float32), moments, the old policy's --sent by the stage that has them--> all stages --gathered over tp--> whole tensors
-    whole tensors of a checkpoint --cut (megatron_weights.py)--> the same, in place
+    whole tensors of a checkpoint --cut (weights.py)--> the same, in place
 
 Megatron keeps up to three of Hugging Face's tensors as one weight, which is sent as one.
 """
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncflow.engines.train.gathered_state import loaded
-from asyncflow.engines.train.megatron_model import Stage, stage_origins
-from asyncflow.engines.train.megatron_weights import Origin
+from asyncflow.engines.train.megatron.model import Stage, stage_origins
+from asyncflow.engines.train.megatron.weights import Origin
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.types import Layout, TensorSpec
 

@@ -2,7 +2,7 @@
 
 consumes, waits for, is unblocked by: as led_engine.py says
 
-    checkpoint <-> Hugging Face names (megatron_weights.py) <-> GPTModel, a stage's layers, a rank's share of each matrix
+    checkpoint <-> Hugging Face names (weights.py) <-> GPTModel, a stage's layers, a rank's share of each matrix
     micro-batch -> pack (packing.py) -> stages, by Megatron's 1F1B schedule -> loss on the last one (micro_step.py) -> gradient sums
     float32 weights <- AdamW (optimizer.py) <- clip <- sums over data-parallel groups / normaliser
 
@@ -35,8 +35,8 @@ from asyncflow.engines.rollout.config import DecoderConfig
 from asyncflow.engines.train.checks import check_megatron, model_fields
 from asyncflow.engines.train.gathered_state import GatheredState
 from asyncflow.engines.train.led_engine import LedEngine
-from asyncflow.engines.train.megatron_model import Core, Stage
-from asyncflow.engines.train.megatron_tensors import StageTensors
+from asyncflow.engines.train.megatron.model import Core, Stage
+from asyncflow.engines.train.megatron.tensors import StageTensors
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.hf_files import write_model

@@ -1,0 +1,1 @@
+"""DeepSpeed as a train engine: `engine.py` over `zero.py`."""
