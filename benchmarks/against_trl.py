@@ -1,0 +1,179 @@
+"""AsyncFlow and TRL's GRPOTrainer on the same model, prompts, batch, loss, optimiser, dtype and two cores, one after the other.
+
+    python benchmarks/against_trl.py [--steps 40] [--seeds 0] [--venv .venv-trl] [--json FILE]
+
+The quickstart: 32 prompts x 8 responses a step, float32, GRPO with token-mean loss, no KL term. TRL gets the prompts in the order
+in which AsyncFlow trains on them, AsyncFlow's scorer, and its learning rate; it runs in an environment of its own, which the first
+call makes. Which of its ways to generate, and which size of micro-batch, is the fastest here is tried first, and that one is taken.
+
+A step lasts from commit to commit; the first three of each are left out. AsyncFlow is the whole `asyncflow train` command with
+generation and training on one core each; TRL computes both on two. Accuracy by step is the mean reward of the step's own responses;
+held-out accuracy is that of the saved models, by `asyncflow eval`. Nothing is skipped: groups whose rewards are all equal have no
+gradient, and both compute them all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from figures import Figure, finish, parser
+
+from asyncflow.config import load
+from asyncflow.data.datasets import load_rows
+from asyncflow.data.order import SeededOrder
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
+TRL = "trl==1.16.0"
+GENERATES_BY = ("generate", "continuous batching")
+MICRO_BATCHES = (256, 64)  # rows
+TRIAL_STEPS, WARM_UP_STEPS = 4, 3
+
+Seen = tuple[list[float], list[float]]
+"""Seconds and mean reward of each step."""
+
+
+def interpreter(venv: Path) -> Path:
+    """One that has TRL; made where there is none."""
+    python = venv / "bin" / "python"
+    if not (venv / "installed").exists():
+        print(f"making {venv} with {TRL}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "-c", str(ROOT / "constraints.txt"), TRL, "torch", "transformers", "msgspec"], check=True)
+        (venv / "installed").touch()
+    return python
+
+
+def of_trl(python: Path, folder: Path, settings: dict[str, Any]) -> Seen:
+    """One run of trl_run.py."""
+    folder.mkdir(parents=True)
+    given, result = folder / "settings.json", folder / "result.json"
+    given.write_text(json.dumps({**settings, "target": str(folder / "model")}))
+    threads = {"OMP_NUM_THREADS": str(settings["num_threads"]), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(
+            [str(python), str(Path(__file__).with_name("trl_run.py")), str(given), str(result)],
+            env={**os.environ, **threads},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    if done.returncode:
+        raise RuntimeError(f"TRL failed:\n{(folder / 'log').read_text()[-2000:]}")
+    seen = json.loads(result.read_text())
+    return seen["seconds"], seen["rewards"]
+
+
+def of_asyncflow(folder: Path, seed: int, steps: int) -> Seen:
+    """One run of the command."""
+    settings = [f"run.dir={folder.parent}", f"run.name={folder.name}", f"run.seed={seed}", f"run.steps={steps}", "eval.path=null"]
+    command = [sys.executable, "-m", "asyncflow", "train", str(RECIPE), *settings]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["perf/step_seconds"] for row in rows], [row["reward/mean"] for row in rows]
+
+
+def settings_of(seed: int, steps: int) -> dict[str, Any]:
+    """What the recipe says, for trl_run.py."""
+    config = load(RECIPE, [f"run.seed={seed}"])
+    train, algorithm = config.train, config.algorithm.options
+    rows = load_rows(config.data.path, seed=seed, split="train")
+    rows = SeededOrder(rows, seed).take(train.prompts_per_step * steps)
+    return {
+        "model": str(ROOT / config.model.path),
+        "rows": [{"prompt": config.data.prompt_template.format_map(row), "answer": str(row["answer"])} for row in rows],
+        "prompts_per_step": train.prompts_per_step,
+        "group_size": config.rollout.group_size,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "learning_rate": train.learning_rate,
+        "warmup_steps": train.warmup_steps,
+        "betas": train.betas,
+        "max_grad_norm": train.max_grad_norm,
+        "clip_low": algorithm["clip_low"],
+        "clip_high": algorithm["clip_high"],
+        "seed": seed,
+        "steps": steps,
+        "num_threads": os.cpu_count(),
+    }
+
+
+def fastest(python: Path, folder: Path) -> dict[str, Any]:
+    """How TRL is fastest here."""
+    trials: list[tuple[float, dict[str, Any]]] = []
+    for generates_by in GENERATES_BY:
+        for micro_batch in MICRO_BATCHES:
+            way = {"generates_by": generates_by, "micro_batch": micro_batch}
+            seconds, _ = of_trl(python, folder / f"trial-{len(trials)}", {**settings_of(0, TRIAL_STEPS), **way})
+            trials.append((min(seconds), way))
+            print(f"TRL by {generates_by}, {micro_batch} rows at once: {trials[-1][0]:.2f} s a step", flush=True)
+    return min(trials, key=lambda trial: trial[0])[1]
+
+
+def held_out(model: Path, folder: Path) -> float:
+    """Sampled accuracy of a saved model on problems that no run trains on."""
+    out = folder / "eval.json"
+    command = [sys.executable, "-m", "asyncflow", "eval", str(model), "generated:arithmetic", "--json", str(out)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    return float(json.loads(out.read_text())["accuracy/sampled"])
+
+
+def table(seen: dict[str, Seen]) -> None:
+    """Accuracy by step and by wall time."""
+    print("\nsteps      " + "".join(f"{name:>12} accuracy   after s" for name in seen))
+    steps = len(next(iter(seen.values()))[1])
+    for begin in range(0, steps, 5):
+        end = min(begin + 5, steps)
+        cells = [
+            f"{statistics.fmean(rewards[begin:end]):21.3f} {list(accumulate(seconds))[end - 1]:9.1f}"
+            for seconds, rewards in seen.values()
+        ]
+        print(f"{begin:3} to {end - 1:3} " + "".join(cells), flush=True)
+
+
+def figures_of(seed: int, seen: dict[str, Seen], accuracies: dict[str, float]) -> list[Figure]:
+    medians = {name: statistics.median(seconds[WARM_UP_STEPS:]) for name, (seconds, _) in seen.items()}
+    lead = _lead(seen["AsyncFlow"][1], seen["TRL"][1])
+    return [
+        *(Figure(f"seed {seed}: median step, {name}", median, "s") for name, median in medians.items()),
+        Figure(f"seed {seed}: TRL's step / AsyncFlow's", medians["TRL"] / medians["AsyncFlow"], "", ">= 3"),
+        Figure(f"seed {seed}: accuracy by step, AsyncFlow's - TRL's, mean", lead, "", ">= -0.02"),
+        *(Figure(f"seed {seed}: held-out accuracy, {name}", accuracy, "") for name, accuracy in accuracies.items()),
+    ]
+
+
+def _lead(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of the means over the steps: the noise of one step's 256 responses is about 0.03."""
+    return statistics.fmean(ours) - statistics.fmean(theirs)
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--steps", type=int, default=40)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
+    arguments.add_argument("--venv", type=Path, default=ROOT / ".venv-trl")
+    given = arguments.parse_args()
+    python, figures = interpreter(given.venv.absolute()), []
+    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+        way = fastest(python, Path(scratch))
+        for seed in given.seeds:
+            folders = {name: Path(scratch) / f"{name}-{seed}" for name in ("AsyncFlow", "TRL")}
+            seen = {
+                "AsyncFlow": of_asyncflow(folders["AsyncFlow"], seed, given.steps),
+                "TRL": of_trl(python, folders["TRL"], {**settings_of(seed, given.steps), **way}),
+            }
+            table(seen)
+            figures += figures_of(seed, seen, {name: held_out(folder / "model", folder) for name, folder in folders.items()})
+    return finish(figures, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
