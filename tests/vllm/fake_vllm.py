@@ -196,7 +196,11 @@ class FakeVllm:
             case "/start_weight_update":
                 return self.start()
             case "/update_weights":
-                self.update(body["update_info"])
+                try:
+                    self.update(body["update_info"])
+                except (OSError, ValueError) as error:
+                    self.is_updating = False
+                    return 500, {"error": str(error)}
             case "/finish_weight_update":
                 self.finish(body["weight_version"])
             case "/update_weight_version":

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,13 +33,13 @@ from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, PauseMode, Refused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_addresses
-from asyncflow.engines.rollout.vllm_instance import Host, Instance, OwnServer, RunningServer
+from asyncflow.engines.rollout.vllm_devices import check_addresses, check_numbers
+from asyncflow.engines.rollout.vllm_instance import Instance
 from asyncflow.engines.rollout.vllm_server import ServerOptions
+from asyncflow.engines.rollout.vllm_servers import Servers, given_hosts, own_hosts
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
-from asyncflow.engines.rollout.vllm_weights import WeightsFile, check_tensors, shapes_of
+from asyncflow.engines.rollout.vllm_weights import HeldWeights
 from asyncflow.model_folder import end_token_ids
-from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, RunError, UserError
 
 if TYPE_CHECKING:
@@ -121,37 +120,26 @@ class VllmEngine:
         Raises `UserError` if vLLM is not there, or does not take the model or an argument, `RunError` if a server does not start
         for another reason.
         """
-        if instances < 1 or tensor_parallel < 1 or (devices is not None and len(devices) != instances):
-            raise UserError(
-                f"rollout.engine: instances={instances}, tensor_parallel={tensor_parallel} and devices={devices} do not go "
-                f"together: both numbers are at least 1, and devices has a list for each instance"
-            )
+        check_numbers(instances, tensor_parallel, devices)
         check_addresses(addresses)
-        hosts: Sequence[Host] = [RunningServer(address, _key(key_variable)) for address in addresses]
         self.num_slots, self.max_context = num_slots, max_context
-        fields = json.loads((model_path / "config.json").read_text())
-        self._vocab_size, self._ties_head = fields["vocab_size"], bool(fields.get("tie_word_embeddings"))
-        self._shapes = shapes_of(model_path)
+        self._vocab_size = json.loads((model_path / "config.json").read_text())["vocab_size"]
         self._stop_ids = sorted(end_token_ids(model_path) if stop_ids is None else stop_ids)
         self._recomputes, self._pause_mode, self._seeded = kv_on_install == "recompute", pause_mode, seeded
         self._generation_seconds = generation_seconds
-        self._version = version
-        self._files = WeightsFile(dtype), WeightsFile(dtype)  # what is installed, and what is prepared
-        self._has_file = False  # whether the installed version is in its file; else it is the one of the model's files
-        self._prepared: int | None = None
-        self._thread = ComputeThread("vllm weights")
-        self._transfer: Transfer = SharedMemoryTransfer()
-        if transfer == "nccl":
-            self._transfer = NcclTransfer(sender_device, tensor_parallel, deadline_seconds)
         self._are_others = bool(addresses)
         self._is_paused = self._is_closed = self._is_begun = False
         self._gate = asyncio.Event()
         self._gate.set()
-        self._changed = asyncio.Event()
         self._one_by_one = asyncio.Lock()  # calls that change what the servers do
         self._open: set[asyncio.Queue[Response | Exception]] = set()
-        per_instance = -(-num_slots // (len(hosts) or instances))
-        if not hosts:
+        self._transfer: Transfer = SharedMemoryTransfer()
+        if transfer == "nccl":
+            self._transfer = NcclTransfer(sender_device, tensor_parallel, deadline_seconds)
+        per_instance = -(-num_slots // (len(addresses) or instances))
+        if addresses:
+            hosts = given_hosts(addresses, key_variable)
+        else:
             options = partial(
                 ServerOptions,
                 python=python or sys.executable,
@@ -166,32 +154,24 @@ class VllmEngine:
                 arguments=arguments or {},
                 start_seconds=start_seconds,
             )
-            hosts = [
-                OwnServer(
-                    options(devices=devices[i] if devices else _consecutive(device, i, tensor_parallel, instances)), f"vLLM {i}"
-                )
-                for i in range(instances)
-            ]
-        else:  # nobody knows what weights they have
-            self._files[0].write(version, check_tensors(load_tensors(model_path), self._shapes, ties_head=self._ties_head))
-            self._has_file = True
+            hosts = own_hosts(options, instances, devices, device, tensor_parallel)
+        self._weights = HeldWeights(model_path, dtype, version)
+        if addresses:  # nobody knows what weights they have
+            self._weights.hold(load_tensors(model_path))
         connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)
-        self.instances = [
-            Instance(
-                host,
-                connect,
-                num_slots=per_instance,
-                max_restarts=max_restarts,
-                start_seconds=start_seconds,
-                changed=self._wake,
-            )
-            for host in hosts
-        ]
-        self._start_all()
+        self._servers = Servers(
+            hosts, connect, self._bring_up, num_slots=per_instance, max_restarts=max_restarts, start_seconds=start_seconds
+        )
+        self._servers.start()
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """The servers."""
+        return self._servers.instances
 
     @property
     def installed_version(self) -> int:
-        return self._version
+        return self._weights.version
 
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
@@ -225,7 +205,7 @@ class VllmEngine:
             "ignore_eos": True,  # the end tokens are those above, and no others
             "detokenize": False,
         }
-        instance, tokens, ids = await self._least_loaded(), len(prompt_ids) + sampling.max_new_tokens, prompt_ids.tolist()
+        instance, tokens, ids = await self._servers.least_loaded(), len(prompt_ids) + sampling.max_new_tokens, prompt_ids.tolist()
         seeds = stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)) >> np.uint64(1)
         tasks = []
         for number, seed in zip(samples, seeds.tolist(), strict=True):
@@ -253,7 +233,7 @@ class VllmEngine:
         try:
             while (response := await self._ask(sample)) is None:
                 if not sample.instance.is_up:
-                    sample.move(await self._least_loaded())
+                    sample.move(await self._servers.least_loaded())
             arrived.put_nowait(response)
         except Exception as error:  # whatever it is, who waits must hear of it
             arrived.put_nowait(error)
@@ -265,20 +245,20 @@ class VllmEngine:
             await self._gate.wait()
             if not instance.is_up:
                 return None
-            life, version = instance.life, self._version
+            life, version = instance.life, self._weights.version
             try:
                 made = await instance.client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
             except Aborted:
                 return None
             except ServerLost as error:
-                instance.lost(life, error, self._bring_up)
+                self._servers.lost(instance, life, error)
                 return None
             except Refused as error:
                 raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
             first = made.version_spans[0, 1] if len(made.version_spans) else version
-            if first != version and self._version == version:
+            if first != version and self._weights.version == version:
                 why = ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
-                instance.lost(life, why, self._bring_up)
+                self._servers.lost(instance, life, why)
                 return None
             if first != version and not self._recomputes:
                 # It waited there while weights were installed, and began under the new ones with the salt of the old: the keys of
@@ -292,29 +272,19 @@ class VllmEngine:
         """See `RolloutEngine`. Copies the tensors to where vLLM's processes can read them, in a thread of its own."""
         async with self._one_by_one:
             self._check_open()
-            await self._prepare(version, tensors)
-
-    async def _prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        def write() -> None:
-            self._files[1].write(version, check_tensors(tensors, self._shapes, ties_head=self._ties_head))
-
-        self._prepared = None
-        await self._thread.run(write)
-        self._prepared = version
+            await self._weights.prepare(version, tensors)
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. An instance on which it fails is started again; the others go on."""
         await self._begin()
         async with self._one_by_one:
             self._check_open()
-            if self._prepared != version:
-                await self._prepare(version, tensors)
+            if self._weights.prepared != version:
+                await self._weights.prepare(version, tensors)
             self._gate.clear()
             try:
-                # From here on a server that comes back is given this version.
-                self._prepared, self._has_file, self._version = None, True, version
-                self._files = self._files[1], self._files[0]
-                await self._everywhere(self._update)
+                self._weights.take_prepared()  # from here on a server that comes back is given this version
+                await self._servers.everywhere(self._update)
             finally:
                 if not self._is_paused:
                     self._gate.set()
@@ -326,14 +296,14 @@ class VllmEngine:
             self._check_open()
             self._is_paused = True
             self._gate.clear()
-            await self._everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
+            await self._servers.everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
 
     async def resume(self) -> None:
         """See `RolloutEngine`."""
         async with self._one_by_one:
             self._check_open()
             if self._is_paused:
-                await self._everywhere(lambda instance, client: client.resume())
+                await self._servers.everywhere(lambda instance, client: client.resume())
                 self._is_paused = False
                 self._gate.set()
 
@@ -342,27 +312,13 @@ class VllmEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        self._thread.close()
+        self._weights.close_thread()
         for arrived in self._open:
             arrived.put_nowait(RuntimeError("the rollout engine is closed"))
-        self._wake()
-        await asyncio.gather(*(instance.close() for instance in self.instances))
-        for file in self._files:
-            file.close()
+        await self._servers.close()
+        self._weights.close()
 
     # -- the servers --------------------------------------------------------------------------------------------------------
-
-    def _start_all(self) -> None:
-        """Start what is the engine's to start, all at once; end all if one does not come."""
-        try:
-            for instance in self.instances:
-                instance.host.start()
-            for instance in self.instances:
-                instance.host.wait_until_ready()
-        except BaseException:
-            for instance in self.instances:
-                instance.host.stop()
-            raise
 
     async def _begin(self) -> None:
         """Connect, once there is an event loop to do it on."""
@@ -372,7 +328,7 @@ class VllmEngine:
         async with self._one_by_one:
             if not self._is_begun:
                 try:
-                    await asyncio.gather(*(instance.come_up(self._bring_up) for instance in self.instances))
+                    await self._servers.come_up()
                 except (ServerLost, Refused) as error:
                     raise RunError(f"a vLLM server does not do what AsyncFlow needs of it (docs/vllm.md): {error}") from error
                 self._is_begun = True
@@ -381,12 +337,12 @@ class VllmEngine:
         """Bring a server that has just come to the current version."""
         if self._are_others:
             await self._check_settings(client)
-        if self._has_file:
+        if self._weights.file is not None:
             await client.pause("abort", clear_cache=True)
-            await self._transfer.send(client, self._files[0])
+            await self._transfer.send(client, self._weights.file)
             await client.resume()
         else:
-            await client.set_weight_version(self._version)
+            await client.set_weight_version(self._weights.version)
 
     async def _check_settings(self, client: VllmClient) -> None:
         """That a server which somebody else has started was started as docs/vllm.md says. Raises `UserError`."""
@@ -412,48 +368,14 @@ class VllmEngine:
         mode: PauseMode = "keep" if self._is_paused else self._pause_mode
         clear = self._recomputes or self._pause_mode != "keep" or not instance.num_outstanding
         await self._pause(client, mode, clear_cache=clear)
-        await self._transfer.send(client, self._files[0])
+        assert self._weights.file is not None, "a version has been taken"
+        await self._transfer.send(client, self._weights.file)
         if not self._is_paused:
             await client.resume()
 
     async def _pause(self, client: VllmClient, mode: PauseMode, *, clear_cache: bool) -> None:
         await client.pause(mode, clear_cache=clear_cache, may_wait_seconds=self._generation_seconds if mode == "wait" else None)
 
-    async def _everywhere(self, call: Callable[[Instance, VllmClient], Awaitable[None]]) -> None:
-        await asyncio.gather(*(instance.change(partial(call, instance), self._bring_up) for instance in self.instances))
-
-    async def _least_loaded(self) -> Instance:
-        """The instance with the fewest outstanding tokens, as soon as there is one. Raises `RunError` when all are given up."""
-        while True:
-            self._check_open()
-            up = [instance for instance in self.instances if instance.is_up]
-            if up:
-                return min(up, key=lambda instance: instance.outstanding_tokens)
-            errors = [instance.error for instance in self.instances if instance.error is not None]
-            if len(errors) == len(self.instances):
-                raise errors[-1]
-            await self._changed.wait()
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
-
-
-def _key(variable: str) -> str:
-    key = os.environ.get(variable)
-    if not key:
-        raise UserError(f"rollout.engine.addresses needs the servers' key in the environment variable {variable}: set it")
-    return key
-
-
-def _consecutive(device: str, number: int, tensor_parallel: int, instances: int) -> list[int] | None:
-    """The devices of one of several instances: one after another. A single instance takes those that it sees."""
-    kind, _, first = device.partition(":")
-    if kind == "cpu" or (instances == 1 and not first):
-        return None
-    begin = int(first or 0) + number * tensor_parallel
-    return list(range(begin, begin + tensor_parallel))

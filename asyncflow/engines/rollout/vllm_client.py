@@ -24,6 +24,7 @@ import numpy as np
 from asyncflow.types import Array
 
 CONNECT_SECONDS = 10.0
+ON_ITS_OWN = {"Connection": "close"}  # after an error vLLM's server hangs up, maybe on the next request of that connection
 UNFINISHED = "unfinished"  # weights of which nobody knows what they are
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -197,7 +198,7 @@ class VllmClient:
         An update that somebody who was cut off has left open is ended first: what it has loaded is replaced by this one.
         """
         try:
-            await self._ask("POST", "/start_weight_update")
+            await self._ask("POST", "/start_weight_update", headers=ON_ITS_OWN)
         except ServerLost as error:
             if "already active" not in str(error):
                 raise
@@ -206,7 +207,7 @@ class VllmClient:
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> None:
         """Have the server load weights, in the way that it was started with."""
-        await self._ask("POST", "/update_weights", {"update_info": update_info})
+        await self._ask("POST", "/update_weights", {"update_info": update_info}, headers=ON_ITS_OWN)
 
     async def finish_weight_update(self, version: int) -> None:
         """The weights are whole, and have this name."""

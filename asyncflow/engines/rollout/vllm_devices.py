@@ -44,6 +44,15 @@ def check(
         )
 
 
+def check_numbers(instances: int, tensor_parallel: int, devices: Sequence[Sequence[int]] | None) -> None:
+    """That they go together. Raises `UserError`."""
+    if instances < 1 or tensor_parallel < 1 or (devices is not None and len(devices) != instances):
+        raise UserError(
+            f"rollout.engine: instances={instances}, tensor_parallel={tensor_parallel} and devices={devices} do not go "
+            f"together: both numbers are at least 1, and devices has a list for each instance"
+        )
+
+
 def check_addresses(addresses: Sequence[str]) -> None:
     """That servers are on this machine, and each is named once. Raises `UserError`."""
     for address in addresses:

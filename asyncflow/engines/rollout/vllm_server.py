@@ -82,7 +82,8 @@ class ServerOptions:
             "weight_transfer_config": json.dumps({"backend": self.transfer}),
         }
         if self.device == "cpu":
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes()}
+            # Prompts are computed whole: vLLM 0.32.0 dies of cutting one that has a seed, for a CPU's generators have no offset.
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes(), "no_enable_chunked_prefill": True}
         if self.tensor_parallel == 1:  # its worker in the engine's own process: one process less to start and to talk to
             arguments["distributed_executor_backend"] = "uni"
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]

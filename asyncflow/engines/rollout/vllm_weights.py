@@ -1,4 +1,4 @@
-"""One version's weights in memory that vLLM's processes map.
+"""Weights in memory that vLLM's processes map.
 
     tensors (any float dtype) --copy, cast--> a file without a name (memfd) <--map-- each process of each vLLM instance
 
@@ -9,6 +9,7 @@ and an instance that is started again can have it.
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import os
@@ -20,11 +21,62 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from asyncflow.threads import ComputeThread
 from asyncflow.types import RunError
 
 _ALIGNMENT = 64
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class HeldWeights:
+    """The version that the servers are to have, and the one that is to come next, each in a file."""
+
+    def __init__(self, model_path: Path, dtype: str, version: int) -> None:
+        """`version` is that of the model's own files, which servers start from, and in no file here before `hold`."""
+        self.version = version
+        self.prepared: int | None = None
+        """The version in `next_file`."""
+        self.next_file = WeightsFile(dtype)
+        self._file, self._is_in_file = WeightsFile(dtype), False
+        self._shapes = shapes_of(model_path)
+        self._ties_head = bool(json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"))
+        self._thread = ComputeThread("vllm weights")
+
+    @property
+    def file(self) -> WeightsFile | None:
+        """What holds `version`; None where the model's own files do."""
+        return self._file if self._is_in_file else None
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of `version`. Raises `ValueError` for what the model does not take."""
+        self._file.write(self.version, check_tensors(tensors, self._shapes, ties_head=self._ties_head))
+        self._is_in_file = True
+
+    async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the next version's tensors, in a thread of its own. Raises `ValueError` for what the model does not take."""
+
+        def write() -> None:
+            self.next_file.write(version, check_tensors(tensors, self._shapes, ties_head=self._ties_head))
+
+        self.prepared = None
+        await self._thread.run(write)
+        self.prepared = version
+
+    def take_prepared(self) -> None:
+        """From here on the servers are to have the next version."""
+        assert self.prepared is not None, "`prepare` first"
+        self.version, self.prepared, self._is_in_file = self.prepared, None, True
+        self._file, self.next_file = self.next_file, self._file
+
+    def close_thread(self) -> None:
+        """Prepare no more."""
+        self._thread.close()
+
+    def close(self) -> None:
+        """Give up both files; a server that has mapped one keeps it."""
+        self._file.close()
+        self.next_file.close()
 
 
 class WeightsFile:

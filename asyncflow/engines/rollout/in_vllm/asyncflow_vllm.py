@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 SETTINGS = "/asyncflow/settings"
 
@@ -62,7 +63,12 @@ class FileWeights(WeightTransferEngine):
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """From here to `finish_weight_update` the model computes nothing: its tensors are being replaced, layer by layer."""
+        """From here to `finish_weight_update` the model computes nothing: its tensors are being replaced, layer by layer.
+
+        A layer of which an update that failed has loaded a part would count that part as this update's, so it is ended first.
+        """
+        if any(get_layerwise_info(layer).can_load() for layer in self.model.modules()):
+            finalize_layerwise_reload(self.model, self.model_config)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

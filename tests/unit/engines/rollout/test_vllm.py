@@ -627,6 +627,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
     assert command[command.index("--max-num-seqs") + 1] == "7" and command[command.index("--x-y") + 1] == "[1]"
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs" and "--enable-scale-out" in command
+    assert "--no-enable-chunked-prefill" in server_options("py", MODEL).command("/s")
     assert "--enforce-eager" not in command and "--distributed-executor-backend" not in command
     environment = options.environment("secret")
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3" and environment["PYTHONPATH"].split(os.pathsep)[0] == str(IN_VLLM)
@@ -698,7 +699,7 @@ async def test_by_nccl_one_sender_is_kept_for_each_life_of_a_server(
     async with opened(model, python, transfer="nccl", sender_device="cpu", tensor_parallel=2) as engine:
         for version in (1, 2):
             await engine.prepare(version, changed(0.1 * version))
-            monkeypatch.setattr(StandInSender, "file", engine._files[1].description())
+            monkeypatch.setattr(StandInSender, "file", engine._weights.next_file.description())
             await engine.install(version, changed(0.1 * version))
             assert (await responses(engine))[0].version_spans.tolist() == [[0, version]]
         assert len(StandInSender.made) == 1 and StandInSender.made[0].info.world_size == 3

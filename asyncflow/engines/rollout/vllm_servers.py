@@ -1,0 +1,124 @@
+"""The vLLM servers of one engine: where they come from, which of them is to generate next, and what all are told at once.
+
+    own_hosts / given_hosts --> Servers --> one Instance (vllm_instance.py) for each
+
+consumes: samples that want a server; calls that change what the servers do
+waits for: a server that is up
+is unblocked by: one that has come back, and the last one's being given up
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from asyncflow.engines.rollout.vllm_client import VllmClient
+from asyncflow.engines.rollout.vllm_instance import Call, Host, Instance, OwnServer, RunningServer
+from asyncflow.engines.rollout.vllm_server import ServerOptions
+from asyncflow.types import UserError
+
+
+def own_hosts(
+    options: Callable[..., ServerOptions],
+    instances: int,
+    devices: Sequence[Sequence[int]] | None,
+    device: str,
+    tensor_parallel: int,
+) -> list[Host]:
+    """Servers that the run starts. `options(devices=...)` are those of one of them."""
+    chosen: Sequence[Sequence[int] | None] = devices or [
+        _consecutive(device, number, tensor_parallel, instances) for number in range(instances)
+    ]
+    return [OwnServer(options(devices=these), f"vLLM {number}") for number, these in enumerate(chosen)]
+
+
+def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
+    """Servers that somebody else has started, who has put their key in that environment variable. Raises `UserError` if not."""
+    key = os.environ.get(key_variable)
+    if not key:
+        raise UserError(f"rollout.engine.addresses needs the servers' key in the environment variable {key_variable}: set it")
+    return [RunningServer(address, key) for address in addresses]
+
+
+def _consecutive(device: str, number: int, tensor_parallel: int, instances: int) -> list[int] | None:
+    """The devices of one of several instances: one after another. A single instance takes those that it sees."""
+    kind, _, first = device.partition(":")
+    if kind == "cpu" or (instances == 1 and not first):
+        return None
+    begin = int(first or 0) + number * tensor_parallel
+    return list(range(begin, begin + tensor_parallel))
+
+
+class Servers:
+    """See the module's head. `bring_up(client)` brings a server that has just come to the current version."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        connect: Callable[[str, str], VllmClient],
+        bring_up: Call,
+        *,
+        num_slots: int,
+        max_restarts: int,
+        start_seconds: float,
+    ) -> None:
+        """`num_slots`: of each. See `Instance`."""
+        self._bring_up = bring_up
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self.instances = [
+            Instance(host, connect, num_slots=num_slots, max_restarts=max_restarts, start_seconds=start_seconds, changed=self._wake)
+            for host in hosts
+        ]
+
+    def start(self) -> None:
+        """Start what is the run's to start, all at once, and wait for it; end all if one does not come."""
+        try:
+            for instance in self.instances:
+                instance.host.start()
+            for instance in self.instances:
+                instance.host.wait_until_ready()
+        except BaseException:
+            for instance in self.instances:
+                instance.host.stop()
+            raise
+
+    async def come_up(self) -> None:
+        """Connect to each, and bring it to the current version. Raises what doing so raises."""
+        await asyncio.gather(*(instance.come_up(self._bring_up) for instance in self.instances))
+
+    def lost(self, instance: Instance, life: int, why: Exception) -> None:
+        """That one is of no use any more, as was seen in its life number `life`; it is brought back in the background."""
+        instance.lost(life, why, self._bring_up)
+
+    async def everywhere(self, call: Callable[[Instance, VllmClient], Awaitable[None]]) -> None:
+        """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on."""
+        await asyncio.gather(*(instance.change(partial(call, instance), self._bring_up) for instance in self.instances))
+
+    async def least_loaded(self) -> Instance:
+        """The instance with the fewest outstanding tokens, as soon as there is one.
+
+        Raises `RunError` when all are given up, and `RuntimeError` once they are closed.
+        """
+        while True:
+            if self._is_closed:
+                raise RuntimeError("the rollout engine is closed")
+            up = [instance for instance in self.instances if instance.is_up]
+            if up:
+                return min(up, key=lambda instance: instance.outstanding_tokens)
+            errors = [instance.error for instance in self.instances if instance.error is not None]
+            if len(errors) == len(self.instances):
+                raise errors[-1]
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """End those that the run has started, and hang up on the others."""
+        self._is_closed = True
+        self._wake()
+        await asyncio.gather(*(instance.close() for instance in self.instances))
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
