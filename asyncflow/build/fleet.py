@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Final
 
 from asyncflow.build.prepare import devices_each, tasks_before_training
+from asyncflow.build.rendezvous import AT_DRIVER
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
 from asyncflow.engines.base import RANKS_STORE
+from asyncflow.workflows.critic import VALUES_TASK
 
 _MAINS: Final = "asyncflow.build.workers"
+_UNIT_RESTARTS: Final = 3
 # Micro-batches allocate and free the same megabytes over and over: glibc is to keep them, not to map zeroed pages each time.
 _KEEP_FREED_MEMORY: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(10**9),
@@ -40,16 +43,21 @@ def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
 
 
 def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainers_there: bool) -> list[WorkerSpec]:
-    """All that a run starts with, one of no steps neither trainers nor a reference. torchrun's trainers are there already."""
+    """All that a run starts with, one of no steps without who trains. torchrun's trainers are there already."""
     tasks = tasks_before_training(config)
-    specs = [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
+    specs = [storage_unit(i) for i in range(config.queue.num_units)] if config.queue.place == "workers" else []
+    specs += [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
     if "reward" in tasks:
-        specs.append(WorkerSpec("reward", f"{_MAINS}:reward_worker", threads(1), needs=devices("cpu", 1)))
+        device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.num_threads)
+        specs.append(WorkerSpec("reward", f"{_MAINS}:reward_worker", threads(num_threads), needs=devices(device, num_threads)))
     if is_training and not are_trainers_there:
         specs += trainers(config, f"{_MAINS}:train_worker", weights_dir)
     if is_training and "reference" in tasks:
         needs = devices(config.train.device, config.train.num_threads)
         specs.append(WorkerSpec("reference", f"{_MAINS}:reference_worker", training(config), needs=needs))
+    if is_training and VALUES_TASK in tasks:
+        needs = devices(config.train.critic.device, config.train.num_threads)
+        specs.append(WorkerSpec("critic", f"{_MAINS}:critic_worker", training(config), needs=needs))
     return specs
 
 
@@ -60,11 +68,18 @@ def rollout_worker(config: Config, name: str) -> WorkerSpec:
     return WorkerSpec(name, f"{_MAINS}:rollout_worker", threads(rollout.num_threads), rollout.max_restarts, needs)
 
 
+def storage_unit(number: int) -> WorkerSpec:
+    """One of the queue's, in a process of its own. Whoever takes its place asks its storage for what has outlived it."""
+    needs = devices("cpu", 1)
+    return WorkerSpec(f"storage/{number}", f"{_MAINS}:unit_worker", threads(1), _UNIT_RESTARTS, needs, outlives_others=True)
+
+
 def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
-    """One worker for each rank of the layout. They find each other in `folder`, which is theirs alone."""
+    """One worker for each rank of the layout. They find each other in `folder`, which is theirs alone, or, on several machines, at
+    the driver."""
     size, needs = config.layout.size, devices(config.train.device, config.train.num_threads)
-    store = {RANKS_STORE: f"file://{folder}/ranks"}
-    return [WorkerSpec(f"trainer/{rank}", entry, training(config) | _rank(rank, size) | store, needs=needs) for rank in range(size)]
+    environment, apart = training(config) | {RANKS_STORE: f"file://{folder}/ranks"}, {RANKS_STORE: AT_DRIVER}
+    return [WorkerSpec(f"trainer/{rank}", entry, environment | _rank(rank, size), needs=needs, apart=apart) for rank in range(size)]
 
 
 def _rank(rank: int, size: int) -> dict[str, str]:

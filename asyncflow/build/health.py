@@ -29,9 +29,12 @@ class Health:
 
     def died(self, worker: str, why: str, is_given_up: bool) -> None:
         """A worker's process has ended, and is started again or given up."""
-        self._board.died(worker, is_given_up)
         self._says(f"worker {worker} {why}")
-        self._judge(worker, why)
+        if worker.startswith("rollout/"):
+            self._board.died(worker, is_given_up)
+            self._judge(worker, why)
+        elif is_given_up:  # the others are needed, all of them
+            self._fails(RunError(f"worker {worker} {why}"))
 
     def look_around(self) -> None:
         """Say of who has become silent that he has."""

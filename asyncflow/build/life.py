@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shutil
 import tempfile
@@ -166,7 +167,7 @@ class Life:
         self._folder.claim(dump(self._config))
         if prepared.model.is_relative_to(scratch):
             model = Path(shutil.move(prepared.model, self._folder.initial_model))
-            return Prepared(model, prepared.prompts, prepared.held_out, prepared.max_context)
+            return dataclasses.replace(prepared, model=model)
         return prepared
 
     def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed) -> None:

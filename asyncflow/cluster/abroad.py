@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,19 @@ def abroad() -> Abroad | None:
     """What this worker was told; None on its driver's machine."""
     memory, files = (os.environ.get(name) for name in _VARIABLES)
     return Abroad(Path(memory), Path(files)) if memory and files else None
+
+
+def own_address(door: str) -> str:
+    """The address of this machine by which it reaches the driver's door, `tls:HOST:PORT`: others of the run reach it there, too.
+
+    An IPv6 one is in brackets. Nothing is sent.
+    """
+    host, _, port = door.removeprefix("tls:").rpartition(":")
+    family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
+        found = str(probe.getsockname()[0])
+    return f"[{found}]" if ":" in found else found
 
 
 class NodeFolders:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,12 +18,16 @@ def restart_pause(num_restarts: int) -> float:
     return min(most, first * 2**num_restarts)
 
 
+Settle = Callable[[], Awaitable[None]]
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """A worker to be started: `entry` is `module:function`, an async function of (name, run directory).
 
     One that dies is started again up to `max_restarts` times, after a pause. `needs`: devices by kind (`CPU`, `GPU`, `NPU`), for
-    a cluster that counts them.
+    a cluster that counts them. `outlives_others`: they need it until they have ended; it never ends by itself.
+    `apart`: what its environment has instead where the workers of its pool lie on several machines.
     """
 
     name: str
@@ -31,6 +35,8 @@ class WorkerSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     needs: Mapping[str, float] = field(default_factory=dict)
+    outlives_others: bool = False
+    apart: Mapping[str, str] = field(default_factory=dict)
 
 
 class WorkerDied(RunError):
@@ -45,8 +51,8 @@ class Cluster(Protocol):
         ...
 
     async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
-        """Return when every worker has ended well, those that join meanwhile included. `on_death(name, why, is_given_up)` is told
-        of one that died, and is started again or has been often enough.
+        """Return when every worker has ended well, those that join meanwhile included, but for those that outlive the others.
+        `on_death(name, why, is_given_up)` is told of one that died, and is started again or has been often enough.
 
         Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of one
         that has found a mistake of the user's.
@@ -60,8 +66,11 @@ class Cluster(Protocol):
         """
         ...
 
-    async def stop(self, grace_seconds: float) -> list[str]:
-        """Wait so long for the workers to end, then kill. Returns the names of those that were killed."""
+    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+        """Wait so long for the workers to end, then kill. Returns the names of those that were killed.
+
+        Those that outlive the others are ended after them, at once, when `settle` has returned: who else needs them is done then.
+        """
         ...
 
     def pids(self) -> dict[str, int]:

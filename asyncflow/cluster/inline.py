@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.base import Settle, WorkerSpec
 from asyncflow.registry import load
 from asyncflow.transport import client_name
 
@@ -16,6 +16,7 @@ class InlineCluster:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lasting: set[str] = set()  # workers that outlive the others
         self._leaving: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] | None = None
 
@@ -23,6 +24,8 @@ class InlineCluster:
         if self._over is None:
             self._over = asyncio.get_running_loop().create_future()
         for spec in workers:
+            if spec.outlives_others:
+                self._lasting.add(spec.name)
             self._tasks[spec.name] = task = asyncio.create_task(self._run(spec), name=spec.name)
             task.add_done_callback(partial(self._ended, self._over))
 
@@ -40,13 +43,21 @@ class InlineCluster:
             await asyncio.wait([task])
         return not late
 
-    async def stop(self, grace_seconds: float) -> list[str]:
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=grace_seconds)
-        late = [name for name, task in self._tasks.items() if not task.done()]
+    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+        mortal = {name: task for name, task in self._tasks.items() if name not in self._lasting}
+        if mortal:
+            await asyncio.wait(mortal.values(), timeout=grace_seconds)
+        late = [name for name, task in mortal.items() if not task.done()]
         for name in late:
-            self._tasks[name].cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            mortal[name].cancel()
+        await asyncio.gather(*mortal.values(), return_exceptions=True)
+        try:
+            if settle is not None:
+                await settle()
+        finally:
+            for name in self._lasting:
+                self._tasks[name].cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         if self._over is not None and self._over.done():
             self._over.exception()  # taken, if it came too late to be why the run ended
         return late
@@ -64,5 +75,5 @@ class InlineCluster:
             return
         if error is not None and task not in self._leaving:
             over.set_exception(error)
-        elif all(each.done() for each in self._tasks.values()):
+        elif all(each.done() for name, each in self._tasks.items() if name not in self._lasting):
             over.set_result(None)

@@ -12,7 +12,8 @@ Ray places and supervises: samples travel by the transfer queue, weights by weig
 One that dies is started again as `local` does it, by its host, or by another one if that is gone too: Ray itself retries nothing.
 
 Workers on the driver's own node are as those of `local`: they come through the private socket. Those on others come through
-`queue.listen`, with the run's key. Trainers write the model and checkpoints into the run's folder, and stay on the driver's node.
+`queue.listen`, with the run's key. The first trainer writes the model into the run's folder, and publishes weights beside the
+driver: it stays on the driver's node. The others may be elsewhere if told so, where the folder is seen: they write checkpoints.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
-from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.base import Settle, WorkerSpec
 from asyncflow.cluster.ray_guard import PATIENCE
-from asyncflow.cluster.ray_host import VISIBLE, Host, Letter, write_private
+from asyncflow.cluster.ray_host import Host, Letter, write_private
+from asyncflow.cluster.ray_plan import Wish, options_of, pool_of
 from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
 from asyncflow.config import Config, load
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE
@@ -68,38 +70,9 @@ LOST_STATUS: Final = 1  # of a worker whose host is gone
 UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach, and its worker lives on
 ASK_SECONDS: Final = 1.0  # between looks at what is waited for
 
-FORWARDED: Final = (
-    "ASYNCFLOW_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "MALLOC_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_",
-    "CUBLAS_", "HCCL_", "ASCEND_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "VLLM_", "UCX_", "FI_", "PYTHONHASHSEED",
-    "PYTHONWARNINGS", "LANG", "LC_", "TZ",
-)  # fmt: skip
-"""What begins so, of the driver's environment, workers on other nodes get as well; `forward` names more. Not what ends as below."""
-_SECRET: Final = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 _NODE_LABEL: Final = "ray.io/node-id"
 
 _was_imported_alone = False  # whether this process has Ray with the settings above
-
-Pool = Literal["rollout", "trainer", "reward", "reference"]
-Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-
-
-class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of `cluster: {name: ray, ...}`."""
-
-    address: str | None = None
-    """Of a cluster that is running, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); this machine is one of its nodes. None: one
-    is started here, for this run alone."""
-    placement: dict[Pool, Strategy] = {}
-    """How each pool's workers lie on the nodes; PACK unless told."""
-    resources: dict[Pool, dict[str, float]] = {}
-    """What each worker of a pool takes, by Ray's names (`CPU`, `GPU`, `NPU`, one of the user's own), over what follows from its
-    device and threads."""
-    forward: list[str] = []
-    """Variables of the driver's environment that workers on other nodes are to have, besides those of the libraries in use."""
-    start_seconds: float = 120.0
-    """How long a pool may wait for room in the cluster, and a worker for its process."""
-    shares_files: bool | None = None
-    """Whether the other nodes see the run's folder. None: each is asked."""
 
 
 class HostActor(Host):
@@ -108,10 +81,6 @@ class HostActor(Host):
     def node(self) -> str:
         """Ray's id of the node that it is on."""
         return str(_ray().get_runtime_context().get_node_id())
-
-
-_Wish = tuple[WorkerSpec, dict[str, float]]
-"""A worker, and the bundle that it needs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +111,8 @@ class _Place:
     needs: Mapping[str, float]
     host: Any = None
     has_begun: bool = False
+    apart: Mapping[str, str] = field(default_factory=dict)
+    """What its environment has instead, since its pool lies on several nodes."""
 
 
 class _Process:
@@ -198,10 +169,7 @@ class RayCluster(SupervisedCluster):
 
     def __init__(self, run_dir: Path, **options: Any) -> None:
         super().__init__(run_dir)
-        try:
-            self._options = msgspec.convert(options, RayOptions)
-        except msgspec.ValidationError as error:
-            raise UserError(f"cluster ray does not take these options: {error}") from error
+        self._options = options_of(options)
         if importlib.util.find_spec("ray") is None:
             raise UserError("cluster=ray needs Ray, which is not installed: pip install 'asyncflow-rl[ray]'")
         self._run_id = uuid.uuid4().hex[:12]
@@ -219,15 +187,16 @@ class RayCluster(SupervisedCluster):
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
         config = load(self._run_dir / CONFIG_FILE)
-        pools = {name: [spec for spec in workers if _pool_of(spec) == name] for name in _in_order(workers, config)}
+        pools = {name: [spec for spec in workers if pool_of(spec) == name] for name in self._options.in_order(workers, config)}
         for name, specs in pools.items():
-            self._check_placement(name, len(specs), config)
+            self._options.check(name, len(specs), config)
         with self._working():
             if not self._node:
                 self._check_open()
                 await self._connect()
             for name, specs in pools.items():
                 await self._reserve(name, specs, config)
+            await self._look_apart([spec for specs in pools.values() for spec in specs if spec.apart])
             await super().start(workers)
 
     async def end(self, name: str, grace_seconds: float) -> bool:
@@ -237,10 +206,10 @@ class RayCluster(SupervisedCluster):
                 await self._leave(place)
         return is_in_time
 
-    async def stop(self, grace_seconds: float) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
         self._is_stopping = True
         try:
-            late = await super().stop(grace_seconds)
+            late = await super().stop(grace_seconds, settle)
             places, self._places = self._places, {}
             await asyncio.gather(*(self._leave(place) for place in places.values()))
             if self._at_work:  # their workers have ended: they have only to leave
@@ -269,15 +238,6 @@ class RayCluster(SupervisedCluster):
         if not await _answers(self._head):
             raise ConnectionError(f"the head of the Ray cluster at {self._head} does not answer")
 
-    def _check_placement(self, name: str, count: int, config: Config) -> None:
-        """Raises `UserError` for a placement that no cluster has."""
-        why_here = _why_here(name, config)
-        if count > 1 and why_here and self._options.placement.get(name) == "STRICT_SPREAD":  # type: ignore[call-overload]
-            raise UserError(
-                f"cluster.placement.{name}=STRICT_SPREAD asks for {count} nodes, but {why_here}: take another placement, "
-                "or leave it out"
-            )
-
     def pids(self) -> dict[str, int]:
         """See `Cluster`: of those on this machine."""
         running = {name: child.process for name, child in self._children.items() if child.process.returncode is None}
@@ -305,8 +265,6 @@ class RayCluster(SupervisedCluster):
     async def _spawn_at(self, place: _Place, log: Path) -> _Process:
         await self._check_head()
         self._check_open()
-        job_file = self._run_dir.absolute() / JOB_FILE
-        digest = hashlib.sha256(job_file.read_bytes()).hexdigest() if job_file.exists() else ""
         try:
             host = place.host = place.host or self._new_host(place)
             is_abroad = await host.node.remote() != self._node
@@ -314,9 +272,7 @@ class RayCluster(SupervisedCluster):
             self._give_back(place)
             host = place.host = self._new_host(place)
             is_abroad = await host.node.remote() != self._node
-        sees_run = self._options.shares_files
-        if sees_run is None:
-            sees_run = await host.sees.remote(str(job_file), digest)
+        sees_run = await self._sees_run(host)
         letter = Letter(
             name=place.spec.name,
             entry=place.spec.entry,
@@ -332,14 +288,44 @@ class RayCluster(SupervisedCluster):
         return _Process(host, pid, log, is_here=not is_abroad)
 
     def _environment(self, place: _Place, *, is_abroad: bool) -> dict[str, str]:
-        forwarded, own = dict(os.environ), dict(place.spec.environment)
+        forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}
         if is_abroad:
-            named = tuple(self._options.forward)
-            usual = {name for name in forwarded if name.startswith(FORWARDED) and not name.endswith(_SECRET)} - {*VISIBLE}
-            forwarded = {name: value for name, value in forwarded.items() if name in usual or name.startswith(named)}
+            forwarded = self._options.forwarded(forwarded)
         if "LOCAL_RANK" in own and {"GPU", "NPU"} & place.needs.keys():
             own["LOCAL_RANK"] = "0"  # Ray lets a worker see its own devices only, which are numbered from 0
         return forwarded | own
+
+    async def _sees_run(self, host: Any) -> bool:
+        """Whether a host sees the run's folder."""
+        if (sees_run := self._options.shares_files) is not None:
+            return sees_run
+        job_file = self._run_dir.absolute() / JOB_FILE
+        digest = hashlib.sha256(job_file.read_bytes()).hexdigest() if job_file.exists() else ""
+        return bool(await host.sees.remote(str(job_file), digest))
+
+    async def _look_apart(self, specs: Sequence[WorkerSpec]) -> None:
+        """Tell workers of one pool that do their work together whether they are on several nodes.
+
+        Raises `UserError` where one of them is on a node that does not see the run's folder, `RunError` where one says nothing.
+        """
+        places = [self._places[spec.name] for spec in specs]
+        if self._options.trainers != "anywhere" or len(places) < 2:
+            return
+        try:
+            async with asyncio.timeout(self._options.start_seconds):
+                nodes = await asyncio.gather(*(place.host.node.remote() for place in places))
+                there = [(place, node) for place, node in zip(places, nodes, strict=True) if node != self._node]
+                see = await asyncio.gather(*(self._sees_run(place.host) for place, _ in there))
+        except (TimeoutError, _ray().exceptions.RayError) as error:
+            raise RunError(f"the hosts of trainers have not all said where they are: {_first_sentence(error)}") from error
+        for (place, _), sees_run in zip(there, see, strict=True):
+            if not sees_run:
+                raise UserError(
+                    f"{place.spec.name} would be on a node that does not see {self._run_dir.absolute()}, where trainers write "
+                    "checkpoints: share it, or leave cluster.trainers out, and all trainers stay on this machine"
+                )
+        for place, node in zip(places, nodes, strict=True) if there else ():
+            place.apart = {**place.spec.apart, "LOCAL_WORLD_SIZE": str(nodes.count(node))}
 
     def _files(self) -> dict[str, bytes]:
         """What a worker reads of the run's folder."""
@@ -350,11 +336,8 @@ class RayCluster(SupervisedCluster):
 
         Raises `UserError` when there is no room, `RunError` when the head of the cluster does not answer, or the run is ending.
         """
-        wanted: list[_Wish] = []
-        for spec in specs:
-            need: dict[str, float] = {**spec.needs, **self._options.resources.get(name, {})}  # type: ignore[call-overload]
-            wanted.append((spec, {kind: count for kind, count in need.items() if count} or {"CPU": 1.0}))
-        why_here, group = _why_here(name, config), None
+        wanted = [self._options.wish(name, spec) for spec in specs]
+        why_here, group = self._options.why_here(name, config), None
         deadline = asyncio.get_running_loop().time() + self._options.start_seconds
         try:
             while wanted:
@@ -368,7 +351,7 @@ class RayCluster(SupervisedCluster):
                     wanted, group = [each for each in wanted if each not in left], None
                     continue
                 if group is None:
-                    group = self._new_group(name, [bundle for _, bundle in wanted], is_here=bool(why_here))
+                    group = self._new_group(name, wanted, config)
                 is_there = await _in_thread(group.wait, ASK_SECONDS)
                 self._check_open()
                 if is_there:
@@ -391,7 +374,7 @@ class RayCluster(SupervisedCluster):
             f"start fewer workers, or change cluster.resources or cluster.placement"
         )
 
-    def _take_free(self, name: str, wanted: Sequence[_Wish]) -> list[_Wish]:
+    def _take_free(self, name: str, wanted: Sequence[Wish]) -> list[Wish]:
         """Give workers what others of their pool have left. Returns who has got something."""
         placed = []
         for spec, bundle in wanted:
@@ -407,11 +390,11 @@ class RayCluster(SupervisedCluster):
         self._places[spec.name] = place = _Place(spec, pool, number, bundle)
         place.host = self._new_host(place)
 
-    def _new_group(self, name: str, bundles: list[dict[str, float]], *, is_here: bool) -> Any:
+    def _new_group(self, name: str, wanted: Sequence[Wish], config: Config) -> Any:
         return _ray().util.placement_group(
-            bundles,
-            strategy=self._options.placement.get(name, "PACK"),  # type: ignore[call-overload]
-            bundle_label_selector=[{_NODE_LABEL: self._node}] * len(bundles) if is_here else None,
+            [bundle for _, bundle in wanted],
+            strategy=self._options.strategy(name),
+            bundle_label_selector=self._options.labels(name, wanted, config, {_NODE_LABEL: self._node}),
         )
 
     def _remove(self, group: Any) -> None:
@@ -563,26 +546,6 @@ async def _in_thread(function: Callable[[float], bool], seconds: float) -> bool:
     except asyncio.CancelledError:
         await asyncio.wait([call], timeout=HOST_SECONDS)
         raise
-
-
-def _in_order(specs: Sequence[WorkerSpec], config: Config) -> list[str]:
-    """The pools in the order in which room is taken for them: those first that cannot go elsewhere, and trainers before them."""
-    return sorted({_pool_of(spec) for spec in specs}, key=lambda pool: (not _why_here(pool, config), pool != "trainer", pool))
-
-
-def _pool_of(spec: WorkerSpec) -> str:
-    return spec.name.partition("/")[0]
-
-
-def _why_here(pool: str, config: Config) -> str:
-    """Why workers of a pool stay on the driver's node; empty if they may be anywhere."""
-    if pool == "trainer":
-        return "trainers stay on this machine"
-    if config.queue.listen is None:
-        return f"{pool} workers stay on this machine, as queue.listen is not set"
-    if pool == "rollout" and config.weight_sync.listen is None:
-        return "rollout workers stay on this machine, as weight_sync.listen is not set"
-    return ""
 
 
 def _first_sentence(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncflow.cluster.base import WorkerDied, WorkerSpec, restart_pause
+from asyncflow.cluster.base import Settle, WorkerDied, WorkerSpec, restart_pause
 from asyncflow.cluster.clock import Process
 from asyncflow.cluster.faults import Faults
 from asyncflow.cluster.wire import SimulatedPeer, Wire
@@ -86,8 +86,8 @@ class SimulatedCluster:
         del self._workers[name], self._lives[name]
         return not was_running
 
-    async def stop(self, grace_seconds: float) -> list[str]:
-        """See `Cluster`. Whoever stands still goes on, and nobody dies or is started any more."""
+    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
+        """See `Cluster`. Whoever stands still goes on, and nobody dies or is started any more. Nobody outlives the others."""
         for timer in self._timers:
             timer.cancel()
         for worker in self._workers.values():
@@ -102,6 +102,8 @@ class SimulatedCluster:
             worker.process.kill()
         if self._over.done():
             self._over.exception()  # taken, if it came too late to be why the run ended
+        if settle is not None:
+            await settle()
         return self.late
 
     def pids(self) -> dict[str, int]:

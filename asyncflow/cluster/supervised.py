@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from asyncflow.cluster.base import WorkerDied, WorkerSpec, restart_pause
+from asyncflow.cluster.base import Settle, WorkerDied, WorkerSpec, restart_pause
 from asyncflow.types import UserError
 
 USER_ERROR_STATUS = 2
@@ -114,7 +114,9 @@ class SupervisedCluster(ABC):
             return
         if error is not None:
             over.set_exception(error)
-        elif all(child.watch is not None and child.watch.done() for child in self._children.values()):
+        elif all(
+            child.watch is not None and child.watch.done() for child in self._children.values() if not child.spec.outlives_others
+        ):
             over.set_result(None)
 
     async def end(self, name: str, grace_seconds: float) -> bool:
@@ -126,7 +128,7 @@ class SupervisedCluster(ABC):
             await self._end(child, 0.0)
         return is_in_time
 
-    async def stop(self, grace_seconds: float) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
         children = list(self._children.values())
         watches = [child.watch for child in children if child.watch is not None]
         for watch in watches:  # nobody is started any more
@@ -134,8 +136,14 @@ class SupervisedCluster(ABC):
         await asyncio.gather(*watches, return_exceptions=True)
         if self._over is not None and self._over.done():
             self._over.exception()  # taken, if it came too late to be why the run ended
-        in_time = await asyncio.gather(*(self._end(child, grace_seconds) for child in children))
-        return [child.spec.name for child, is_in_time in zip(children, in_time, strict=True) if not is_in_time]
+        mortal = [child for child in children if not child.spec.outlives_others]
+        try:
+            in_time = await asyncio.gather(*(self._end(child, grace_seconds) for child in mortal))
+            if settle is not None:
+                await settle()
+        finally:
+            await asyncio.gather(*(self._end(child, 0.0) for child in children if child.spec.outlives_others))
+        return [child.spec.name for child, is_in_time in zip(mortal, in_time, strict=True) if not is_in_time]
 
     async def _end(self, child: _Child, grace_seconds: float) -> bool:
         """Wait so long, then kill. False: killed."""

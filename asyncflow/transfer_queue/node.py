@@ -18,7 +18,7 @@ from asyncflow.transport import Arena, Credentials, Peer, Server
 
 
 async def serve_unit(
-    hub: str,
+    hub: str | Path,
     number: int,
     storage: Storage,
     address: str | Path,
@@ -85,6 +85,6 @@ async def serve_controller(
         await places.close()
 
 
-async def _join(hub: str, name: str, credentials: Credentials | None) -> tuple[Peer, Directory]:
+async def _join(hub: str | Path, name: str, credentials: Credentials | None) -> tuple[Peer, Directory]:
     peer = await Peer.connect(hub, name, credentials=credentials)
     return peer, remote_directory(peer)

@@ -43,8 +43,12 @@ def recipe(small: Small, **changes: Any) -> dict[str, Any]:
 
 def learned(run_dir: Path) -> list[Any]:
     """Of each step, all groups with their rows, losses, and the bits of weights and optimiser."""
-    steps = [json.loads(line) for line in (run_dir / "fingerprints.jsonl").read_text().splitlines()]
-    return [(sorted(step["groups"], key=lambda group: group["group"]), step["tensors"]) for step in steps]
+    files = sorted(run_dir.glob("fingerprints*.jsonl"))  # one of each data-parallel rank, which takes groups as they come
+    steps = zip(*([json.loads(line) for line in file.read_text().splitlines()] for file in files), strict=True)
+    return [
+        (sorted((g for part in step for g in part["groups"]), key=lambda g: g["group"]), [part.get("tensors") for part in step])
+        for step in steps
+    ]
 
 
 def wait_for(condition: Callable[[], Any], command: subprocess.Popen[str] | None = None, seconds: float = SECONDS) -> Any:
@@ -200,11 +204,12 @@ def can_hide() -> bool:
     return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A cluster of two nodes on this machine; the second one sees neither the run's folder nor the model's, where this can be had.
+@pytest.fixture(params=["apart"])
+def nodes(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A cluster of two nodes on this machine, of 1 and 4 CPUs; the second one sees neither the run's folder nor the model's, where
+    this can be had. With the parameter `sharing` it sees both.
 
-    Yields its address and its token's file.
+    Yields its address, which the environment now has the token for.
     """
     from asyncflow.cluster.ray_cluster import _ALONE
     from asyncflow.cluster.ray_host import write_private
@@ -234,8 +239,10 @@ def nodes(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         hide = f"mount -t tmpfs none {tmp_path / 'runs'} && mount -t tmpfs none {MODEL} && exec "
         apart = ["unshare", "--mount", "sh", "-c", hide + '"$0" "$@"', sys.executable, "-c", NODE, address, "4"]
         (tmp_path / "runs").mkdir()
-        assert start(*(apart if can_hide() else apart[5:])) == "is there"
-        yield address, scratch / "token"
+        assert start(*(apart if can_hide() and request.param == "apart" else apart[5:])) == "is there"
+        for name in (*_ALONE, "RAY_AUTH_TOKEN_PATH"):
+            monkeypatch.setenv(name, environment[name])
+        yield address
     finally:
         everyone = [child for process in started for child in psutil.Process(process.pid).children(recursive=True)]
         for process in started:
@@ -247,34 +254,23 @@ def nodes(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
-    small: Small, tmp_path: Path, nodes: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+    small: Small, tmp_path: Path, nodes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncflow.cluster.ray_cluster import _ALONE
-
-    address, token = nodes
-    for name, value in {**_ALONE, "RAY_AUTH_TOKEN_PATH": str(token), "A_SECRET": "of the driver's shell"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("A_SECRET", "of the driver's shell")
     config = write_config(tmp_path, recipe(small, run={"steps": 4}))
     local = run_command("train", config, "run.name=local", timeout=SECONDS)
     assert local.returncode == 0, local.stderr
-    listen = "tls:127.0.0.1:0"
-    doors = [f"queue.listen={listen}", "weight_sync.name=network", f"weight_sync.listen={listen}"]
-    arguments = [
-        "train",
-        config,
-        "run.name=nodes",
-        "cluster=ray",
-        f"cluster.address={address}",
-        "cluster.start_seconds=180",
-        *doors,
-    ]
+    units = ["queue.place=workers", "queue.num_units=2", *SPREAD_UNITS]
+    arguments = ["train", config, "run.name=nodes", *on_nodes(nodes), *units]
     command = subprocess.Popen(command_line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run_dirs = [tmp_path / "runs" / name for name in ("local", "nodes")]
     try:
         far = wait_for(lambda: [p for p in psutil.process_iter() if is_worker(p, "asyncflow-node-")], command)
         wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
         far = [p for p in psutil.process_iter() if is_worker(p, "asyncflow-node-")]
-        assert sorted(p.cmdline()[-2] for p in far) == ["rollout/0", "rollout/1"]  # on the head there is room for the trainer alone
+        names = sorted(p.cmdline()[-2] for p in far)
+        assert names[:2] == ["rollout/0", "rollout/1"]  # on the head there is no room for them
+        assert len(names) == 3 and names[2].startswith("storage/")
         folder = Path(far[0].environ()["ASYNCFLOW_NODE_FILES"])
         assert (folder / "model" / "model.safetensors").exists() == can_hide()  # sent to it
         for process in far:
@@ -293,6 +289,54 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
     wait_for(lambda: not alive(far), seconds=20.0)
     wait_for(lambda: not folder.parent.exists(), seconds=20.0)
     assert not [*Path("/dev/shm").glob(f"{folder.parent.name}*")]
+
+
+@pytest.mark.parametrize("nodes", ["sharing"], indirect=True)
+def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits(
+    small: Small, tmp_path: Path, nodes: str, background: Callable[..., subprocess.Popen[str]]
+) -> None:
+    config = write_config(tmp_path, recipe(small, run={"steps": 4}, plan={"train": {"dp": 2}}, checkpoint={"every_steps": 2}))
+    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    assert local.returncode == 0, local.stderr
+    apart = ["cluster.trainers=anywhere", "cluster.placement.trainer=STRICT_SPREAD", "cluster.resources.trainer.CPU=0.5"]
+    units = ["queue.place=workers", "queue.num_units=2", *SPREAD_UNITS]
+    command = background("train", config, "run.name=nodes", *on_nodes(nodes), *apart, *units)
+    run_dirs = [tmp_path / "runs" / name for name in ("local", "nodes")]
+    wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
+    workers = {process.cmdline()[-2]: process for process in psutil.process_iter() if is_worker(process, str(run_dirs[1]))}
+    far = {name for name, process in workers.items() if "ASYNCFLOW_NODE_FILES" in process.environ()}
+    assert len(workers) == 6 and {name.partition("/")[0] for name in far} == {"trainer", "storage", "rollout"}
+    assert "trainer/1" in far and "trainer/0" not in far and len(far & {"storage/0", "storage/1"}) == 1
+    for rank in ("trainer/0", "trainer/1"):
+        assert workers[rank].environ()["LOCAL_WORLD_SIZE"] == "1"
+    output, errors = command.communicate(timeout=SECONDS)
+    assert command.returncode == 0, output + errors
+    assert learned(run_dirs[0]) == learned(run_dirs[1])
+    models = [(run_dir / "model" / "model.safetensors").read_bytes() for run_dir in run_dirs]
+    assert models[0] == models[1]
+    shards = [sorted(path.name for path in run_dir.glob("checkpoints/step-000004/trainer/*")) for run_dir in run_dirs]
+    assert shards[0] == shards[1] and len(shards[0]) >= 2
+    wait_for(lambda: not alive([*workers.values()]), seconds=20.0)
+
+
+@pytest.mark.skipif(not can_hide(), reason="no mounts of its own here")
+def test_a_rank_that_would_not_see_the_runs_folder_is_refused(small: Small, tmp_path: Path, nodes: str) -> None:
+    config = write_config(tmp_path, recipe(small, plan={"train": {"dp": 2}}))
+    apart = ["cluster.trainers=anywhere", "cluster.placement.trainer=STRICT_SPREAD"]
+    refused = run_command("train", config, *on_nodes(nodes), *apart, timeout=SECONDS)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "trainer/1 would be on a node that does not see" in refused.stderr and "share it" in refused.stderr
+    assert not [process for process in psutil.process_iter() if is_worker(process, str(tmp_path))]
+
+
+SPREAD_UNITS = ("cluster.placement.storage=STRICT_SPREAD", "cluster.resources.storage.CPU=0.1", "cluster.resources.trainer.CPU=0.9")
+"""One on each of the two nodes, beside a trainer on the first."""
+
+
+def on_nodes(address: str) -> list[str]:
+    listen = "tls:127.0.0.1:0"
+    doors = [f"queue.listen={listen}", "weight_sync.name=network", f"weight_sync.listen={listen}"]
+    return ["cluster=ray", f"cluster.address={address}", "cluster.start_seconds=180", *doors]
 
 
 def is_worker(process: psutil.Process, folder: str) -> bool:

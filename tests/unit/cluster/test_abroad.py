@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad
+from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad, own_address
 
 HOLD = """
 import sys
@@ -110,3 +111,10 @@ def test_a_half_without_the_other_is_swept_when_nobody_can_be_making_it(tmp_path
     (tmp_path / "files" / "asyncflow-other").mkdir()
     NodeFolders("r1").sweep()
     assert left(tmp_path) == ["files/asyncflow-other", "memory/asyncflow-node-new"]
+
+
+@pytest.mark.parametrize(("door", "found"), [("tls:127.0.0.1:7", "127.0.0.1"), ("tls:localhost:7", ""), ("tls:[::1]:7", "[::1]")])
+def test_a_machine_knows_its_address_by_which_it_reaches_a_door(door: str, found: str) -> None:
+    if "::" in door and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    assert (address := own_address(door)) and address.startswith(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,16 @@ async def test_workers_join_and_leave(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the wheel came off"):
         await asyncio.wait_for(waiting, 5)
     assert await cluster.stop(0.05) == ["a"]
+
+
+async def test_who_outlives_the_others_is_ended_last(tmp_path: Path) -> None:
+    cluster = InlineCluster(tmp_path)
+    await cluster.start([replace(spec(tmp_path, "stays", "server"), outlives_others=True), spec(tmp_path, "well", "a")])
+    await asyncio.wait_for(cluster.wait(told), 5)
+    seen: list[bool] = []
+
+    async def settle() -> None:
+        seen.extend(cluster._tasks[name].done() for name in ("server", "a"))
+
+    assert await cluster.stop(0.05, settle) == []
+    assert seen == [False, True] and cluster._tasks["server"].done()

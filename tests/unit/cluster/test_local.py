@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,14 @@ async def doomed(name, run_dir):
     with (run_dir / "lives").open("a") as log:
         log.write("I")
     raise RuntimeError("not again")
+
+async def serves(name, run_dir):
+    (run_dir / name).touch()
+    await asyncio.sleep(60)
+
+async def asks(name, run_dir):
+    while not (run_dir / "server").exists():
+        await asyncio.sleep(0.01)
 
 async def computes(name, run_dir):
     (run_dir / name).touch()
@@ -251,3 +260,29 @@ async def test_the_end_of_the_control_pipe_ends_the_worker(cluster: LocalCluster
 async def started(tmp_path: Path) -> None:
     while not (tmp_path / "w").exists():
         await asyncio.sleep(0.02)
+
+
+async def test_who_outlives_the_others_is_not_waited_for_and_is_ended_last(cluster: LocalCluster, tmp_path: Path) -> None:
+    server = replace(spec(tmp_path, "serves", "server"), outlives_others=True)
+    await cluster.start([server, spec(tmp_path, "asks", "client"), spec(tmp_path, "stays", "late")])
+    waiting = asyncio.create_task(cluster.wait(lambda *_: None))
+    assert not await cluster.end("late", 0.5)
+    await asyncio.wait_for(waiting, 20.0)  # the server goes on
+    settled: list[set[str]] = []
+
+    async def settle() -> None:
+        settled.append(set(cluster.pids()))
+
+    assert await cluster.stop(0.5, settle) == []  # nobody had to be told that it was killed
+    assert settled == [{"server"}] and cluster.pids() == {}
+
+
+async def test_who_outlives_the_others_is_ended_even_if_they_could_not_settle(cluster: LocalCluster, tmp_path: Path) -> None:
+    await cluster.start([replace(spec(tmp_path, "serves", "server"), outlives_others=True)])
+
+    async def settle() -> None:
+        raise ValueError("in vain")
+
+    with pytest.raises(ValueError, match="in vain"):
+        await cluster.stop(0.5, settle)
+    assert cluster.pids() == {}

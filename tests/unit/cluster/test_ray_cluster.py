@@ -21,7 +21,6 @@ from asyncflow.cluster import base, ray_cluster, ray_host
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.ray_cluster import RayCluster
 from asyncflow.cluster.ray_host import Host, Letter
-from asyncflow.config import parse
 from asyncflow.types import UserError
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-ray")
@@ -119,22 +118,6 @@ def test_without_ray_the_user_is_told_what_to_install(tmp_path: Path, monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'asyncflow-rl\[ray\]'"):
         RayCluster(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("pool", "tree", "why"),
-    [
-        ("trainer", {"queue": {"listen": "tls:h:0"}}, "trainers stay on this machine"),
-        ("rollout", {}, "as queue.listen is not set"),
-        ("rollout", {"queue": {"listen": "tls:h:0"}}, "as weight_sync.listen is not set"),
-        ("rollout", {"queue": {"listen": "tls:h:0"}, "weight_sync": {"name": "network", "listen": "tls:h:0"}}, None),
-        ("reward", {"queue": {"listen": "tls:h:0"}}, None),
-        ("reference", {}, "as queue.listen is not set"),
-    ],
-)
-def test_who_may_be_on_another_machine(pool: str, tree: dict[str, Any], why: str | None) -> None:
-    found = ray_cluster._why_here(pool, parse({"model": {"path": "m"}, "data": {"path": "d"}, **tree}))
-    assert why in found if why else not found
 
 
 @pytest.fixture

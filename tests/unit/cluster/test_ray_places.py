@@ -15,7 +15,6 @@ import pytest
 from asyncflow.cluster import base, ray_cluster
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.ray_cluster import RayCluster
-from asyncflow.config import parse
 from asyncflow.types import RunError, UserError
 
 
@@ -60,10 +59,10 @@ class Actor:
         return SimpleNamespace(remote=call)
 
     async def _node(self) -> str:
-        return "here"
+        return self.ray.nodes.get(self.place[1], "here")
 
     async def _sees(self) -> bool:
-        return True
+        return self.ray.shares_files
 
     async def _start(self) -> int:
         self.ended = asyncio.get_running_loop().create_future()
@@ -91,6 +90,9 @@ class Ray:
         self.removed: list[Group] = []
         self.actors: list[Actor] = []
         self.strategies: list[str] = []
+        self.labels: list[Any] = []
+        self.nodes: dict[int, str] = {}  # of bundles that are not on the driver's
+        self.shares_files = True
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         schedules = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, bundle: (group, bundle))
@@ -126,6 +128,7 @@ class Ray:
         self.ask()
         self.groups.append(Group(self, bundles))
         self.strategies.append(strategy)
+        self.labels.append(bundle_label_selector)
         return self.groups[-1]
 
     def _remove(self, group: Group) -> None:
@@ -315,22 +318,6 @@ async def test_no_group_is_asked_of_a_head_that_is_gone(make: Make, monkeypatch:
     await cluster.stop(0.0)
 
 
-NETWORK = {"queue": {"listen": "tls:h:0"}, "weight_sync": {"name": "network", "listen": "tls:h:0"}}
-
-
-@pytest.mark.parametrize(
-    ("tree", "order"),
-    [
-        ({}, ["trainer", "reference", "reward", "rollout"]),
-        ({"queue": {"listen": "tls:h:0"}}, ["trainer", "rollout", "reference", "reward"]),  # it may not be elsewhere
-        (NETWORK, ["trainer", "reference", "reward", "rollout"]),
-    ],
-)
-def test_who_must_stay_is_placed_first_and_always_in_this_order(tree: dict[str, Any], order: list[str]) -> None:
-    specs = [WorkerSpec(name, "m:f") for name in ("rollout/0", "rollout/1", "reward", "reference", "trainer/0")]
-    assert ray_cluster._in_order(specs, parse({"model": {"path": "m"}, "data": {"path": "d"}, **tree})) == order
-
-
 async def test_a_placement_that_no_cluster_has_is_refused(make: Make) -> None:
     cluster, ray = make(9, placement={"trainer": "STRICT_SPREAD"})
     trainers = [WorkerSpec(f"trainer/{rank}", "m:f", needs={"CPU": 1.0}) for rank in range(2)]
@@ -342,6 +329,62 @@ async def test_a_placement_that_no_cluster_has_is_refused(make: Make) -> None:
     await cluster.start(trainers[:1])
     assert ray.strategies == ["STRICT_SPREAD"]
     await cluster.stop(0.0)
+
+
+def trainers(count: int) -> list[WorkerSpec]:
+    told: dict[str, Any] = {"environment": {"LOCAL_WORLD_SIZE": f"{count}", "STORE": "a file"}, "apart": {"STORE": "driver"}}
+    return [WorkerSpec(f"trainer/{rank}", "m:f", needs={"CPU": 1.0}, **told) for rank in range(count)]
+
+
+@pytest.fixture
+def abroad(make: Make, tmp_path: Path) -> Make:
+    """A cluster whose trainers may be anywhere."""
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\nqueue: {listen: 'tls:h:0'}\n")
+    (tmp_path / "key.pem").touch()
+    (tmp_path / "job.json").touch()
+    return lambda room, **options: make(room, trainers="anywhere", **options)
+
+
+async def test_trainers_on_several_nodes_are_told_so_and_the_first_one_stays(abroad: Make) -> None:
+    cluster, ray = abroad(4)
+    ray.nodes = {1: "there", 2: "there"}
+    await cluster.start([*trainers(3), *rollouts(0)])
+    here = {"ray.io/node-id": "here"}
+    assert ray.labels == [[here, {}, {}], [here]]  # rollouts have no door to weights elsewhere
+    environments = [cluster._environment(cluster._places[f"trainer/{rank}"], is_abroad=rank > 0) for rank in range(3)]
+    assert [(e["LOCAL_WORLD_SIZE"], e["STORE"]) for e in environments] == [("1", "driver"), ("2", "driver"), ("2", "driver")]
+    await cluster.stop(0.0)
+
+
+async def test_trainers_that_are_all_here_are_as_they_are_locally(abroad: Make) -> None:
+    cluster, _ = abroad(2)
+    await cluster.start(trainers(2))
+    environments = [cluster._environment(cluster._places[f"trainer/{rank}"], is_abroad=False) for rank in range(2)]
+    assert [(e["LOCAL_WORLD_SIZE"], e["STORE"]) for e in environments] == [("2", "a file")] * 2
+    await cluster.stop(0.0)
+
+
+async def test_a_trainer_where_the_runs_folder_is_not_seen_is_refused_before_anybody_is_started(abroad: Make) -> None:
+    cluster, ray = abroad(3)
+    ray.nodes, ray.shares_files = {1: "there"}, False
+    with pytest.raises(UserError, match=r"trainer/1 would be on a node that does not see .*, where trainers write checkpoints"):
+        await cluster.start([*rollouts(0), *trainers(2)])
+    assert not [actor for actor in ray.actors if "start" in actor.calls]
+    await cluster.stop(0.0)
+    assert ray.room == 3
+
+
+async def test_who_is_needed_by_others_is_ended_after_them(make: Make) -> None:
+    cluster, ray = make(2)
+    await cluster.start([WorkerSpec("storage/0", "m:f", needs={"CPU": 1.0}, outlives_others=True), *rollouts(0)])
+    unit, worker = (cluster._places[name].host for name in ("storage/0", "rollout/0"))
+    seen: list[bool] = []
+
+    async def settle() -> None:
+        seen.extend(actor.ended.done() for actor in (unit, worker))
+
+    assert await cluster.stop(0.0, settle) == ["rollout/0"]
+    assert seen == [False, True] and unit.ended.done() and ray.room == 2
 
 
 @pytest.mark.parametrize("seconds", [30.0, 0.2])

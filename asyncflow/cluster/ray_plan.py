@@ -1,0 +1,130 @@
+"""What a run asks of Ray: its options, who may be on which node, and what goes there along with a worker. Nothing of Ray's here.
+
+    specs --pool by pool, in_order--> a bundle for each worker --> on the driver's node (why_here) | on any
+
+consumes: `cluster: {name: ray, ...}`, the run's configuration, worker specs
+waits for: nothing
+is unblocked by: nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.ray_host import VISIBLE
+from asyncflow.config import Config
+from asyncflow.types import UserError
+
+FORWARDED: Final = (
+    "ASYNCFLOW_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "MALLOC_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_",
+    "CUBLAS_", "HCCL_", "ASCEND_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "VLLM_", "UCX_", "FI_", "PYTHONHASHSEED",
+    "PYTHONWARNINGS", "LANG", "LC_", "TZ",
+)  # fmt: skip
+"""What begins so, of the driver's environment, workers on other nodes get as well; `forward` names more. Not what ends as below."""
+_SECRET: Final = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+_FIRST_TRAINER: Final = "trainer/0"
+
+Pool = Literal["rollout", "trainer", "reward", "reference", "critic", "storage"]
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+Wish = tuple[WorkerSpec, dict[str, float]]
+"""A worker, and the bundle that it needs."""
+
+
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of `cluster: {name: ray, ...}`."""
+
+    address: str | None = None
+    """Of a cluster that is running, as `ray.init` takes it (`auto`, `10.0.0.1:6379`); this machine is one of its nodes. None: one
+    is started here, for this run alone."""
+    placement: dict[Pool, Strategy] = {}
+    """How each pool's workers lie on the nodes; PACK unless told."""
+    resources: dict[Pool, dict[str, float]] = {}
+    """What each worker of a pool takes, by Ray's names (`CPU`, `GPU`, `NPU`, one of the user's own), over what follows from its
+    device and threads."""
+    forward: list[str] = []
+    """Variables of the driver's environment that workers on other nodes are to have, besides those of the libraries in use."""
+    start_seconds: float = 120.0
+    """How long a pool may wait for room in the cluster, and a worker for its process."""
+    shares_files: bool | None = None
+    """Whether the other nodes see the run's folder. None: each is asked."""
+    trainers: Literal["driver", "anywhere"] = "driver"
+    """Where trainers but the first may be: on the driver's node, or on any that sees the run's folder. On several nodes they
+    exchange gradients by gloo or NCCL, which ask nobody who he is."""
+
+    def strategy(self, pool: str) -> Strategy:
+        """How a pool's workers lie on the nodes."""
+        return self.placement.get(pool, "PACK")  # type: ignore[call-overload]
+
+    def wish(self, pool: str, spec: WorkerSpec) -> Wish:
+        """The worker of a pool, with its bundle."""
+        need: dict[str, float] = {**spec.needs, **self.resources.get(pool, {})}  # type: ignore[call-overload]
+        return spec, {kind: count for kind, count in need.items() if count} or {"CPU": 1.0}
+
+    def forwarded(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Of the driver's environment, what a worker on another node gets."""
+        usual = {name for name in environment if name.startswith(FORWARDED) and not name.endswith(_SECRET)} - {*VISIBLE}
+        named = tuple(self.forward)
+        return {name: value for name, value in environment.items() if name in usual or name.startswith(named)}
+
+    def in_order(self, specs: Sequence[WorkerSpec], config: Config) -> list[str]:
+        """The pools in the order in which room is taken for them: trainers, then others that cannot go elsewhere."""
+        pools = {pool_of(spec) for spec in specs}
+        return sorted(pools, key=lambda pool: (pool != "trainer", not self.why_here(pool, config), pool))
+
+    def why_here(self, pool: str, config: Config) -> str:
+        """Why workers of a pool stay on the driver's node; empty if they may be anywhere (but for the first trainer)."""
+        if pool == "trainer":
+            return "trainers stay on this machine, as cluster.trainers=driver" if self.trainers == "driver" else ""
+        if pool == "critic":
+            return "the critic stays on this machine, as it writes its part of a checkpoint"
+        if config.queue.listen is None:
+            return f"{pool} workers stay on this machine, as queue.listen is not set"
+        if pool == "rollout" and config.weight_sync.listen is None:
+            return "rollout workers stay on this machine, as weight_sync.listen is not set"
+        return ""
+
+    def labels(self, pool: str, wanted: Sequence[Wish], config: Config, here: Mapping[str, str]) -> list[dict[str, str]] | None:
+        """The labels that the node of each bundle must have; None where it may be any. `here`: those of the driver's."""
+        stay = [bool(self.why_here(pool, config)) or spec.name == _FIRST_TRAINER for spec, _ in wanted]
+        return [dict(here) if stays else {} for stays in stay] if any(stay) else None
+
+    def check(self, pool: str, count: int, config: Config) -> None:
+        """That there can be a cluster on which `count` workers of a pool are placed so. Raises `UserError`."""
+        if pool == "trainer" and self.trainers == "anywhere" and count > 1:
+            self._check_apart(config)
+        why_here = self.why_here(pool, config)
+        if count > 1 and why_here and self.strategy(pool) == "STRICT_SPREAD":
+            raise UserError(
+                f"cluster.placement.{pool}=STRICT_SPREAD asks for {count} nodes, but {why_here}: take another placement, "
+                "or leave it out"
+            )
+
+    def _check_apart(self, config: Config) -> None:
+        way_out = "or leave cluster.trainers out, and all trainers stay on this machine"
+        if config.queue.listen is None:
+            raise UserError(
+                f"cluster.trainers=anywhere, but trainers on other nodes do not find this machine: set queue.listen to tls:HOST:0, "
+                f"HOST being its address, {way_out}"
+            )
+        if self.shares_files is False:
+            raise UserError(
+                f"cluster.trainers=anywhere, but trainers write checkpoints into the run's folder, which other nodes do not see "
+                f"by cluster.shares_files=false: share it, {way_out}"
+            )
+
+
+def options_of(given: Mapping[str, Any]) -> RayOptions:
+    """Raises `UserError` for options that are none."""
+    try:
+        return msgspec.convert(given, RayOptions)
+    except msgspec.ValidationError as error:
+        raise UserError(f"cluster ray does not take these options: {error}") from error
+
+
+def pool_of(spec: WorkerSpec) -> str:
+    """`rollout` for `rollout/3`."""
+    return spec.name.partition("/")[0]

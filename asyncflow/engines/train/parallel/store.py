@@ -1,0 +1,61 @@
+"""A store for `torch.distributed` that somebody else keeps: where ranks on several machines leave their addresses for one another.
+
+It is reached by one function, which blocks: `call(method, *arguments)`, of the methods put, get, add, put_if, has and remove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+
+class Store(dist.Store):  # type: ignore[name-defined]
+    """As torch asks for it. What it is told of timeouts it leaves to `call`, which has its own."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call("put", key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._call("get", key)
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        total: int = self._call("add", key, amount)
+        return total
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        old, new = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
+        found: bytes = self._call("put_if", key, old, new)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        has_all: bool = self._call("has", keys)
+        return has_all
+
+    def delete_key(self, key: str) -> bool:
+        was_there: bool = self._call("remove", key)
+        return was_there
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._call("get", key)
+
+
+def offer(scheme: str, call: Callable[..., Any]) -> None:
+    """Ranks of this process that are to meet at `<scheme>://` find each other in the store that `call` reaches."""
+    store = Store(call)
+
+    def handler(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+        numbers = dict(parse_qsl(urlsplit(url).query))  # which torch has written there
+        yield store, int(numbers["rank"]), int(numbers["world_size"])
+
+    register_rendezvous_handler(scheme, handler)  # type: ignore[no-untyped-call]

@@ -1,0 +1,130 @@
+"""Runs whose storage units are in processes of their own: `queue.place=workers`. No Ray is needed for that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncflow.cluster.abroad import Abroad
+from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+
+Small = Callable[..., dict[str, Any]]
+UNITS = ("queue.place=workers", "queue.num_units=2")
+
+
+def recipe(small: Small, **changes: Any) -> dict[str, Any]:
+    exact = {"telemetry": {"fingerprints": True}, "train": {"accumulate": "exact"}, "rollout": {"num_workers": 2}}
+    return small(**exact | changes)
+
+
+def fingerprints(run_dir: Path) -> list[Any]:
+    """Of each step, all groups with their rows, losses, and the bits of weights and optimiser."""
+    return [(sorted(step["groups"], key=lambda g: g["group"]), step["tensors"]) for step in rows(run_dir / "fingerprints.jsonl")]
+
+
+def units_of(run_dir: Path) -> dict[str, psutil.Process]:
+    found = {process.cmdline()[-2]: process for process in processes_of(run_dir)}
+    return {name: process for name, process in found.items() if name.startswith("storage/")}
+
+
+def wait_for(condition: Callable[[], Any], command: subprocess.Popen[str], seconds: float = 120.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert command.poll() is None, command.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def test_units_in_processes_of_their_own_give_the_same_bits(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+) -> None:
+    config = write_config(tmp_path, recipe(small, eval={"path": "generated:arithmetic", "num_prompts": 4}))
+    near = run_command("train", config, "run.name=near")
+    assert near.returncode == 0, near.stderr
+    run_dirs = [tmp_path / "runs" / name for name in ("near", "far")]
+    command = background("train", config, "run.name=far", *UNITS)
+    units = wait_for(lambda: (found := units_of(run_dirs[1])).keys() == {"storage/0", "storage/1"} and found, command)
+    output, errors = command.communicate(timeout=120)
+    assert command.returncode == 0, output + errors
+    assert fingerprints(run_dirs[0]) == fingerprints(run_dirs[1])
+    assert "did not end within" not in output
+    assert not [unit for unit in units.values() if unit.is_running()]
+    assert (run_dirs[1] / "logs" / "storage-1.log").read_text() == ""
+
+
+def test_units_that_are_reached_by_tls_alone_give_the_same_bits(small: Small, tmp_path: Path) -> None:
+    """As on other machines: each listens where its machine reaches the driver."""
+    places = Abroad(tmp_path / "memory", tmp_path / "files")
+    for place in (places.memory, places.files):
+        place.mkdir(mode=0o700)
+    config, listen = write_config(tmp_path, recipe(small)), "tls:127.0.0.1:0"
+    assert run_command("train", config, "run.name=near").returncode == 0
+    doors = [f"queue.listen={listen}", "weight_sync.name=network", f"weight_sync.listen={listen}"]
+    command = command_line("train", config, "run.name=far", *UNITS, *doors)
+    environment = {**os.environ, **places.environment()}
+    far = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert far.returncode == 0, far.stdout + far.stderr
+    assert fingerprints(tmp_path / "runs" / "near") == fingerprints(tmp_path / "runs" / "far")
+    assert len([*places.memory.glob("unit-*.arena")]) == 2 and not [*places.memory.glob("unit-*.sock")]
+
+
+def test_a_run_that_has_lost_rows_with_a_unit_says_so_and_saves_its_model(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run_dir = tmp_path / "runs" / "test"
+    command = background("train", write_config(tmp_path, recipe(small, run={"steps": 5000})), *UNITS)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and rows(run_dir / "metrics.jsonl"), command)
+    everyone = processes_of(run_dir)
+    units_of(run_dir)["storage/1"].kill()
+    output, errors = command.communicate(timeout=120)
+    assert command.returncode == 1, output + errors
+    assert "worker storage/1 (process" in output and "was ended by SIGKILL" in output and "it is started again in 0.5 s" in output
+    assert "storage unit 1 has died and lost" in errors and "a durable queue.storage would have kept them" in errors
+    assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
+    psutil.wait_procs(everyone, timeout=20.0)
+    assert not [process for process in everyone if process.is_running()]
+
+
+def test_a_unit_that_dies_is_started_again_and_goes_on_with_what_is_durable(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]], redis_url: str
+) -> None:
+    config = write_config(tmp_path, recipe(small, run={"steps": 6}))
+    assert run_command("train", config, "run.name=near").returncode == 0
+    run_dirs = [tmp_path / "runs" / name for name in ("near", "far")]
+    command = background("train", config, "run.name=far", *UNITS, "queue.storage.name=redis", f"queue.storage.url={redis_url}")
+    wait_for(lambda: (run_dirs[1] / "metrics.jsonl").exists() and rows(run_dirs[1] / "metrics.jsonl"), command)
+    units_of(run_dirs[1])["storage/1"].kill()
+    output, errors = command.communicate(timeout=200)
+    assert command.returncode == 0, output + errors
+    assert "worker storage/1 (process" in output and "it is started again in 0.5 s" in output
+    assert fingerprints(run_dirs[0]) == fingerprints(run_dirs[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_units_end_with_their_run_and_no_sooner(
+    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]], number: int
+) -> None:
+    """Told to end, the run still writes a checkpoint, with rows that lie on units; killed, it leaves nobody behind."""
+    run_dir = tmp_path / "runs" / "test"
+    bounded = {"name": "bounded", "max_staleness": 1}
+    tree = recipe(small, run={"steps": 5000}, schedule=bounded, algorithm={"correction": "truncated"}, telemetry={})
+    command = background("train", write_config(tmp_path, tree), *UNITS)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and rows(run_dir / "metrics.jsonl"), command)
+    everyone = processes_of(run_dir)
+    command.send_signal(number)
+    output, errors = command.communicate(timeout=120)
+    psutil.wait_procs(everyone, timeout=20.0)
+    assert not [process for process in everyone if process.is_running()]
+    if number == signal.SIGTERM:
+        assert command.returncode == 143, output + errors
+        assert [*(run_dir / "checkpoints").glob("step-*/manifest.json")] and "did not end within" not in output
+        assert not errors.strip()
