@@ -21,6 +21,11 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:\d+)?$")]
 
 
 Finite = Annotated[float, Field(gt=0, lt=math.inf)]
+Weight = Annotated[float, Field(gt=-math.inf, lt=math.inf)]
+"""Of a reward; below 0 it is a penalty."""
+PartName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
+TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
+"""Of metrics, `reward/mean` and so on."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """How much of a running mean stays at each step."""
 
@@ -43,20 +48,41 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """A folder in Hugging Face format, or `random:qwen2-tiny` for a small randomly initialised model."""
+    """A folder in Hugging Face format, `random:qwen2-tiny` for a small randomly initialised model, or, for `--dry-run` alone,
+    `shapes:FILE`, a model's config.json without the rest."""
     max_context_tokens: PositiveInt | None = None
     """Prompt and response together; by default the longest prompt of the data and `rollout.max_new_tokens`."""
 
 
 class DataConfig(Section):
     path: str
-    """A JSONL file with one object a line, or `generated:arithmetic`."""
-    prompt_template: str = "{question}\n"
-    """The prompt, with columns of the data in braces."""
+    """A file of JSON Lines, JSON or Parquet, a folder that `datasets` saved or reads, a name on the Hugging Face Hub
+    (`openai/gsm8k`), or `generated:arithmetic`."""
+    subset: str | None = None
+    """Which part of a data set on the Hub, where it has several (`main`)."""
+    split: str = "train"
+    """Which split of a data set that has splits."""
+    prompt_template: str | None = None
+    """The prompt, with columns of the data in braces. None: what is in `prompt_column`."""
+    prompt_column: str | None = None
+    """A column with a prompt, text or messages, or with a question. None: `prompt`, `question` or `problem`, which is there."""
+    answer_column: str | None = None
+    """What scorers find as `answer`; `a.b` is field b of column a. None: `reward_model.ground_truth`, `answer`, `solution`, `label`
+    or `ground_truth`, which is there."""
     chat_template: bool = False
-    """Send the prompt through the tokenizer's chat template as a user's message."""
+    """Send the prompt through the tokenizer's chat template as a user's message. Messages always go through it."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template knows, such as `enable_thinking: false`."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Leave out rows whose prompt is longer, and say how many. None: a prompt that is too long for the model is an error."""
     limit: PositiveInt | None = None
     """Use only so many rows, from the first on. A generated set has 20,000 rows unless told otherwise."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> DataConfig:
+        if self.prompt_template is not None and self.prompt_column is not None:
+            raise ValueError("prompt_template and prompt_column both say what the prompt is: take one of them")
+        return self
 
 
 class DelaysConfig(Section):
@@ -68,20 +94,88 @@ class DelaysConfig(Section):
     """Another salt, other delays."""
 
 
+class PartConfig(Section):
+    """One of several rewards."""
+
+    scorer: Chosen
+    weight: Weight = 1.0
+
+
+class RewardModelConfig(Section):
+    """A sequence classifier with one label: its logit for prompt and response is the reward. It has a worker of its own."""
+
+    path: str
+    """A folder in Hugging Face format."""
+    weight: Weight = 1.0
+    template: str | None = None
+    """What it reads, with {prompt} and {response} in it, by its own tokenizer. None: the very token ids, if it has the policy's
+    tokenizer, or else `{prompt}{response}`."""
+    device: Device = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    num_threads: PositiveInt = 1
+
+
 class RewardConfig(Section):
-    scorer: Chosen = Choice(name="final_answer")
+    scorer: Chosen | None = Choice(name="final_answer")
     """What turns a response into a number."""
+    scorers: dict[PartName, PartConfig] = Field(default_factory=dict)
+    """Several of them, by names of your own, in place of `scorer`: the reward is their weighted sum."""
+    model: RewardModelConfig | None = None
+    """A reward model, as one more of them, or alone; with `place: task`. Its name in the metrics is `model`."""
     place: Literal["rollout", "task"] = "rollout"
     """Where responses are scored: beside the rollout worker that made them, as soon as each ends, or by a worker of its own."""
     num_workers: PositiveInt = 1
-    """Reward processes beside each rollout worker."""
+    """Reward processes beside each rollout worker, or below the one that scores: so many responses are scored at once."""
     deadline_seconds: PositiveFloat = 10.0
     """A scorer that has not answered by then is killed, and its row fails."""
     memory_bytes: PositiveInt = 1 << 30
     """What a reward process may allocate beyond its start."""
+    output_bytes: PositiveInt = 1 << 20
+    """What scoring a response may print, and write to a file."""
     max_attempts: PositiveInt = 2
-    """How often a row may fail before it is given up."""
+    """How often a row may fail before it is given up, or has `value_on_failure`."""
+    value_on_failure: Annotated[float, Field(gt=-math.inf, lt=math.inf)] | None = None
+    """The reward of a response that cannot be scored. None: it is given up, and leaves its group."""
+    max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """With more rows of a step than that which cannot be scored, the run stops."""
     delays: DelaysConfig = DelaysConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scorer_or_others(cls, tree: Any) -> Any:
+        """Who names other scorers, or a model, has not asked for the default one."""
+        if isinstance(tree, Mapping) and (tree.get("scorers") or tree.get("model")) and "scorer" not in tree:
+            return {**tree, "scorer": None}
+        return tree
+
+    @model_validator(mode="after")
+    def _possible(self) -> RewardConfig:
+        if self.scorers and self.scorer is not None:
+            raise ValueError("scorer and scorers both say what scores: put the one among the others, or leave it out")
+        if not self.names:
+            raise ValueError("nothing scores: give a scorer, scorers, or a model")
+        if self.model is not None and self.model.template is not None and self.model.template.count("{response}") != 1:
+            raise ValueError("model.template must hold {response} once, and should hold {prompt}")
+        if (clash := set(self.names) & TAKEN_NAMES) or (self.model is not None and "model" in self.scorers):
+            raise ValueError(f"scorers: the name {min(clash, default='model')!r} is taken: give that scorer another")
+        if self.model is not None and self.place != "task":
+            raise ValueError("a reward model has a worker of its own: set reward.place=task")
+        return self
+
+    @property
+    def parts(self) -> dict[str, PartConfig]:
+        """Those that run in reward processes, by name. A single one without a name is `scorer`."""
+        return dict(self.scorers) if self.scorer is None else {"scorer": PartConfig(scorer=self.scorer)}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all parts, in the order in which a row's are stored."""
+        return [*self.parts, *(["model"] if self.model is not None else [])]
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each part's reward is kept beside the sum, and with it whether there was any."""
+        return len(self.names) > 1 or self.value_on_failure is not None
 
 
 class RolloutConfig(Section):
@@ -104,11 +198,26 @@ class RolloutConfig(Section):
     """Whether keys and values of a response under way stay as they are when new weights are installed, or are computed again."""
 
 
+class CriticConfig(Section):
+    """The model of values, where the algorithm has one; it is trained as the policy is, but for what is here."""
+
+    path: str | None = None
+    """What it starts from: a folder in Hugging Face format, with a value head if a run has saved it; by default the policy's."""
+    learning_rate: Finite = 1e-5
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Updates over which the learning rate rises linearly; constant after that."""
+    device: Device = "cpu"
+
+
 class TrainConfig(Section):
     engine: Chosen = Choice(name="torch")
     """The engine that trains."""
     prompts_per_step: PositiveInt = 32
-    """Groups that one optimiser step is computed from."""
+    """Groups of a step, whose responses are generated under the same weights."""
+    epochs: PositiveInt = 1
+    """How often a step goes through its groups."""
+    mini_batches: PositiveInt = 1
+    """Parts that the groups of a step are cut into, each with an update of its own: a step is `epochs` x `mini_batches` updates."""
     responses_per_micro_batch: PositiveInt | None = None
     """Responses of a group that are computed together and share one copy of their prompt; by default the whole group; 1: none."""
     check_shared_prompt: bool = True
@@ -116,6 +225,7 @@ class TrainConfig(Section):
     old: Old = "current"
     """The old policy of the probability ratio: the policy itself, its weights at the step's start or before the last update, or the
     engine that sampled."""
+    critic: CriticConfig = CriticConfig()
     reference: Literal["fused", "task"] = "fused"
     """Where a KL term's reference is computed: in the trainer's own micro-step, or by a worker of its own ahead of it."""
     frozen_dtype: Literal["float32", "bfloat16"] | None = None
@@ -126,7 +236,7 @@ class TrainConfig(Section):
     """How a step's gradients add up: `exact` gives the same bits in whatever order groups arrive."""
     learning_rate: Finite = 1e-6
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises linearly; constant after that."""
+    """Updates over which the learning rate rises linearly; constant after that."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
     max_grad_norm: Finite = 1.0
@@ -180,6 +290,9 @@ class QueueConfig(Section):
     storage: Chosen = Choice(name="memory")
     """Where samples are kept."""
     num_units: PositiveInt = 1
+    """Storage units; each group of rows lies on one of them."""
+    place: Literal["driver", "workers"] = "driver"
+    """Where they are: in the driver's process, or each in a worker of its own (`storage/0` and on), which a cluster places."""
     lease_seconds: PositiveFloat = 120.0
     """What is held without a sign of life for so long is given to somebody else."""
     notify_timeout_seconds: PositiveFloat = 5.0
@@ -204,20 +317,29 @@ class TelemetryConfig(Section):
     """Prompts a step of which one response is kept in `samples.jsonl`."""
     flush_seconds: PositiveFloat = 0.2
     """How often a worker sends its spans."""
+    keep_batches: Annotated[int, Field(ge=0)] = 0
+    """So many of the newest steps' batches stay in `batches/`, for `asyncflow replay`."""
     fingerprints: bool = False
     """Hash every step's rows, losses, weights and optimiser state into `fingerprints.jsonl`, to compare runs bit by bit."""
 
 
 class EvalConfig(Section):
     path: str | None = None
-    """Held-out prompts, in the data's format; none: no evaluation. `generated:arithmetic` takes problems no training run sees."""
+    """Held-out prompts, read as `data` says; none: no evaluation. `generated:arithmetic` takes problems no training run sees."""
+    subset: str | None = None
+    """Which part of a data set on the Hub. None: `data.subset`."""
+    split: str = "test"
+    """Which split of a data set that has splits."""
     every_steps: PositiveInt | None = None
     """Besides before the first step and after the last."""
-    num_prompts: PositiveInt = 256
+    num_prompts: PositiveInt | None = 256
+    """Use only so many, from the first on. None: all; a generated set has 20,000."""
     samples_per_prompt: PositiveInt = 1
     """Sampled at `rollout.temperature`."""
     greedy: bool = True
     """Also one greedy response per prompt."""
+    correct_from: float = 1.0
+    """A response with this reward or more counts as correct in pass@k."""
 
 
 class CheckpointConfig(Section):
@@ -284,10 +406,23 @@ class Config(Section):
             raise ValueError(
                 f"weight_sync.min_healthy_workers={healthy} is more than rollout.num_workers={workers}: take {workers} or less"
             )
-        if prompts < self.plan.train.dp:
+        epochs, parts = self.train.epochs, self.train.mini_batches
+        if prompts % parts:
             raise ValueError(
-                f"plan.train.dp={self.plan.train.dp} groups of devices have nothing to share in a step of {prompts} prompts: take "
-                f"as many prompts or more"
+                f"train.mini_batches does not divide train.prompts_per_step: {prompts} = {prompts // parts} x {parts} + "
+                f"{prompts % parts}; take one of {', '.join(str(d) for d in range(1, prompts + 1) if prompts % d == 0)}"
+            )
+        if prompts // parts < self.plan.train.dp:
+            of_what = "a step" if parts == 1 else "a mini-batch"
+            raise ValueError(
+                f"plan.train.dp={self.plan.train.dp} groups of devices have nothing to share in {of_what} of {prompts // parts} "
+                f"prompts: take as many prompts or more"
+            )
+        if epochs * parts > 1 and self.train.old not in ("step_start", "rollout"):
+            raise ValueError(
+                f"train.epochs x train.mini_batches = {epochs} x {parts} updates a step, and after the first of them "
+                f"train.old={self.train.old} is not the policy that the step began with: take train.old=step_start, which keeps "
+                f"those weights, or train.old=rollout, which takes the engine's log-probs"
             )
         if prompts % workers:
             fitting = sorted({prompts // workers * workers or workers, (prompts // workers + 1) * workers})

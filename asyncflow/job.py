@@ -23,7 +23,8 @@ import msgspec
 from asyncflow.build.driver import Driver
 from asyncflow.build.fleet import rollout_worker, workers
 from asyncflow.build.life import Life
-from asyncflow.build.prepare import Prepared, prepare, tokenize
+from asyncflow.build.prepare import Prepared, prepare
+from asyncflow.build.prompts import left_out_lines, source_of, tokenize
 from asyncflow.build.record import Told
 from asyncflow.build.resume import Resumed
 from asyncflow.build.scaling import Scaling
@@ -32,16 +33,17 @@ from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
-from asyncflow.data.datasets import check_columns, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.registry import build
 from asyncflow.run_dir import KEY_FILE, RunDir, control_socket
+from asyncflow.telemetry.accuracy import Responses
 from asyncflow.telemetry.certificate import Certificate
 from asyncflow.telemetry.report import write_report
 from asyncflow.telemetry.trace import write_trace
 from asyncflow.transport import Server
 from asyncflow.types import RunError, UserError
 from asyncflow.workflows.evaluation import Row
+from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.signal import Signal
 
 
@@ -74,6 +76,7 @@ class Job:
         self.listener = listener or Listener()
         self.rows: dict[int, Mapping[str, float]] = {}
         self.evaluations: list[Row] = []
+        self.responses: Mapping[str, Sequence[Responses]] = {}  # of the last evaluation, by kind
         self.certificate: Certificate | None = None  # at the end
         self.ended_by: int | None = None  # the signal that has interrupted it
         self.driver: Driver | None = None
@@ -95,7 +98,9 @@ class Job:
         if begun is None:
             return
         assert life.weights_dir is not None
-        self._prepared = begun.prepared
+        self._prepared = prepared = begun.prepared
+        for line in left_out_lines(config, prepared.num_left_out, (len(prepared.prompts), len(prepared.held_out))):
+            listener.says(line)
         told = Told(listener.group, self._on_step, self._on_evaluation, listener.says)
         driver = Driver(config, begun.prepared, told, begun.resumed)
         driver.saves.on_settled = self._changed.notify
@@ -115,10 +120,7 @@ class Job:
         self.driver = driver
         await driver.transfer_queue.open()
         await self._open_doors()
-        are_trainers_there = bool(launch_of(os.environ))
-        is_training = not self._evaluate_only
-        fleet = workers(config, life.weights_dir, is_training=is_training, are_trainers_there=are_trainers_there)
-        if not await self._start_workers(fleet):
+        if not await self._start_workers(self._fleet(life.weights_dir)):
             return
         driver.progress()  # it has not stood still, however long there was no room for them
         self.scaling.begin()
@@ -181,10 +183,8 @@ class Job:
         grace = self._grace_seconds(driver)
         await driver.stop()
         await self.scaling.stop()
-        for name in await self._cluster.stop(grace):
+        for name in await self._cluster.stop(grace, partial(self._settle, driver, grace)):
             self.listener.says(f"worker {name} did not end within {grace:g} s and was killed")
-        if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
-            self.listener.says(f"the trainers that torchrun has started did not end within {grace:g} s")
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
@@ -203,6 +203,11 @@ class Job:
     # -- from outside, while it runs ----------------------------------------------------------------------------------------
 
     @property
+    def held_out(self) -> Sequence[Prompt]:
+        """The prompts that evaluations ask, once the run has been started."""
+        return self._prepared.held_out
+
+    @property
     def first(self) -> int:
         """The step that this life has begun with."""
         return self._life.job.first
@@ -212,8 +217,9 @@ class Job:
         if self.driver is None:
             raise RunError("this run is over: it trains on no more prompts")
         new, prepared = [dict(row) for row in rows], self._prepared
-        check_columns(new, template_columns(self.config.data.prompt_template), "the pushed prompts")
-        prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), new)
+        if not new:
+            return
+        prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), source_of(self.config, new, "the pushed prompts"))
         for number, prompt in enumerate(prompts, 1):
             if len(prompt.ids) + self.config.rollout.max_new_tokens > prepared.max_context:
                 raise UserError(
@@ -242,11 +248,22 @@ class Job:
         made = RunDir(self.config.run_dir).initial_model if resumed is not None else None
         return await prepare(self.config, scratch, evaluate_only=self._evaluate_only, made=made)
 
+    def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
+        """The workers that it starts with."""
+        are_trainers_there = bool(launch_of(os.environ))
+        return workers(self.config, weights_dir, is_training=not self._evaluate_only, are_trainers_there=are_trainers_there)
+
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         """What serves the workers, and what runs them."""
         chosen = self.config.cluster
         cluster = build("cluster", chosen.name, {**chosen.options, "run_dir": self.config.run_dir}, CLUSTERS)
         return driver.server(weights_dir / "queue"), cluster
+
+    async def _settle(self, driver: Driver, grace: float) -> None:
+        """The cluster's workers have ended: who else needs storage units is waited for."""
+        if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
+            self.listener.says(f"the trainers that torchrun has started did not end within {grace:g} s")
+        await driver.settle()
 
     def _rescue_model(self, driver: Driver) -> None:
         self._life.rescue_model(driver.board.newest, self._prepared.model, driver.ledger.ledger.committed)
@@ -305,6 +322,8 @@ class Job:
 
     def _on_evaluation(self, row: Row) -> None:
         self.evaluations.append(row)
+        if self.driver is not None:
+            self.responses = self.driver.held_out.latest
         self.listener.evaluation(row)
         self._changed.notify()
 

@@ -61,7 +61,7 @@ class Trainer:
         return self._started.rows[self._steps_done - 1]
 
     def push_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Train on these rows (the columns of `data.prompt_template`, and those that the reward reads) before the data set's.
+        """Train on these rows (the columns that make the prompt, and those that the reward reads) before the data set's.
 
         They enter with the next step that is not admitted yet: prompts are admitted as far ahead as the schedule generates.
         Raises `UserError` for a row that lacks a column or is too long.

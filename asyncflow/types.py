@@ -264,6 +264,33 @@ class GroupMeta(msgspec.Struct, frozen=True, array_like=True):
     purpose: str = "train"
 
 
+Advantages = np.ndarray | Ragged
+"""Of a group: float32 [R], a number a row; or ragged float32, a number for each token of each response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """What an algorithm makes advantages from: the R rows of one group, complete. Ragged columns have an entry per response token.
+
+    rewards float32 [R]; truncated uint8 [R], 1 where the length limit ended the response; loss_mask uint8, 1 where the policy
+    itself produced the token; rollout_logprobs float32, of the engine that sampled, which is the policy that the tokens were drawn
+    from; ref_logprobs float32, of the frozen reference, None unless it is a task of its own; values float32, what a critic expects
+    of the response before each token, None where there is no critic.
+    """
+
+    rewards: Array
+    truncated: Array
+    loss_mask: Ragged
+    rollout_logprobs: Ragged
+    ref_logprobs: Ragged | None = None
+    values: Ragged | None = None
+
+    @property
+    def response_lengths(self) -> Array:
+        """int64 [R], in tokens, those included that the policy did not produce."""
+        return self.loss_mask.lengths
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """What a loss sees of one micro-batch, or of a piece of one: an entry per response token, rows end to end, no padding.
@@ -276,11 +303,23 @@ class TokenBatch:
     old_logprobs_T: Tensor  # float32, of the old policy (`train.old`); no gradient
     rollout_logprobs_T: Tensor  # float32, of the engine that sampled
     ref_logprobs_T: Tensor | None  # float32, of the frozen reference; None without a KL term
-    entropy_T: Tensor  # float32, the policy's, no gradient
+    entropy_T: Tensor  # float32, the policy's, with gradient, which costs nothing until a loss uses it
     advantages_T: Tensor  # float32
     mask_T: Tensor  # float32 0 or 1: the tokens that the policy itself produced
     row_T: Tensor  # int64, in 0..R-1: the row that a token belongs to
     row_tokens_R: Tensor  # float32: the masked tokens of each row of the whole micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class ValueBatch:
+    """What a critic's loss sees of one micro-batch: an entry per response token, rows end to end, as in `TokenBatch`."""
+
+    values_T: Tensor  # float32, the critic's, with gradient
+    old_values_T: Tensor  # float32, those that the step's advantages were made from; no gradient
+    returns_T: Tensor  # float32, what the values are to become
+    mask_T: Tensor  # float32 0 or 1
+    row_T: Tensor  # int64, in 0..R-1
+    row_tokens_R: Tensor  # float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,4 +354,12 @@ class Objective(Protocol):
 
         Of one micro-batch, or, if it is token-local, of pieces of one.
         """
+        ...
+
+
+class ValueObjective(Protocol):
+    """What of a critic's loss an engine needs."""
+
+    def loss(self, batch: ValueBatch) -> LossSums:
+        """The unnormalised loss of one micro-batch, a differentiable scalar, and its metrics (sums over the masked tokens)."""
         ...

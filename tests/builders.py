@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from asyncflow.engines.base import Response
-from asyncflow.rewards.base import Sample
+from asyncflow.rewards.base import Sample, Score
 from asyncflow.types import GroupMeta, Interval
 from asyncflow.workflows.samples import ScoredRow
 
@@ -48,4 +48,5 @@ async def turns(count: int = 60) -> None:
 
 def scored(row: int, response: Response, reward: float | None) -> ScoredRow:
     """A row that is ready to be stored."""
-    return ScoredRow(row, response, Sample("", "", {}, response.finish_reason == "stop"), reward)
+    score = None if reward is None else Score(reward, ())
+    return ScoredRow(row, response, Sample("", "", {}, response.finish_reason == "stop"), score)

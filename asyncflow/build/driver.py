@@ -9,12 +9,13 @@ from collections import ChainMap
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asyncflow.build.health import Health
 from asyncflow.build.model_files import ModelFiles
-from asyncflow.build.prepare import Prepared, num_devices, shape_of, tasks_before_training
+from asyncflow.build.prepare import Prepared, make_storage, num_devices, shape_of, tasks_before_training, unit_options
 from asyncflow.build.record import RecordState, RunRecord, Told
+from asyncflow.build.rendezvous import Rendezvous
 from asyncflow.build.resume import Resumed, as_prompt, evaluated_versions
 from asyncflow.build.saving import Saves
 from asyncflow.build.scaling import Devices
@@ -22,11 +23,9 @@ from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.data.order import SeededOrder
 from asyncflow.registry import build
-from asyncflow.run_dir import KEY_FILE, SNAPSHOTS_DIR
-from asyncflow.transfer_queue import STORAGES
+from asyncflow.run_dir import KEY_FILE
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
-from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES
@@ -34,12 +33,17 @@ from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.crew import Crew
+from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.loop import feed
 from asyncflow.workflows.samples import Prompt, schema
 from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.scored import SKIPPED
 from asyncflow.workflows.signal import Signal
+
+UNITS_SECONDS: Final = 60.0
+"""How long storage units in processes of their own may take to come, once they have been started."""
 
 
 class Driver:
@@ -55,16 +59,23 @@ class Driver:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._first = first = resumed.state.version if resumed is not None else 0
 
+        has_key = config.queue.listen is not None or config.weight_sync.needs_key
+        self._credentials = Credentials.create(config.run_dir / KEY_FILE) if has_key else None
         self._signal = signal = Signal()
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
+        has_critic = VALUES_TASK in (tasks := tasks_before_training(config))
         ledger = Ledger(
             self.shape.group_bits,
-            tasks_before_training(config),
+            tasks,
             self.schedule.max_staleness,
             num_ranks=config.layout.dp,
             groups_per_turn=self.shape.groups_per_turn,
             first=first,
+            trained=("train", UPDATE_TASK) if has_critic else ("train",),
+            by_step=(VALUES_TASK,) if has_critic else (),
+            epochs=self.shape.epochs,
+            mini_batches=self.shape.mini_batches,
         )
         books = Books(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
@@ -95,6 +106,7 @@ class Driver:
             "hub": self.hub,
             "saves": self.saves,
             "model": ModelFiles(prepared.model, self.progress),
+            "rendezvous": Rendezvous(),
         }
         self._connect()
 
@@ -102,10 +114,7 @@ class Driver:
 
     def _make_queue(self) -> TransferQueue:
         config, tasks = self.config.queue, tasks_before_training(self.config)
-        storages = [
-            build("queue storage", config.storage.name, {**config.storage.options, "unit": number}, STORAGES)
-            for number in range(config.num_units)
-        ]
+        storages = [make_storage(self.config, number) for number in range(config.num_units)] if config.place == "driver" else []
         return TransferQueue(
             schema(
                 self.shape.group_bits,
@@ -113,15 +122,13 @@ class Driver:
                 self.config.reward.max_attempts,
                 has_reward_task="reward" in tasks,
                 has_reference_task="reference" in tasks,
+                has_critic=VALUES_TASK in tasks,
+                has_reward_parts=self.shape.has_reward_parts,
             ),
             storages,
             callbacks={task: self._callbacks(task) for task in tasks},
-            unit_options=UnitOptions(
-                notify_timeout_seconds=config.notify_timeout_seconds,
-                capacity_rows=config.capacity_rows,
-                capacity_bytes=config.unit_capacity_bytes,
-                snapshot_dir=self.config.run_dir / SNAPSHOTS_DIR,
-            ),
+            unit_options=unit_options(self.config),
+            credentials=self._credentials,
         )
 
     def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
@@ -158,6 +165,7 @@ class Driver:
             samples=config.eval.samples_per_prompt,
             temperature=config.rollout.temperature,
             greedy=config.eval.greedy,
+            correct_from=config.eval.correct_from,
             on_row=self._evaluated,
             done=self._evaluated_versions | lost,
         )
@@ -202,9 +210,7 @@ class Driver:
         """Serves the run's services. Large columns lie in the file `arena`."""
         queue = self.config.queue
         memory = Arena(queue.unit_capacity_bytes * queue.num_units, arena)
-        has_key = queue.listen is not None or self.config.weight_sync.needs_key
-        credentials = Credentials.create(self.config.run_dir / KEY_FILE) if has_key else None
-        return Server(self.services, self.disconnected, credentials=credentials, arena=memory)
+        return Server(self.services, self.disconnected, credentials=self._credentials, arena=memory)
 
     def disconnected(self, client_key: str) -> None:
         """A client has gone: what it held is handed out again, and nothing is waited for on its behalf."""
@@ -219,7 +225,7 @@ class Driver:
         """The driver's own loops; they end when the run stops."""
         return [
             self.transfer_queue.run(),
-            feed(self.queue, self.ledger, self.schedule, self._admissions, self.held_out, self.shape),
+            self._feed(),
             self._evaluations_in_order(),
         ]
 
@@ -237,6 +243,11 @@ class Driver:
         self.ledger.stop()
         self.board.stop()
         self.transfer_queue.stop()
+
+    async def settle(self) -> None:
+        """Do what is to be done beside the run with storage units that are in processes of their own, while there are any."""
+        if self.config.queue.place == "workers" and self._background:
+            await asyncio.wait(self._background, timeout=self.transfer_queue.places.patience_seconds)
 
     async def close(self) -> None:
         """Write what is left and close the files."""
@@ -256,7 +267,27 @@ class Driver:
         """Something has moved: the run is not stalled."""
         self.last_progress = self._clock()
 
+    async def _feed(self) -> None:
+        await self._units_there()
+        await feed(self.queue, self.ledger, self.schedule, self._admissions, self.held_out, self.shape)
+
+    async def _units_there(self) -> None:
+        """Wait for the storage units that are in processes of their own: rows go to all of them from the start."""
+        config = self.config.queue
+        if config.place == "driver":
+            return
+        try:
+            async with asyncio.timeout(UNITS_SECONDS):
+                await self.queue.wait_for_units(config.num_units)
+        except TimeoutError as error:
+            there = len(self.transfer_queue.places.units)
+            raise RunError(
+                f"{there} of {config.num_units} storage units have come within {UNITS_SECONDS:g} s: "
+                f"{self.config.run_dir / 'logs'}/storage-*.log say what the others do"
+            ) from error
+
     async def _evaluations_in_order(self) -> None:
+        await self._units_there()
         for version in self.held_out.versions():
             await evaluate(self.queue, self.ledger, self.held_out, version)
 
@@ -268,8 +299,8 @@ class Driver:
 
     # -- what the books tell ------------------------------------------------------------------------------------------------
 
-    def _end_step(self, purpose: str, step: int) -> None:
-        self.beside(self.queue.end_step(purpose, step))
+    def _end_step(self, task: str, step: int) -> None:
+        self.beside(self.queue.end_step(task, step))
 
     def _looked_again(self) -> None:
         """The controller has looked at what is asked of it, perhaps since a lease has expired."""
@@ -287,8 +318,9 @@ class Driver:
     def _gave_up(self, dead: list[DeadRow]) -> None:
         self.progress()
         for letter in dead:
-            self._says(f"row {letter.row} is given up after {self.config.reward.max_attempts} attempts: {letter.error}")
-        self.record.rows_died(len(dead))
+            attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
+            self._says(f"row {letter.row} is given up{attempts}: {letter.error}")
+        self.record.rows_died(dead)
         self.beside(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 
@@ -298,9 +330,10 @@ class Driver:
             why = f"storage unit {unit} has died and lost {len(rows)} rows ({shown}); a durable queue.storage would have kept them"
             self.failure.set_exception(RunError(why))
 
-    def _committed(self, totals: StepTotals, update: Update) -> None:
-        self.record.committed(totals, update)
-        self.saves.committed()
+    def _committed(self, task: str, totals: list[StepTotals], updates: list[Update]) -> None:
+        self.record.committed(task, totals, updates)
+        if task == self.ledger.ledger.trained[0]:
+            self.saves.committed()
 
     def _failed(self, error: RunError) -> None:
         if not self.failure.done():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import msgspec
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm
 from asyncflow.algorithms.off_policy import check_correction, default_correction
+from asyncflow.build.prompts import Source, read_source, short_enough, tokenize
 from asyncflow.cluster import CLUSTERS
 from asyncflow.config import Config
-from asyncflow.data.datasets import Row, check_columns, load_rows, template_columns
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, check_layout
@@ -26,16 +26,23 @@ from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, resolve
 from asyncflow.rewards import REWARDS
+from asyncflow.rewards.base import Part
 from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
-from asyncflow.types import RunError, UserError, group_bits_for
+from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.unit import UnitOptions
+from asyncflow.types import Layout, RunError, UserError, group_bits_for
 from asyncflow.workflows import SCHEDULES
+from asyncflow.workflows.critic import VALUES_TASK
 from asyncflow.workflows.samples import Prompt, Shape
 from asyncflow.workflows.schedule import Schedule
 
 CHOICE_OF_TURNS = 3
 """So many turns' groups each data-parallel rank makes ready, so that those of one turn can be of about one length."""
+SHAPES = "shapes:"
+"""Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -51,12 +58,13 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A run's inputs, checked."""
+    """A run's inputs, checked. `num_left_out`: prompts that were too long, of those to train on and of the held-out ones."""
 
     model: Path
     prompts: list[Prompt]
     held_out: list[Prompt]
     max_context: int
+    num_left_out: tuple[int, int] = (0, 0)
 
 
 def shape_of(config: Config) -> Shape:
@@ -72,6 +80,9 @@ def shape_of(config: Config) -> Shape:
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
         groups_per_turn=(groups := _groups_per_turn(config)),
         groups_ahead=groups * (CHOICE_OF_TURNS if config.layout.dp > 1 else 1),
+        epochs=config.train.epochs,
+        mini_batches=config.train.mini_batches,
+        has_reward_parts=config.reward.has_parts,
     )
 
 
@@ -81,10 +92,13 @@ def _groups_per_turn(config: Config) -> int:
     return -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
 
 
-def check_choices(config: Config) -> None:
-    """Every name chosen is known, every option of what is light to build is one of its own. Raises `UserError`."""
+def check_choices(config: Config, *, is_here: bool = True) -> None:
+    """Every name chosen is known, every option of what is light to build is one of its own. Raises `UserError`.
+
+    `is_here`: the run would start on this machine, so what its cluster needs must be installed.
+    """
     chosen: list[tuple[str, Choice, dict[str, str]]] = [
-        ("reward", config.reward.scorer, dict(REWARDS)),
+        *(("reward", part.scorer, dict(REWARDS)) for part in config.reward.parts.values()),
         ("algorithm", config.algorithm, dict(ALGORITHMS)),
         ("schedule", config.schedule, dict(SCHEDULES)),
         ("rollout engine", config.rollout.engine, dict(ROLLOUT_ENGINES)),
@@ -94,15 +108,36 @@ def check_choices(config: Config) -> None:
     ]
     for kind, choice, known in chosen:
         resolve(kind, choice.name, known)
-    build("cluster", config.cluster.name, {**config.cluster.options, "run_dir": config.run_dir}, CLUSTERS)
+    if is_here:
+        build("cluster", config.cluster.name, {**config.cluster.options, "run_dir": config.run_dir}, CLUSTERS)
     check_rollout_engine(config, config.rollout.num_workers)
     algorithm, train = make_algorithm(config), config.train
     if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
         raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
+    if algorithm.critic is not None:
+        _check_critic(config)
+    if algorithm.needs_reference_ahead and train.reference != "task":
+        raise UserError(
+            "the algorithm has a KL term in the reward, which needs the reference's log-probs ahead of training: set "
+            "train.reference=task"
+        )
     if config.train.reference == "task" and not algorithm.needs_reference:
         raise UserError(
             "train.reference=task, but the algorithm has no KL term to a reference: set its coefficient, or leave it out"
         )
+
+
+def _check_critic(config: Config) -> None:
+    """That a critic can be trained beside the policy. Raises `UserError`."""
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    if schedule.membership != "strict":
+        raise UserError(
+            "schedule.membership=first_come has groups change their steps, and the critic has given them the values of one: take "
+            "strict"
+        )
+    path = config.train.critic.path
+    if path is not None and not (Path(path) / "config.json").is_file():
+        raise UserError(f"train.critic.path {path!r} is no folder with a model in Hugging Face format: it has no config.json")
 
 
 def check_rollout_engine(config: Config, num_workers: int) -> None:
@@ -150,6 +185,21 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
     )
 
 
+def critic_options(config: Config) -> TrainEngineOptions:
+    """What it says to the critic's engine: one model on one device, without old policy or reference."""
+    critic = config.train.critic
+    return replace(
+        train_engine_options(config),
+        layout=Layout(),
+        learning_rate=critic.learning_rate,
+        warmup_steps=critic.warmup_steps,
+        device=critic.device,
+        old="current",
+        is_corrected=False,
+        has_reference=False,
+    )
+
+
 def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
     """That the train engine can train such a model, as is asked. `fields`: of the model's `config.json`. Raises `UserError`.
 
@@ -179,14 +229,18 @@ def make_algorithm(config: Config) -> Algorithm:
             raise UserError(
                 f"the algorithm {config.algorithm.name} has no {name!r}: asyncflow/algorithms/base.py says what is needed"
             )
+    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps"):
+        if not hasattr(algorithm, name):
+            setattr(algorithm, name, getattr(Algorithm, name))
     check_correction(algorithm.correction, old, schedule.max_staleness)
     return algorithm
 
 
 def num_devices(config: Config) -> int:
-    """All of the run's devices: those that generate, those that train, and the reference's own."""
-    rollout = config.rollout.num_workers * devices_each(config)
-    return rollout + config.layout.size + ("reference" in tasks_before_training(config))
+    """All of the run's devices: those that generate, those that train, and those of reference, critic and reward model."""
+    rollout, tasks = config.rollout.num_workers * devices_each(config), tasks_before_training(config)
+    own = ("reference" in tasks) + (VALUES_TASK in tasks) + (config.reward.model is not None)
+    return rollout + config.layout.size + own
 
 
 def devices_each(config: Config) -> int:
@@ -200,7 +254,11 @@ def devices_each(config: Config) -> int:
 
 def tasks_before_training(config: Config) -> tuple[str, ...]:
     """The tasks that a row passes before it is trained, in order."""
-    has = {"reward": config.reward.place == "task", "reference": config.train.reference == "task"}
+    has = {
+        "reward": config.reward.place == "task",
+        "reference": config.train.reference == "task",
+        VALUES_TASK: make_algorithm(config).critic is not None,
+    }
     return ("rollout", *(task for task in has if has[task]))
 
 
@@ -223,51 +281,132 @@ def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> No
                 )
 
 
+def make_storage(config: Config, number: int) -> Storage:
+    """What a storage unit of the run's queue keeps rows in."""
+    chosen = config.queue.storage
+    storage: Storage = build("queue storage", chosen.name, {**chosen.options, "unit": number}, STORAGES)
+    return storage
+
+
+def unit_options(config: Config) -> UnitOptions:
+    """What holds for each storage unit, on the machine that it is on."""
+    queue = config.queue
+    return UnitOptions(
+        notify_timeout_seconds=queue.notify_timeout_seconds,
+        capacity_rows=queue.capacity_rows,
+        capacity_bytes=queue.unit_capacity_bytes,
+        snapshot_dir=config.run_dir / SNAPSHOTS_DIR,
+    )
+
+
 def reward_pool(config: Config, name: str) -> RewardPool:
     """The reward processes that the configuration asks for, not yet started."""
     reward = config.reward
+    parts = [
+        Part(name, resolve("reward", part.scorer.name, REWARDS), part.scorer.options, part.weight)
+        for name, part in reward.parts.items()
+    ]
     return RewardPool(
-        resolve("reward", reward.scorer.name, REWARDS),
-        reward.scorer.options,
+        parts,
         num_workers=reward.num_workers,
         deadline_seconds=reward.deadline_seconds,
         memory_bytes=reward.memory_bytes,
+        output_bytes=reward.output_bytes,
         name=name,
     )
+
+
+def check_shapes(config: Config) -> dict[str, Any]:
+    """That a model of these shapes could be trained so, for a configuration whose model is its shapes alone (`shapes:FILE`).
+
+    Returns the fields of the file. Neither data nor tokenizer nor machine is looked at. Raises `UserError`.
+    """
+    check_choices(config, is_here=False)
+    file, rollout, model = Path(config.model.path.removeprefix(SHAPES)), config.rollout, config.model
+    fields = read_json(file)
+    if not fields:
+        raise UserError(f"model.path {model.path!r}: there is no file {file} with the fields of a model's config.json")
+    check_family(fields)
+    check_train_engine(config, fields)
+    if model.max_context_tokens is None:
+        raise UserError("a model of shapes alone has no tokenizer to measure prompts with: set model.max_context_tokens")
+    if rollout.max_new_tokens >= model.max_context_tokens:
+        raise UserError(
+            f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in model.max_context_tokens = "
+            f"{model.max_context_tokens}: set it lower"
+        )
+    most = fields.get("max_position_embeddings")
+    if most is not None and model.max_context_tokens > most:
+        raise UserError(f"model.max_context_tokens is {model.max_context_tokens}, and the model's max_position_embeddings {most}")
+    return fields
+
+
+def check_reward_model(config: Config) -> None:
+    """That the reward model's folder holds a sequence classifier with one label. Raises `UserError`."""
+    if (model := config.reward.model) is None:
+        return
+    fields = read_json(Path(model.path) / "config.json")
+    architecture = str((fields.get("architectures") or ["?"])[0])
+    if not fields:
+        raise UserError(f"reward.model.path {model.path!r} is no folder with a model in Hugging Face format: it has no config.json")
+    if not architecture.endswith("ForSequenceClassification"):
+        raise UserError(f"the reward model {model.path} is a {architecture}; it takes one for sequence classification")
+    num_labels = len(fields.get("id2label") or {"0": "", "1": ""})  # two is what transformers takes for granted
+    if num_labels != 1:
+        raise UserError(f"the reward model {model.path} has {num_labels} labels: a reward is one number")
+    if not [*Path(model.path).glob("*.safetensors")]:
+        raise UserError(f"the reward model {model.path} has no weights in safetensors format; write them with save_pretrained")
 
 
 async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False, made: Path | None = None) -> Prepared:
     """Load and check the data, the model and the reward. A `random:` model is made in `scratch`, unless it was `made` before."""
     check_choices(config)
-    rows = load_rows(config.data.path, seed=config.run.seed, split="train", limit=config.data.limit)
-    columns = template_columns(config.data.prompt_template)
-    check_columns(rows, columns, config.data.path)
-    if len(rows) < config.train.prompts_per_step and not evaluate_only:
-        raise UserError(
-            f"{config.data.path} has {len(rows)} rows, and a step takes train.prompts_per_step = {config.train.prompts_per_step} "
-            f"different ones: give more data, or set it to {len(rows)} or less"
-        )
-    held_out = _held_out_rows(config, columns)
-    pool = reward_pool(config, "check")
-    await pool.start()
-    await pool.close()
+    source = read_source(config, "train")
+    if not evaluate_only:
+        _check_enough(config, len(source.rows), "rows")
+    held_out = read_source(config, "heldout") if config.eval.path is not None else None
+    check_reward_model(config)
+    if config.reward.parts:
+        pool = reward_pool(config, "check")
+        await pool.start()
+        await pool.close()
     is_made = made is not None and config.model.path.startswith("random:")
-    model = made if made is not None and is_made else await model_folder(config, rows, scratch)
+    model = made if made is not None and is_made else await model_folder(config, source, scratch)
     if not evaluate_only:
         check_train_engine(config, read_json(model / "config.json"))
     tokenizer = CheckpointTokenizer(model)
-    prompts, held_out_prompts = (tokenize(config, tokenizer, chosen) for chosen in (rows, held_out))
-    everything = [*prompts, *held_out_prompts]
+    prompts = short_enough(config, tokenize(config, tokenizer, source), source.name)
+    held_out_prompts = [] if held_out is None else short_enough(config, tokenize(config, tokenizer, held_out), held_out.name)
+    if not evaluate_only:
+        _check_enough(config, len(prompts), "short enough prompts")
+    everything = [*prompts, *held_out_prompts] if not evaluate_only else held_out_prompts or prompts
     context = _context(config, model, everything)
     check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
-    return Prepared(model, prompts, held_out_prompts, context)
+    left_out = len(source.rows) - len(prompts), len(held_out.rows if held_out is not None else ()) - len(held_out_prompts)
+    return Prepared(model, prompts, held_out_prompts, context, left_out)
 
 
-async def model_folder(config: Config, rows: Sequence[Row], scratch: Path) -> Path:
-    """The model's folder, made first if it is a `random:` one. Raises `UserError` if it holds no causal language model."""
+def _check_enough(config: Config, count: int, what: str) -> None:
+    if count < config.train.prompts_per_step:
+        raise UserError(
+            f"{config.data.path} has {count} {what}, and a step takes train.prompts_per_step = {config.train.prompts_per_step} "
+            f"different ones: give more data, or set it to {count} or less"
+        )
+
+
+async def model_folder(config: Config, source: Source | None, scratch: Path) -> Path:
+    """The model's folder, made first if it is a `random:` one, with a vocabulary of the data's words.
+
+    Raises `UserError` if it holds no causal language model.
+    """
     path = config.model.path
+    if path.startswith(SHAPES):
+        raise UserError(
+            f"model.path {path!r} is a model's shapes alone, for --dry-run: set model.path to the folder of a model to train it"
+        )
     if path.startswith("random:"):
-        return await _random_model(config, rows, scratch / "random-model")
+        texts = source.texts() if source is not None else ()
+        return await _random_model(config, texts, scratch / "random-model")
     folder = Path(path)
     settings = read_json(folder / "config.json")
     if not settings:
@@ -282,27 +421,12 @@ async def model_folder(config: Config, rows: Sequence[Row], scratch: Path) -> Pa
     return folder
 
 
-def _held_out_rows(config: Config, columns: list[str]) -> list[Row]:
-    path = config.eval.path
-    if path is None:
-        return []
-    rows = load_rows(path, seed=config.run.seed, split="heldout", limit=config.eval.num_prompts)
-    check_columns(rows, columns, path)
-    return rows
-
-
-def tokenize(config: Config, tokenizer: CheckpointTokenizer, rows: Sequence[Row]) -> list[Prompt]:
-    """Rows as prompts, by the configuration's template."""
-    encode = tokenizer.encode_chat if config.data.chat_template else tokenizer.encode
-    return [Prompt(encode(config.data.prompt_template.format_map(row)), row) for row in rows]
-
-
 def _context(config: Config, model: Path, prompts: Sequence[Prompt]) -> int:
     """Tokens that the longest prompt and its response take. Raises `UserError` if the model, or the user, allows fewer."""
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i].ids))
     length, new = len(prompts[longest].ids), config.rollout.max_new_tokens
     if length == 0:
-        raise UserError("every prompt is empty: does data.prompt_template name a column?")
+        raise UserError("every prompt is empty: what do data.prompt_template and data.prompt_column name?")
     limits = {
         "model.max_context_tokens": config.model.max_context_tokens,
         "the model's max_position_embeddings": read_json(model / "config.json").get("max_position_embeddings"),
@@ -310,6 +434,8 @@ def _context(config: Config, model: Path, prompts: Sequence[Prompt]) -> int:
     for name, limit in limits.items():
         if limit is not None and length + new > limit:
             way_out = f"set rollout.max_new_tokens to {limit - length} or less" if length < limit else "shorten the prompts"
+            if limit > new:
+                way_out += f", or leave out longer ones by data.max_prompt_tokens={limit - new}"
             raise UserError(
                 f"prompt {longest + 1} has {length} tokens, with rollout.max_new_tokens = {new} that makes {length + new}, and "
                 f"{name} is {limit}: {way_out}"
@@ -317,13 +443,13 @@ def _context(config: Config, model: Path, prompts: Sequence[Prompt]) -> int:
     return config.model.max_context_tokens or length + new
 
 
-async def _random_model(config: Config, rows: Sequence[Row], folder: Path) -> Path:
+async def _random_model(config: Config, texts: Iterable[str], folder: Path) -> Path:
     """Made in a process of its own, since this one imports no torch."""
-    with tempfile.NamedTemporaryFile("wb", suffix=".jsonl") as texts:
-        texts.write(b"\n".join(msgspec.json.encode(config.data.prompt_template.format_map(row)) for row in rows))
-        texts.flush()
+    with tempfile.NamedTemporaryFile("wb", suffix=".jsonl") as file:
+        file.write(b"\n".join(msgspec.json.encode(text) for text in texts))
+        file.flush()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "asyncflow.engines.train.random_model", config.model.path, str(folder), "--texts", texts.name,
+            sys.executable, "-m", "asyncflow.engines.train.random_model", config.model.path, str(folder), "--texts", file.name,
             "--seed", str(config.run.seed),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip

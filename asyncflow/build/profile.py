@@ -23,9 +23,9 @@ import msgspec
 
 from asyncflow.build.fleet import trainers
 from asyncflow.build.prepare import make_algorithm, model_folder, train_engine_options
+from asyncflow.build.prompts import read_source
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.config import Config, dump, load
-from asyncflow.data.datasets import load_rows
 from asyncflow.engines.families import check_layout
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build
@@ -64,9 +64,8 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
     folder = RunDir(config.run.dir / f"{config.run.name}-profile")
     folder.check(may_overwrite=True)
     folder.claim(dump(config))
-    is_to_make = config.model.path.startswith("random:")  # with a vocabulary of the data's words
-    rows = load_rows(config.data.path, seed=config.run.seed, split="train", limit=config.data.limit) if is_to_make else []
-    model = await model_folder(config, rows, folder.path)
+    is_to_make = config.model.path.startswith("random:")
+    model = await model_folder(config, read_source(config, "train") if is_to_make else None, folder.path)
     check_layout(read_json(model / "config.json"), config.layout)
     if config.weight_sync.needs_key:
         Credentials.create(folder.path / KEY_FILE)

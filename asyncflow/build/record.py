@@ -11,11 +11,12 @@ import asyncio
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from asyncflow.build.prepare import shape_of
 from asyncflow.config import Config
@@ -27,11 +28,14 @@ from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
 from asyncflow.types import RunError
 from asyncflow.workflows.evaluation import Row
 from asyncflow.workflows.ledger import Consumed, Ledger, StepTotals, Update
+from asyncflow.workflows.samples import EVALUATION_GROUPS
 from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.scored import NO_REWARD, SKIPPED
 from asyncflow.workflows.signal import Signal
 
 
@@ -94,6 +98,8 @@ class RunRecord:
         names = ["jsonl", *config.telemetry.trackers]
         self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
         self._metrics: dict[int, StepMetrics] = {}
+        self._critic_metrics: dict[int, StepMetrics] = {}
+        self._committed: dict[int, tuple[StepMetrics, StepTimes]] = {}  # by the policy, and perhaps not by the critic
         self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
         self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
@@ -104,6 +110,7 @@ class RunRecord:
             before.max_staleness, before.max_spans, set(before.overlapped_steps), before.rows_dead, before.skipped_updates
         )
         self._dead_committed = before.rows_dead
+        self._num_unscored: Counter[int] = Counter()
         self._skipped_in_a_row = before.skipped_in_a_row
         self._has_said_unshared = before.has_said_unshared
         self._has_said_mismatch = False
@@ -171,16 +178,30 @@ class RunRecord:
         self._evaluations.write(json.dumps(row) + "\n")
         self._told.evaluation(row)
 
-    def rows_died(self, count: int) -> None:
-        """Rows are given up."""
-        self._observed.rows_dead += count
+    def rows_died(self, dead: Sequence[DeadRow]) -> None:
+        """Rows are given up. Those of evaluations are of no step."""
+        self._observed.rows_dead += len(dead)
+        for letter in dead:
+            step = self._ledger.step_of(letter.group) if letter.group < EVALUATION_GROUPS else None
+            if step is None or not letter.error.startswith((NO_REWARD, SKIPPED)):
+                continue
+            if letter.error.startswith(SKIPPED):
+                self._metrics.setdefault(step, StepMetrics()).count_rows(skipped=1)
+            else:
+                self._not_scored(step, 1, letter.error)
 
-    def consumed(self, step: int, group: Consumed) -> None:
+    def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
         """A group's gradient has been added."""
         self._progress()
+        if task != self._ledger.trained[0]:
+            self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), group)
+            return
         is_overlapped = not self._ledger.is_done("rollout", step)
         self._observed.group(step, staleness=group.staleness, num_spans=group.num_spans, is_overlapped=is_overlapped)
         metrics = self._metrics.setdefault(step, StepMetrics())
+        self._add_losses(metrics, group)
+        if update >= self.shape.mini_batches:  # an epoch after the first, of the same rows
+            return
         metrics.add_group(
             rewards=group.rewards,
             response_lengths=group.response_lengths,
@@ -188,14 +209,7 @@ class RunRecord:
             staleness=group.staleness,
             prompt_length=group.prompt_length,
         )
-        metrics.add_micro_batch(
-            loss_sum=group.loss_sum,
-            loss_tokens=group.loss_tokens,
-            logical_tokens=group.logical_tokens,
-            physical_tokens=group.physical_tokens,
-            metrics=group.metrics,
-            is_finite=group.is_finite,
-        )
+        self._look_at_parts(step, metrics, group)
         metrics.count_rows(empty=len(group.empty_rows))
         if group.empty_rows:
             rows = ", ".join(map(str, group.empty_rows))
@@ -203,17 +217,19 @@ class RunRecord:
         self._look_at_sharing(group)
         self._told.group(step)
 
-    def committed(self, totals: StepTotals, update: Update) -> None:
-        """A step is final."""
+    def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
+        """A step is final for one of the models. Its row of metrics is begun when it is for all of them."""
         self._progress()
+        if task != self._ledger.trained[0]:
+            step = of_updates[-1].step
+            self._add_updates(self._critic_metrics.setdefault(step, StepMetrics()), updates)
+            if any(update.is_skipped for update in updates):
+                self._told.says(f"step {step} leaves the critic as it is: its loss or gradient was not finite, or no row was left")
+            self._is_final(step)
+            return
+        totals = of_updates[-1]
         metrics = self._metrics.pop(totals.step, StepMetrics())
-        metrics.add_update(
-            grad_norm=update.grad_norm,
-            learning_rate=update.learning_rate,
-            normaliser=update.normaliser,
-            is_skipped=update.is_skipped,
-            fill_tokens=update.fill_tokens,
-        )
+        self._add_updates(metrics, updates)
         redelivered = self._rows_redelivered()
         metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
         self._redelivered = redelivered
@@ -225,12 +241,67 @@ class RunRecord:
             could_generate=self._could_generate(totals.step),
         )
         self._started = committed
-        self._start(self._finish_step(totals.step, metrics, times))
-        self._check_update(totals, update)
+        self._committed[totals.step] = metrics, times
+        self._is_final(totals.step)
+        for each, update in zip(of_updates, updates, strict=True):
+            self._check_update(each, update)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
+    def _is_final(self, step: int) -> None:
+        if not self._ledger.is_open(step) and step in self._committed:
+            self._start(self._finish_step(step, *self._committed.pop(step)))
+
+    def _add_updates(self, metrics: StepMetrics, updates: Sequence[Update]) -> None:
+        for update in updates:
+            metrics.add_update(
+                grad_norm=update.grad_norm,
+                learning_rate=update.learning_rate,
+                normaliser=update.normaliser,
+                is_skipped=update.is_skipped,
+                fill_tokens=update.fill_tokens,
+            )
+
+    def _add_losses(self, metrics: StepMetrics, group: Consumed) -> None:
+        metrics.add_micro_batch(
+            loss_sum=group.loss_sum,
+            loss_tokens=group.loss_tokens,
+            logical_tokens=group.logical_tokens,
+            physical_tokens=group.physical_tokens,
+            metrics=group.metrics,
+            is_finite=group.is_finite,
+        )
+
+    def _look_at_parts(self, step: int, metrics: StepMetrics, group: Consumed) -> None:
+        """What each scorer gave, where that is kept. A row for which none gave anything has the value for failures."""
+        names, num_rows = self._config.reward.names, len(group.rows)
+        if not num_rows or len(group.reward_parts) != num_rows * len(names):
+            return
+        parts = group.reward_parts.reshape(num_rows, len(names))
+        if len(names) > 1:
+            metrics.add_reward_parts(dict(zip(names, parts.T, strict=True)))
+        if num_failed := int(np.isnan(parts).all(axis=1).sum()):
+            self._not_scored(step, num_failed, "")
+
+    def _not_scored(self, step: int, count: int, error: str) -> None:
+        """So many more rows of the step could not be scored. Too many of them end the run."""
+        self._metrics.setdefault(step, StepMetrics()).count_rows(unscored=count)
+        self._num_unscored[step] += count
+        num_rows, most = self.shape.prompts_per_step * self.shape.group_size, self._config.reward.max_failed_fraction
+        if self._num_unscored[step] > most * num_rows:
+            kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(self._reward_failures().items()))
+            last = f"; the last one: {error.removeprefix(NO_REWARD)}" if error else ""
+            self._told.failed(
+                RunError(
+                    f"{self._num_unscored[step]} of the {num_rows} rows of step {step} could not be scored, more than "
+                    f"reward.max_failed_fraction={most:g} (attempts that failed so far: {kinds or 'not yet told'}): mend the "
+                    f"scorer, or raise that{last}"
+                )
+            )
+
     def _keep_sample(self, sample: Mapping[str, Any]) -> None:
+        if "reward_parts" in sample:
+            sample = {**sample, "reward_parts": dict(zip(self._config.reward.names, sample["reward_parts"], strict=False))}
         self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     def _look_at_sharing(self, group: Consumed) -> None:
@@ -299,6 +370,8 @@ class RunRecord:
             began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
             devices = self._num_devices(times.started, times.committed)
             row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
+            if (of_critic := self._critic_metrics.pop(step, None)) is not None:
+                row |= of_critic.critic_row()
             row |= run_metrics(*await self._queue.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             if self._before.resumed_at:

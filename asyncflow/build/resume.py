@@ -1,6 +1,7 @@
 """Going on with a run: what the driver puts into a checkpoint, and what it makes of it.
 
     checkpoints/step-000012/    trainer/     the train engine's state
+                                critic/      the critic's, where there is one
                                 versions/    published weights of older versions, where prompts are left that only these may answer
                                 driver.msgpack, rows.afp     this file's
                                 manifest.json
@@ -37,11 +38,13 @@ from asyncflow.workflows.samples import Prompt
 DRIVER_FILE: Final = "driver.msgpack"
 ROWS_FILE: Final = "rows.afp"
 TRAINER_DIR: Final = "trainer"
+CRITIC_DIR: Final = "critic"
+CRITIC_FINGERPRINTS: Final = FINGERPRINTS_FILE.replace(".", ".critic.")
 VERSIONS_DIR: Final = "versions"
 
 MAY_CHANGE: Final = (
     "run.name", "run.dir", "run.steps", "run.overwrite", "run.stall_timeout_seconds", "run.stop_grace_seconds",
-    "reward.num_workers", "reward.deadline_seconds", "reward.memory_bytes",
+    "reward.num_workers", "reward.deadline_seconds", "reward.memory_bytes", "reward.output_bytes", "reward.max_failed_fraction",
     "rollout.num_workers", "rollout.num_slots", "rollout.num_threads", "rollout.max_restarts",
     "train.num_threads", "train.pipeline_micro_batches", "train.pipeline_fill", "train.activation_checkpointing", "train.offload",
     "train.offload_optimizer", "train.max_skipped_updates", "train.check_shared_prompt", "train.reference",

@@ -15,19 +15,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from asyncflow.build.record import RecordState, RunRecord
-from asyncflow.build.resume import TRAINER_DIR, DriverState, as_saved, data_hash, version_file, write_added, write_driver
+from asyncflow.build.resume import (
+    CRITIC_DIR,
+    TRAINER_DIR,
+    DriverState,
+    as_saved,
+    data_hash,
+    version_file,
+    write_added,
+    write_driver,
+)
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import CheckpointConfig, Config, dump
 from asyncflow.data.order import SeededOrder
-from asyncflow.engines.base import TrainEngine
 from asyncflow.run_dir import RunDir
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.queue import TransferQueue
@@ -41,6 +49,7 @@ from asyncflow.workflows.evaluation import HeldOut
 from asyncflow.workflows.ledger import Ledger
 from asyncflow.workflows.samples import REFERENCE_COLUMN, RESPONSE_COLUMNS, Prompt
 from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.signal import Signal
 
 
 def checkpoints_of(config: Config) -> Checkpoints:
@@ -73,6 +82,9 @@ class Saves:
         self._checkpoints = checkpoints_of(config)
         self._data = ""
         self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
+        self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
+        self._has_critic = len(ledger.trained) > 1
+        self._came = Signal()
         self.settled = ledger.committed  # the last version of which there is a checkpoint, or will be none
         self.on_settled: Callable[[], None] = lambda: None
         self.committed()
@@ -123,16 +135,32 @@ class Saves:
         try:
             await self._own.pop(version)
             await self._record.finished(version)
-            await asyncio.to_thread(self._checkpoints.commit, version)
+            if why := await self._part_of_critic(version):
+                await self._give_up(version, why)
+            else:
+                await asyncio.to_thread(self._checkpoints.commit, version)
         except OSError as error:
             await self._give_up(version, f"{error.filename or 'a file'}: {error.strerror or error}")
         self._settle(version)
+
+    @remote
+    async def critic_written(self, version: int, why: str) -> None:
+        """The critic's files are there, or could not be written, and why. Returns at once."""
+        self._parts[version] = why
+        self._came.notify()
+
+    async def _part_of_critic(self, version: int) -> str:
+        if not self._has_critic:
+            return ""
+        await self._came.until(lambda: version in self._parts)
+        return self._parts.pop(version)
 
     @remote
     async def failed(self, version: int, why: str) -> None:
         """The trainers' files could not be written."""
         own = self._own.pop(version)
         await asyncio.gather(own, return_exceptions=True)
+        await self._part_of_critic(version)  # whose files would stay else
         await self._give_up(version, why)
         self._settle(version)
 
@@ -189,22 +217,33 @@ class Saves:
         return [batch for unit in units for batch in await _read(unit, rows, columns)]
 
 
+class Saved(Protocol):
+    """What a checkpoint asks of an engine, see `TrainEngine`."""
+
+    async def begin_step(self) -> None: ...
+
+    async def save_state(self, folder: Path) -> Awaitable[None]: ...
+
+
 class Saving:
-    """A leading trainer's end. Nothing is done where no checkpoints are kept."""
+    """A leading trainer's end, or the critic's. Nothing is done where no checkpoints are kept."""
 
     def __init__(
         self,
         saves: Saves,
         checkpoints: Checkpoints,
         settings: CheckpointConfig,
-        engine: TrainEngine,
+        engine: Saved,
         spans: Recorder,
         *,
         first: int,
         last: int,
         is_first: bool,
+        part: str = TRAINER_DIR,
     ) -> None:
-        """Of a run from step `first` to step `last`. `is_first`: of the leaders, the one that talks with the driver."""
+        """Of a run from step `first` to step `last`. `is_first`: of the leaders, the one that talks with the driver. `part`: where
+        in a checkpoint the engine's state goes."""
+        self._part = part
         self._saves, self._checkpoints, self._settings = saves, checkpoints, settings
         self._engine, self._spans = engine, spans
         self._last, self._is_first = last, is_first
@@ -229,7 +268,7 @@ class Saving:
             if self._is_first:
                 for manifest in await self._saves.begin(version):
                     older[manifest.version] = await asyncio.to_thread(_bytes_of, manifest)
-            is_written = await self._engine.save_state(folder / TRAINER_DIR)
+            is_written = await self._engine.save_state(folder / self._part)
         self._writing = asyncio.ensure_future(self._written(version, folder, is_written, older))
 
     async def written(self) -> None:
@@ -239,15 +278,18 @@ class Saving:
             self._writing = None
 
     async def _written(self, version: int, folder: Path, is_written: Any, older: dict[int, bytes]) -> None:
+        why = ""
         try:
             await is_written
             await asyncio.to_thread(_write_all, folder, older)
         except (OSError, RunError) as error:
-            if self._is_first:
-                await self._saves.failed(version, error.strerror or str(error) if isinstance(error, OSError) else str(error))
-        else:
-            if self._is_first:
-                await self._saves.written(version)
+            why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        if self._part == CRITIC_DIR:
+            await self._saves.critic_written(version, why)
+        elif self._is_first and why:
+            await self._saves.failed(version, why)
+        elif self._is_first:
+            await self._saves.written(version)
 
 
 def _seen(task: asyncio.Task[None]) -> None:

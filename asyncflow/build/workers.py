@@ -5,40 +5,58 @@ from __future__ import annotations
 import asyncio
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+import numpy as np
 
 from asyncflow.build.model_files import ModelFiles, model_here
-from asyncflow.build.prepare import TOKENIZER_FILES, make_algorithm, reward_pool, shape_of, train_engine_options
-from asyncflow.build.resume import TRAINER_DIR, VERSIONS_DIR, version_of
+from asyncflow.build.prepare import (
+    TOKENIZER_FILES,
+    critic_options,
+    make_algorithm,
+    make_storage,
+    reward_pool,
+    shape_of,
+    train_engine_options,
+    unit_options,
+)
+from asyncflow.build.rendezvous import Rendezvous, meet_at_driver
+from asyncflow.build.resume import CRITIC_DIR, CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.build.saving import Saves, Saving, checkpoints_of
-from asyncflow.cluster.abroad import abroad
-from asyncflow.config import Config, load
+from asyncflow.cluster.abroad import abroad, own_address
+from asyncflow.config import Config, RewardModelConfig, load
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.base import FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
+from asyncflow.engines.base import ClassifierEngine, CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
-from asyncflow.engines.train import LOG_PROB_ENGINES, TRAIN_ENGINES
+from asyncflow.engines.train import CLASSIFIER_ENGINES, CRITIC_ENGINES, LOG_PROB_ENGINES, TRAIN_ENGINES
 from asyncflow.registry import build
 from asyncflow.registry import load as load_named
-from asyncflow.rewards.base import Sample
-from asyncflow.rewards.delays import delayed
+from asyncflow.rewards.base import Sample, Score
+from asyncflow.rewards.delays import Scoring, delayed
+from asyncflow.rewards.fallback import with_fallback
+from asyncflow.rewards.model import by_model, together
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket
+from asyncflow.telemetry.batches import BatchLog, StepLogs
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
+from asyncflow.telemetry.spans import SharedLane
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
-from asyncflow.transport import Credentials, Peer, proxy
-from asyncflow.types import Array, HeldWeights, UserError
+from asyncflow.transfer_queue.node import serve_unit
+from asyncflow.transport import Arena, Credentials, Peer, proxy
+from asyncflow.types import Array, HeldWeights, RunError, UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSync, WeightSyncOptions
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board
+from asyncflow.workflows.critic import Version, add_values, train_critic
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.loop import publish, train
 from asyncflow.workflows.rollout import Rollout
@@ -79,24 +97,40 @@ class Connection:
     board: Board
     saves: Saves
     reporter: Reporter
+    rendezvous: Rendezvous
 
 
 @asynccontextmanager
 async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[Connection]:
     """Connect to the driver of a run directory."""
-    config = _config_of(run_dir)
-    job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
-    if (node := abroad()) is None:
-        async with joined(await Peer.connect(control_socket(run_dir), name), name, config, job, device(config)) as run:
-            yield run
-        return
-    credentials, clock = Credentials.load(run_dir / KEY_FILE), asyncio.get_running_loop().time
-    peer = await Peer.connect(job.door, name, credentials=credentials)
-    model = await model_here(proxy(ModelFiles, peer, "model"), Path(job.model), node.files / "model")
-    job = msgspec.structs.replace(job, model=str(model), weights_dir=str(node.memory))
-    clock = await driver_clock(proxy(Hub, peer, "hub"), clock)
+    called, clock = _called(run_dir), asyncio.get_running_loop().time
+    peer, job = await Peer.connect(called.hub, name, credentials=called.credentials), called.job
+    if (node := abroad()) is not None:
+        model = await model_here(proxy(ModelFiles, peer, "model"), Path(job.model), node.files / "model")
+        job = msgspec.structs.replace(job, model=str(model))
+        clock = await driver_clock(proxy(Hub, peer, "hub"), clock)
+    config, credentials = called.config, called.credentials
     async with joined(peer, name, config, job, device(config), credentials=credentials, clock=clock) as run:
         yield run
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """What a worker finds in its run's folder: `hub` is where the driver is, `job.weights_dir` a private folder of this machine."""
+
+    config: Config
+    job: JobFile
+    hub: str | Path
+    credentials: Credentials | None
+
+
+def _called(run_dir: Path) -> _Called:
+    config = _config_of(run_dir)
+    job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
+    credentials = Credentials.load(run_dir / KEY_FILE) if job.door else None
+    if (node := abroad()) is None:
+        return _Called(config, job, control_socket(run_dir), credentials)
+    return _Called(config, msgspec.structs.replace(job, weights_dir=str(node.memory)), job.door, credentials)
 
 
 @asynccontextmanager
@@ -119,7 +153,8 @@ async def joined(
     try:
         async with _beside(reporter.run(), queue.renew_held()):
             ledger, board, saves = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board"), proxy(Saves, peer, "saves")
-            yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter)
+            rendezvous = proxy(Rendezvous, peer, "rendezvous")
+            yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()
@@ -141,7 +176,7 @@ async def roll_out(
     engine: RolloutEngine,
     receiver: WeightReceiver,
     original: Callable[[], Mapping[str, Tensor]],
-    score: Callable[[Sample], Awaitable[float]],
+    score: Callable[[Sample], Awaitable[Score]],
     decode: Callable[[Array], str],
 ) -> None:
     """A rollout worker's work, with what was built for it, which is closed at the end."""
@@ -165,16 +200,46 @@ async def roll_out(
     await engine.close()
 
 
+async def unit_worker(name: str, run_dir: Path) -> None:
+    """Is a storage unit of the run's queue, until it is ended: it outlives who writes and reads there. Raises `RunError` if the
+    driver goes first.
+
+    It listens where others find it: by TLS if the driver does, at the address by which this machine reaches it.
+    """
+    called, number = _called(run_dir), int(name.partition("/")[2])
+    config, folder = called.config, Path(called.job.weights_dir)
+    own = folder / f"unit-{number}-{uuid.uuid4().hex[:8]}"  # of this life: the files of the one before may still be there
+    options, node = unit_options(config), abroad()
+    if node is not None and run_dir.is_relative_to(node.files):  # the run's own is not seen here
+        options = replace(options, snapshot_dir=None)
+    arena = Arena(config.queue.unit_capacity_bytes, own.with_suffix(".arena"))
+    await serve_unit(
+        called.hub,
+        number,
+        make_storage(config, number),
+        f"tls:{own_address(called.job.door)}:0" if called.job.door else own.with_suffix(".sock"),
+        options=options,
+        credentials=called.credentials,
+        arena=arena,
+    )
+    raise RunError(f"{name} has lost the driver")
+
+
 async def reward_worker(name: str, run_dir: Path) -> None:
     """Scores until the run stops."""
-    async with connected(name, run_dir, lambda config: "cpu") as run, _scoring(run, name) as score:
+
+    def device(config: Config) -> str:
+        return "cpu" if config.reward.model is None else config.reward.model.device
+
+    async with connected(name, run_dir, device) as run, _scoring(run, name) as score:
         await score_groups(run, score, CheckpointTokenizer(Path(run.job.model)).decode)
 
 
-async def score_groups(run: Connection, score: Callable[[Sample], Awaitable[float]], decode: Callable[[Array], str]) -> None:
+async def score_groups(run: Connection, score: Callable[[Sample], Awaitable[Score]], decode: Callable[[Array], str]) -> None:
     """A reward worker's work, with what was built for it."""
     work = reward(score, decode, _sample_filter(run), run.shape)
-    await serve("reward", run.queue, run.ledger, work, run.reporter.recorder)
+    at_once = run.config.reward.num_workers + 1  # of each lease there is a row at least: every process has one, and another waits
+    await serve("reward", run.queue, run.ledger, work, run.reporter.recorder, at_once=at_once)
     run.reporter.recorder.waiting("stop")
 
 
@@ -183,6 +248,7 @@ async def train_worker(name: str, run_dir: Path) -> None:
     async with connected(name, run_dir, lambda config: config.train.device) as run:
         spans = run.reporter.recorder
         spans.enter("load")
+        meet_at_driver(run.rendezvous, run.job.door)
         engine = await asyncio.to_thread(_train_engine, run)
         if (rank := engine.data_parallel_rank) is None:
             spans.waiting("leader")
@@ -221,7 +287,11 @@ async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender
     if run.job.checkpoint:
         await _go_on(run, engine, sender)
     rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
-    fingerprints = FingerprintLog(run.config.run_dir / fingerprints_file(rank) if has_log else None)
+    run_dir = run.config.run_dir
+    fingerprints = StepLogs(
+        FingerprintLog(run_dir / fingerprints_file(rank) if has_log else None),
+        BatchLog(run_dir, run.config.telemetry.keep_batches, rank=rank, first=first),
+    )
     version = await train(
         run.queue,
         run.ledger,
@@ -267,6 +337,52 @@ async def add_log_probs(run: Connection, engine: LogProbEngine) -> None:
     await engine.close()
 
 
+async def critic_worker(name: str, run_dir: Path) -> None:
+    """Adds values to complete groups and trains on them until the run stops, then saves the critic."""
+    async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
+        run.reporter.recorder.enter("load")
+        engine = await asyncio.to_thread(_critic_engine, run)
+        saving = await critic_steps(run, engine)
+        with run.reporter.recorder.busy("save"):
+            await _save_critic(engine, run_dir)
+        run.reporter.recorder.waiting("checkpoint")
+        await saving.written()
+        run.reporter.recorder.waiting("stop")
+        await engine.close()
+
+
+async def critic_steps(run: Connection, engine: CriticEngine) -> Saving:
+    """A critic worker's work, with what was built for it.
+
+    Returns when the last checkpoint is staged; it is yet to be written.
+    """
+    critic = make_algorithm(run.config).critic
+    assert critic is not None, "the run has a critic worker"
+    first, last, lane = run.job.first, run.config.run.steps, SharedLane(run.reporter.recorder)
+    checkpoints, settings = checkpoints_of(run.config), run.config.checkpoint
+    saving = Saving(run.saves, checkpoints, settings, engine, lane, first=first, last=last, is_first=False, part=CRITIC_DIR)
+    if run.job.checkpoint:
+        with lane.busy("load_state", version=first):
+            await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)
+    fingerprints = FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS if run.config.telemetry.fingerprints else None)
+    version = Version(first)
+    async with _beside(add_values(run.queue, run.ledger, engine, run.shape, lane, version)):
+        reached = await train_critic(
+            run.queue, run.ledger, _schedule(run), engine, critic, run.shape, lane, fingerprints, saving, version
+        )
+    await saving.save(reached)
+    return saving
+
+
+async def _save_critic(engine: CriticEngine, run_dir: Path) -> None:
+    """Whole, or not at all."""
+    folder, partial = run_dir / CRITIC_DIR, run_dir / f"{CRITIC_DIR}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    await engine.save(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
 def _config_of(run_dir: Path) -> Config:
     """A run's configuration, which lies in `run_dir` here, wherever it does on the driver's machine."""
     config = load(run_dir / CONFIG_FILE)
@@ -293,16 +409,56 @@ async def _beside(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]
 
 
 @asynccontextmanager
-async def _scoring(run: Connection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[float]]]:
+async def _scoring(run: Connection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[Score]]]:
     """The reward processes below a worker, which end with it. None are started where another worker scores."""
-    pool, delays = reward_pool(run.config, name), run.config.reward.delays
-    try:
-        if run.config.reward.place == "rollout" or name == "reward":
+    config, delays = run.config.reward, run.config.reward.delays
+    failures: Counter[str] = Counter()
+    scorings: list[Scoring] = []
+    async with AsyncExitStack() as stack:
+        is_here = config.place == "rollout" or name == "reward"
+        if config.parts and is_here:
+            pool = reward_pool(run.config, name)
+            stack.push_async_callback(pool.close)
             await pool.start()
-        run.reporter.reward_failures = pool.failures
-        yield delayed(pool.score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else pool.score
-    finally:
-        await pool.close()
+            failures = pool.failures
+            scorings.append(pool.score)
+        if config.model is not None and is_here:
+            run.reporter.recorder.enter("load")
+            engine = await asyncio.to_thread(_reward_model, config.model)
+            stack.push_async_callback(engine.close)
+            scorings.append(by_model(_computing(engine, run, config.model), config.model.path, failures))
+        run.reporter.reward_failures = failures
+        weights = [part.weight for part in config.parts.values()] + ([] if config.model is None else [config.model.weight])
+        score = scorings[0] if len(scorings) == 1 and config.model is None else _all_of(scorings, weights)
+        if config.value_on_failure is not None:
+            score = with_fallback(score, value=config.value_on_failure, attempts=config.max_attempts, num_parts=len(weights))
+        yield delayed(score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else score
+
+
+def _all_of(scorings: Sequence[Scoring], weights: Sequence[float]) -> Scoring:
+    """Reward processes, if there are any, and then the model."""
+    return together(scorings, weights, [len(weights) - 1, 1] if len(scorings) == 2 else [len(weights)])
+
+
+def _reward_model(model: RewardModelConfig) -> ClassifierEngine:
+    options = {"model_path": Path(model.path), "device": model.device, "dtype": model.dtype, "num_threads": model.num_threads}
+    return cast(ClassifierEngine, build("reward model engine", "torch", options, CLASSIFIER_ENGINES))
+
+
+def _computing(engine: ClassifierEngine, run: Connection, model: RewardModelConfig) -> Callable[[Sample], Awaitable[float]]:
+    """The model's logit of a sample: of its own token ids, if the model has the policy's tokenizer, or else of the text."""
+    files = [(Path(folder) / "tokenizer.json") for folder in (run.job.model, model.path)]
+    has_same = files[1].is_file() and files[0].read_bytes() == files[1].read_bytes()
+    if model.template is None and has_same:
+        return lambda sample: engine.score(np.array([*sample.prompt_ids, *sample.token_ids], np.int64))
+    tokenizer, template = CheckpointTokenizer(Path(model.path)), model.template or "{prompt}{response}"
+
+    async def compute(sample: Sample) -> float:
+        before, _, after = template.partition("{response}")
+        text = before.replace("{prompt}", sample.prompt) + sample.response + after.replace("{prompt}", sample.prompt)
+        return await engine.score(tokenizer.encode(text))
+
+    return compute
 
 
 def _schedule(run: Connection) -> Schedule:
@@ -350,6 +506,12 @@ def _reference_engine(run: Connection) -> LogProbEngine:
     )
     arguments = {"model_path": Path(run.job.model), "options": options}
     return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
+
+
+def _critic_engine(run: Connection) -> CriticEngine:
+    path = run.config.train.critic.path or run.job.model
+    arguments = {"model_path": Path(path), "options": critic_options(run.config)}
+    return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
 
 
 def _weight_sync(run: Connection, device: str) -> WeightSync:

@@ -12,6 +12,7 @@ from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.errors import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.queue import app as queue
+from asyncflow.cli.replay import replay
 from asyncflow.cli.report import report
 from asyncflow.cli.simulate import simulate
 from asyncflow.cli.status import status
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command(name="eval")(evaluate)
+app.command()(replay)
 app.command()(verify)
 app.command()(simulate)
 app.command()(report)

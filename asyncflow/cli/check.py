@@ -23,6 +23,7 @@ from asyncflow.types import UserError
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
 USED = {
+    "data": ("datasets", "Parquet files, saved data sets and the Hugging Face Hub (data.path)"),
     "mooncake": ("mooncake-transfer-engine", "samples kept in Mooncake Store (queue.storage=mooncake)"),
     "redis": ("redis", "samples kept in Redis (queue.storage=redis)"),
     "wandb": ("wandb", "metrics on Weights & Biases (telemetry.trackers)"),

@@ -1,9 +1,10 @@
-"""`asyncflow eval`: the accuracy of a model on held-out problems."""
+"""`asyncflow eval`: how good a model is on held-out problems, by any rollout engine."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,39 +12,124 @@ import typer
 
 from asyncflow.cli.display import Display
 from asyncflow.config import Config, parse
+from asyncflow.data.columns import ANSWER
+from asyncflow.data.datasets import GENERATED
 from asyncflow.settings import apply_override, read_yaml
 from asyncflow.types import UserError
+
+GENERATED_PROMPTS = 256
+KEPT_SAMPLES = 100
 
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model's folder in Hugging Face format, such as runs/quickstart/model.")],
-    data: Annotated[str, typer.Argument(help="A JSONL file, or generated:arithmetic.")],
+    data: Annotated[str, typer.Argument(help="What data.path takes: a file, a folder, a name on the Hub, generated:arithmetic.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value of a run's configuration.")] = None,
     config: Annotated[Path | None, typer.Option(help="Take everything else from this run's YAML file.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Sampled responses per prompt: the n of mean@n and pass@n.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Use only so many prompts, from the first on.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the sampled responses.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="The rollout engine, such as vllm; its options by rollout.engine.key=value.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write evaluation.json and evaluation.html into this folder.")] = None,
 ) -> None:
-    """Accuracy on held-out problems, greedy and sampled."""
+    """pass@1, pass@k and mean@n with a confidence interval, response lengths and truncation, of sampled and of greedy responses."""
+    given: dict[str, Any] = {
+        "eval.samples_per_prompt": samples,
+        "eval.num_prompts": prompts,
+        "rollout.temperature": temperature,
+    }
+    if out is not None and out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is no folder")
     with tempfile.TemporaryDirectory(prefix="asyncflow-eval-") as scratch:
-        resolved = _config(model, data, overrides or [], config, scratch)
-        raise typer.Exit(0 if asyncio.run(_evaluate(resolved)) else 130)
+        chosen = {key: value for key, value in given.items() if value is not None}
+        resolved = _config(model, data, overrides or [], config, scratch, chosen, engine)
+        raise typer.Exit(0 if asyncio.run(_evaluate(resolved, out)) else 130)
 
 
-def _config(model: str, data: str, overrides: list[str], config: Path | None, scratch: str) -> Config:
+def _config(
+    model: str, data: str, overrides: list[str], config: Path | None, scratch: str, given: Mapping[str, Any], engine: str | None
+) -> Config:
     """A run of no steps: the first evaluation is all of it."""
     tree: dict[str, Any] = read_yaml(config) if config is not None else {}
+    if config is None:  # all of a data set, unless it has no end
+        tree["eval"] = {"num_prompts": GENERATED_PROMPTS if data.startswith(GENERATED) else None}
+    tree["data"] = {key: value for key, value in (tree.get("data") or {}).items() if key != "split"}  # that is training's
     tree |= {"model": {**tree.get("model", {}), "path": model}, "data": {**tree.get("data", {}), "path": data}}
     tree["eval"] = {**tree.get("eval", {}), "path": data}
     tree["run"] = {**tree.get("run", {}), "name": "eval", "dir": scratch}
-    tree["telemetry"] = {"trackers": []}
+    tree["telemetry"] = {"trackers": [], "samples_per_step": KEPT_SAMPLES}
+    if engine is not None:
+        _choose_engine(tree, engine)
     for override in overrides:
         if override.split("=")[0] in ("run.name", "run.dir", "model.path", "data.path", "eval.path"):
             raise UserError(f"{override!r} is given by the command's own arguments")
+        if override.split("=")[0] in given:
+            raise UserError(f"{override!r} and an option of the command both say that: take one of them")
         apply_override(tree, override)
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        tree[section] = {**(tree.get(section) or {}), name: value}
+    split = tree["eval"].get("split") or tree["data"].get("split") or "test"
+    tree["data"], tree["eval"] = {**tree["data"], "split": split}, {**tree["eval"], "split": split}
     return parse(tree)
 
 
-async def _evaluate(config: Config) -> bool:
+def _choose_engine(tree: dict[str, Any], engine: str) -> None:
+    """By name; what the configuration says of another engine's options is left out."""
+    rollout = dict(tree.get("rollout") or {})
+    before = rollout.get("engine")
+    is_same = isinstance(before, Mapping) and before.get("name") == engine
+    rollout["engine"] = before if is_same else {"name": engine}
+    tree["rollout"] = rollout
+
+
+async def _evaluate(config: Config, out: Path | None) -> bool:
     from asyncflow.job import Job, run_with_signals
+    from asyncflow.telemetry.evaluation import lines_of, result_of, write_evaluation
 
     with Display("eval", 1) as display:
         job = Job(config, display, evaluate_only=True)
-        return await run_with_signals(job, job.run())
+        is_finished = await run_with_signals(job, job.run())
+    if not is_finished or not job.responses:
+        return is_finished
+    samples = list(_samples(config, job.held_out, len(job.held_out)))
+    result = result_of(config.model.path, config.data.path, _settings(config), job.evaluations[-1], job.responses, samples)
+    for line in lines_of(result):
+        print(line)
+    for path in write_evaluation(out, result, correct_from=config.eval.correct_from) if out is not None else ():
+        print(f"  {path}")
+    return True
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What the figures depend on, beside the model and the data."""
+    rollout, held_out, data = config.rollout, config.eval, config.data
+    return {
+        "engine": rollout.engine.name,
+        "split": held_out.split,
+        "temperature": rollout.temperature,
+        "samples per prompt": held_out.samples_per_prompt,
+        "max_new_tokens": rollout.max_new_tokens,
+        "dtype": rollout.dtype,
+        "seed": config.run.seed,
+        "scorer": ", ".join(part.scorer.name for part in config.reward.parts.values()) or "model",
+        "prompt_template": data.prompt_template,
+        "chat_template": data.chat_template or None,
+    }
+
+
+def _samples(config: Config, prompts: Sequence[Any], count: int) -> Iterator[dict[str, Any]]:
+    """The kept responses, each with its prompt's number, its kind, and the answer that it was compared with."""
+    from asyncflow.build.prepare import shape_of
+    from asyncflow.run_dir import SAMPLES_FILE
+    from asyncflow.telemetry.report import read_rows
+    from asyncflow.workflows.samples import EVALUATION_GROUPS
+
+    for row in sorted(read_rows(config.run_dir / SAMPLES_FILE), key=lambda row: row["row"]):
+        group = row["row"] >> shape_of(config).group_bits
+        kind, number = divmod(group - EVALUATION_GROUPS, count)
+        kept = {name: row[name] for name in ("prompt", "response", "reward", "finish_reason")}
+        answer = prompts[number].example.get(ANSWER)
+        yield {"prompt_number": number, "kind": ("sampled", "greedy")[kind], "answer": answer, **kept}

@@ -67,14 +67,29 @@ def _run_rank(config: Config, arguments: Sequence[str]) -> int:
 
 
 async def _dry_run(config: Config) -> None:
-    from asyncflow.build.prepare import prepare
+    from asyncflow.build.memory import Shapes, lines
+    from asyncflow.build.prepare import SHAPES, check_shapes, num_devices, prepare
+    from asyncflow.build.prompts import left_out_lines
+    from asyncflow.model_folder import read_json
 
-    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-        prepared = await prepare(config, Path(scratch))
+    if is_of_shapes := config.model.path.startswith(SHAPES):
+        fields = check_shapes(config)
+        context = config.model.max_context_tokens or 0
+        longest = min(config.data.max_prompt_tokens or context, context - config.rollout.max_new_tokens)
+        data = [f"{config.data.path}, not read: a model of shapes alone has no tokenizer"]
+    else:
+        with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+            prepared = await prepare(config, Path(scratch))
+            fields = read_json(prepared.model / "config.json")
+        context, prompts, held_out = prepared.max_context, prepared.prompts, prepared.held_out
+        longest = max(len(prompt.ids) for prompt in prompts)
+        data = [f"{len(prompts)} prompts to train on, {len(held_out)} held out"]
+        data += left_out_lines(config, prepared.num_left_out, (len(prompts), len(held_out)))
     rows = config.train.prompts_per_step * config.rollout.group_size
     print(f"run        {config.run_dir}, {config.run.steps} steps, {config.schedule.name}, {config.algorithm.name}")
-    print(f"model      {config.model.path}, context {prepared.max_context} tokens")
-    print(f"data       {len(prepared.prompts)} prompts to train on, {len(prepared.held_out)} held out")
+    print(f"model      {config.model.path}, context {context} tokens")
+    for line in data:
+        print(f"data       {line}")
     if line := _correction(config):
         print(f"staleness  {line}")
     print(f"each step  {config.train.prompts_per_step} prompts x {config.rollout.group_size} responses = {rows} rows")
@@ -83,16 +98,29 @@ async def _dry_run(config: Config) -> None:
         f"{config.rollout.num_threads} threads each), {_layout(config)} on {config.train.device} ({config.train.num_threads} "
         f"threads each), cluster {config.cluster.name}"
     )
+    num_all, num_training = num_devices(config), config.layout.size
+    print(f"devices    {num_all}: {num_all - num_training} that do not train, {num_training} that do")
+    staleness = _max_staleness(config)
+    for line in lines(config, Shapes.of(fields), prompt_tokens=longest, context=context, max_staleness=staleness):
+        print(line)
+    if is_of_shapes:
+        print("neither data, tokenizer nor machine was looked at: set model.path to the folder of a model")
     print("nothing was started")
+
+
+def _max_staleness(config: Config) -> int:
+    from asyncflow.registry import build
+    from asyncflow.workflows import SCHEDULES
+
+    staleness: int = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES).max_staleness
+    return staleness
 
 
 def _correction(config: Config) -> str:
     """How a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
     from asyncflow.build.prepare import make_algorithm
-    from asyncflow.registry import build
-    from asyncflow.workflows import SCHEDULES
 
-    staleness = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES).max_staleness
+    staleness = _max_staleness(config)
     algorithm = make_algorithm(config)
     if not staleness:
         return ""

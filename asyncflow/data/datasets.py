@@ -1,13 +1,23 @@
-"""Data sets: rows of named columns, read from files or generated."""
+"""Data sets: rows of named columns, read from files, from the Hugging Face Hub, or generated.
+
+    generated:arithmetic ----+
+    rows.jsonl, .json -------+--> rows: JSON values by column name, in the data's own order
+    rows.parquet ------------+
+    a folder, owner/name ----+   (hub.py: through `datasets`)
+
+Which columns make the prompt, and which one is the answer, is columns.py's to say.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from string import Formatter
-from typing import Any, Literal
+from typing import Any, Final, Literal
+
+import msgspec
 
 from asyncflow.data import arithmetic
 from asyncflow.types import UserError
@@ -15,35 +25,45 @@ from asyncflow.types import UserError
 Row = dict[str, Any]
 Split = Literal["train", "heldout"]
 GENERATED_ROWS = 20_000
+GENERATED: Final = "generated:"
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet")
 
 
-def load_rows(path: str, *, seed: int, split: Split, limit: int | None = None) -> list[Row]:
-    """The rows of a data set. Raises `UserError` naming the file and line of what is wrong.
+def load_rows(
+    path: str, *, seed: int, split: Split, limit: int | None = None, named: str = "train", subset: str | None = None
+) -> list[Row]:
+    """The rows of a data set, the first `limit` of them. Raises `UserError` naming the file and line of what is wrong.
 
-    A generated set has `GENERATED_ROWS` rows unless limited; its `split` decides which problems can occur.
+    A generated set has `GENERATED_ROWS` rows unless limited; its `split` decides which problems can occur. `named` and `subset` are
+    a data set's own names of its parts, where it has any.
     """
-    if path.startswith("generated:"):
+    if path.startswith(GENERATED):
         return _generated(path, seed, split, limit or GENERATED_ROWS)
-    rows = list(itertools.islice(_read_jsonl(Path(path)), limit))
+    rows = list(itertools.islice(_read(path, named, subset, limit), limit))
     if not rows:
-        raise UserError(f"the data file {path} has no rows")
+        raise UserError(f"the data {'file' if Path(path).is_file() else 'set'} {path} has no rows")
     return rows
 
 
-def check_columns(rows: Sequence[Row], columns: Sequence[str], path: str) -> None:
-    """Raises `UserError` when a row lacks one of the columns, naming those that it has."""
+def as_json(rows: Iterable[Row], path: str) -> Iterator[Row]:
+    """Rows with JSON values alone, as they travel: dates as text, tuples as lists. Raises `UserError` naming what is none."""
     for number, row in enumerate(rows, 1):
-        for column in columns:
-            if column not in row:
-                raise UserError(f"row {number} of {path} has no column {column!r}; it has {', '.join(sorted(row)) or 'none'}")
+        try:
+            yield msgspec.json.decode(msgspec.json.encode(row))
+        except (TypeError, msgspec.MsgspecError) as error:
+            raise UserError(f"row {number} of {path} holds what is no JSON value ({error}): leave that column out") from error
 
 
-def template_columns(template: str) -> list[str]:
-    """The columns that a prompt template names. Raises `UserError` if it is no template."""
-    try:
-        return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise UserError(f"data.prompt_template {template!r} cannot be parsed: {error}; write {{{{ for a literal brace") from error
+def _read(path: str, named: str, subset: str | None, limit: int | None) -> Iterator[Row]:
+    file = Path(path)
+    if file.is_dir() or not (file.exists() or file.suffix in _FILES or not _HUB_NAME.fullmatch(path)):
+        from asyncflow.data.hub import read_data_set
+
+        return as_json(read_data_set(path, named, subset, limit), path)
+    if file.suffix == ".parquet":
+        return as_json(_read_parquet(file), path)
+    return _read_json(file) if file.suffix == ".json" else _read_jsonl(file)
 
 
 def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
@@ -73,3 +93,42 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
     if not isinstance(row, dict):
         raise UserError(f"{path}, line {number} is not an object with columns but a {type(row).__name__}")
     return row
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """A list of objects, or an object with one such list in it. Many a `.json` file holds an object a line: those are read, too."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            yield from _read_jsonl(path)
+            return
+        raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
+    except OSError as error:
+        raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the data file {path} is not UTF-8 text: {error.reason}") from error
+    lists = [value for value in tree.values() if isinstance(value, list)] if isinstance(tree, dict) else [tree]
+    if len(lists) != 1 or not isinstance(lists[0], list):
+        if not isinstance(tree, dict) or lists:
+            raise UserError(f"{path} holds no list of rows: it must be [{{...}}, ...], an object with one such list, or JSON Lines")
+        lists = [[tree]]  # JSON Lines of one line
+    for number, row in enumerate(lists[0], 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, row {number} is not an object with columns but a {type(row).__name__}")
+        yield row
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise UserError(f"reading {path} takes pyarrow: pip install 'asyncflow-rl[data]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except OSError as error:
+        raise UserError(f"the data file {path} cannot be read: {error.strerror or error}") from error
+    except ArrowException as error:
+        raise UserError(f"the data file {path} is no Parquet file: {error}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.sandbox
@@ -13,6 +15,8 @@ from tokenizers import Tokenizer
 
 from asyncflow.model_folder import end_token_ids, read_json
 from asyncflow.types import Array, UserError
+
+_SPECIALS: Final = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 class CheckpointTokenizer:
@@ -39,17 +43,31 @@ class CheckpointTokenizer:
         """int64 [n], with no special tokens added."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
-    def encode_chat(self, text: str) -> Array:
-        """int64 [n]: `text` as a user's message, then the start of the answer. Raises `UserError` without a chat template."""
+    def encode_chat(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> Array:
+        """int64 [n]: a conversation, or a text as a user's message, then the start of the answer; `options` are the template's own.
+
+        A conversation that ends in the assistant's own words is gone on with. Raises `UserError` without a chat template.
+        """
         if self._template_source is None:
-            raise UserError("data.chat_template is set, but the model's tokenizer has none; set data.chat_template=false")
-        specials = {name: _token_text(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        messages = [{"role": "user", "content": text}]
+            way_out = "set data.chat_template=false" if isinstance(prompt, str) else "say by data.prompt_template what they are"
+            raise UserError(f"prompts are to go through a chat template, but the model's tokenizer has none; {way_out}")
+        specials = {name: _token_text(self._settings.get(name)) for name in _SPECIALS}
+        messages: list[Mapping[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:  # compiled when first used: a template that jinja2 cannot read harms nobody who does without
             self._template = self._template or _compile(self._template_source)
-            return self.encode(self._template.render(messages=messages, add_generation_prompt=True, **specials))
+            known = {"tools": None, "documents": None, **specials, **(options or {})}
+            return self.encode(self._rendered(self._template, messages, known))
         except (jinja2.TemplateError, TypeError) as error:
             raise UserError(f"the model's chat template cannot be rendered: {error}") from error
+
+    def _rendered(self, template: jinja2.Template, messages: list[Mapping[str, Any]], known: dict[str, Any]) -> str:
+        if messages[-1].get("role") != "assistant":
+            return template.render(messages=messages, add_generation_prompt=True, **known)
+        begun = str(messages[-1]["content"]).strip()
+        text = template.render(messages=messages, add_generation_prompt=False, **known)
+        if not begun or begun not in text:
+            raise jinja2.TemplateError("the answer that the conversation begins is not in what the template makes of it")
+        return text[: text.rindex(begun) + len(begun)]
 
     def decode(self, ids: Array) -> str:
         """Text without special tokens."""
@@ -58,6 +76,8 @@ class CheckpointTokenizer:
     def _read_template(self, folder: Path) -> str | None:
         file = folder / "chat_template.jinja"
         source = file.read_text(encoding="utf-8") if file.is_file() else self._settings.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {str(each.get("name")): each.get("template") for each in source if isinstance(each, Mapping)}.get("default")
         return source if isinstance(source, str) else None
 
 
@@ -65,12 +85,22 @@ def _compile(template: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals["raise_exception"] = _raise_template_error
+    environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _strftime_now}
+    environment.filters["tojson"] = _to_json
     return environment.from_string(template)
 
 
 def _token_text(token: str | Mapping[str, Any] | None) -> str:
     return str(token["content"]) if isinstance(token, Mapping) else token or ""
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """As transformers has it: jinja2's own escapes what HTML would read."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_template_error(message: str) -> None:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from asyncflow.types import Array, Layout, Objective, Old, Ragged, WeightSource
+import numpy as np
+
+from asyncflow.types import Array, Layout, Objective, Old, Ragged, ValueObjective, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,8 +105,9 @@ class MicroBatch:
     """A fixed piece of one group, a function of indices alone.
 
     indices int64 [R]; prompt_ids int64 [Lp]; the ragged columns have R entries: response_ids int64, loss_mask uint8,
-    rollout_logprobs float32; advantages float32 [R]; staleness int64 [R], of each row's oldest token, in versions; ref_logprobs
-    ragged float32, where the reference is a task of its own.
+    rollout_logprobs float32; advantages float32 [R], or [T], a number for each of all response tokens; staleness int64 [R], of each
+    row's oldest token, in versions; ref_logprobs ragged float32, where the reference is a task of its own; values ragged float32,
+    where there is a critic, for which `advantages` are the returns.
     """
 
     indices: Array
@@ -115,6 +118,14 @@ class MicroBatch:
     advantages: Array
     staleness: Array
     ref_logprobs: Ragged | None = None
+    values: Ragged | None = None
+
+    @property
+    def token_advantages(self) -> Array:
+        """float32 [T]: each response token's, rows end to end. (As many rows as tokens: a row is a token then.)"""
+        if len(self.advantages) == len(self.response_ids.values):
+            return self.advantages
+        return np.repeat(self.advantages, self.response_ids.lengths)
 
     @property
     def logical_tokens(self) -> int:
@@ -213,6 +224,18 @@ class TrainEngineOptions:
     offload_optimizer: bool
 
 
+class ClassifierEngine(Protocol):
+    """Scores whole sequences."""
+
+    async def score(self, token_ids: Array) -> float:
+        """The logit of a sequence (int64 [L]). Raises `ValueError` for one that is empty, or longer than the model takes."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the compute thread."""
+        ...
+
+
 class LogProbEngine(Protocol):
     """What a task of its own, such as the reference, needs of a model."""
 
@@ -223,6 +246,36 @@ class LogProbEngine(Protocol):
     async def close(self) -> None:
         """Stop the compute thread."""
         ...
+
+
+class CriticEngine(Protocol):
+    """A model of values, and its training. The methods that `TrainEngine` has too do what is said there."""
+
+    async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """The values (float32) before each token of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
+        ...
+
+    async def begin_step(self) -> None: ...
+
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
+        """As `TrainEngine`'s, with another loss: micro-batches have `values`, and returns for advantages."""
+        ...
+
+    async def optim_step(self, normaliser: int) -> OptimResult: ...
+
+    async def discard(self) -> None: ...
+
+    async def fingerprint(self) -> Mapping[str, str]: ...
+
+    async def save(self, path: Path) -> None:
+        """Write the model in Hugging Face format, with the value head beside it."""
+        ...
+
+    async def save_state(self, folder: Path) -> Awaitable[None]: ...
+
+    async def load_state(self, folder: Path) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 RANKS_STORE = "ASYNCFLOW_RANKS_STORE"

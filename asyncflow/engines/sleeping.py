@@ -2,6 +2,7 @@
 
     Costs    seconds of each piece of work, and how long responses are      (guessed, or measured: a planner's to replace)
     SleepingRolloutEngine     continuous batching: all active slots get a token at a time, as `costs.decode_step` says
+    SleepingCritic            values, and their training, likewise
     SleepingTrainEngine       one call after another, as in a compute thread
 
 consumes: what the real engines consume, and weights without tensors
@@ -30,7 +31,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response, SampleKey, Sampling
-from asyncflow.types import Array, HeldWeights, Objective, Ragged, WeightSource
+from asyncflow.types import Array, HeldWeights, Objective, Ragged, ValueObjective, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -330,9 +331,10 @@ class SleepingTrainEngine:
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine`. The prompt is computed once."""
-        return [await self._forward_backward(micro_batch) for micro_batch in micro_batches]
+        return [await self.train_on(micro_batch) for micro_batch in micro_batches]
 
-    async def _forward_backward(self, micro_batch: MicroBatch) -> MicroBatchResult:
+    async def train_on(self, micro_batch: MicroBatch) -> MicroBatchResult:
+        """One micro-batch, whatever the loss."""
         tokens = len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
         await self._sleep(self._costs.forward_backward(tokens))
         return MicroBatchResult(loss_sum=0.0, loss_tokens=int(micro_batch.loss_mask.values.sum()), physical_tokens=tokens)
@@ -382,3 +384,22 @@ class SleepingTrainEngine:
     async def _sleep(self, seconds: float) -> None:
         async with self._thread:
             await asyncio.sleep(seconds)
+
+
+class SleepingCritic:
+    """`CriticEngine`: all values are 0."""
+
+    def __init__(self, costs: Costs, *, learning_rate: float = 0.0) -> None:
+        self._engine, self._costs = SleepingTrainEngine(costs, learning_rate=learning_rate), costs
+        self.begin_step, self.optim_step, self.discard = self._engine.begin_step, self._engine.optim_step, self._engine.discard
+        self.fingerprint, self.save, self.close = self._engine.fingerprint, self._engine.save, self._engine.close
+        self.save_state, self.load_state = self._engine.save_state, self._engine.load_state
+
+    async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `CriticEngine`."""
+        log_probs = await self._engine.log_probs(prompt_ids, response_ids)  # a pass that takes as long
+        return Ragged(np.zeros_like(log_probs.values), log_probs.offsets)
+
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
+        """See `CriticEngine`."""
+        return [await self._engine.train_on(micro_batch) for micro_batch in micro_batches]

@@ -1,20 +1,30 @@
-"""Rewards: a finished sample in, a number out. A scorer runs in processes of its own that can be killed.
+"""Rewards: a finished sample in, a number out. Scorers run in processes of their own that can be killed.
 
       the run's process                           each worker: its own session and pipes, no torch
-    +---------------------------+  Sample       +------------------------------------------------+
-    | sandbox.RewardPool        | ------------> | worker.py: one scorer, one sample at a time    |
-    |   FIFO over the workers,  | <------------ |   final_answer.FinalAnswer or a user's own     |
-    |   deadline per sample     |  Scored/Failed|   memory limit; its prints go to "last words"  |
-    +---------------------------+               +------------------------------------------------+
+    +---------------------------+  Sample       +------------------------------------------------------------+
+    | sandbox.RewardPool        | ------------> | worker.py: the scorers, built once                         |
+    |   FIFO over the workers   | <------------ |   fork --> forked.py: one sample, its deadline, its memory,|
+    |                           |  Scored/Failed|            what it prints; nothing of it stays             |
+    +---------------------------+               +------------------------------------------------------------+
                  | who lives                                        ^
-                 v                                                  | SIGKILL to the whole group
+                 v                                                  | SIGKILL to the whole session
     +---------------------------+                                   |
     | guard.py                  | ----------------------------------+  when the run's process is gone
     +---------------------------+
 
-`base.py` is the contract; `delays.py` makes rewards late on purpose. A scorer that raises, hangs, exits, eats memory or returns no
-number fails its sample with a `RewardFailure`; it never gives it a 0. The room contains mistakes, not malice: a scorer may read and
-write what the user may.
+`base.py` is the contract, `signatures.py` takes reward functions that were written for TRL or verl, `answers.py` finds the answer
+in a text and `spelling.py` the number in an answer; `delays.py` makes rewards late on purpose, `fallback.py` gives a value where
+there is none. A scorer that raises, hangs, exits, eats memory or returns no number fails its sample with a `RewardFailure`; it
+never gives it a 0. The room contains mistakes, not malice: a scorer may read and write what the user may.
 """
 
-REWARDS = {"final_answer": "asyncflow.rewards.final_answer:FinalAnswer"}
+REWARDS = {
+    "exact_match": "asyncflow.rewards.exact_match:ExactMatch",
+    "final_answer": "asyncflow.rewards.final_answer:FinalAnswer",
+    "format": "asyncflow.rewards.format:Format",
+    "length": "asyncflow.rewards.length:Length",
+    "maths": "asyncflow.rewards.maths:Maths",
+    "multiple_choice": "asyncflow.rewards.multiple_choice:MultipleChoice",
+    "numeric": "asyncflow.rewards.numeric:Numeric",
+    "regex": "asyncflow.rewards.regex:Regex",
+}

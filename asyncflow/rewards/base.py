@@ -2,35 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What a scorer sees. `example` is the data set's row (JSON values); `is_finished`: the end token was reached."""
+    """What a scorer sees. `example` is the data set's row (JSON values); `is_finished`: the end token was reached; `token_ids`: of
+    the response, the end token included; `prompt_ids`: of the prompt."""
 
     prompt: str
     response: str
     example: Mapping[str, Any]
     is_finished: bool
+    token_ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] = ()
 
 
 class Scorer(Protocol):
-    """Built once per reward process with the options of the config, called once per sample. Must not import torch."""
+    """Built once per reward process with the options of the config, called once per sample. Must not import torch.
 
-    def __call__(self, sample: Sample) -> float:
-        """The reward. Any exception fails the sample (counted, never a 0)."""
+    One with `is_stateless = True` promises that it keeps nothing of a sample and runs nothing that a sample says. It is called in
+    the process that it was built in; any other one in a copy of that process (a fork) that ends with the sample. So what building
+    it does must be done when it returns: threads do not come along.
+    """
+
+    def __call__(self, sample: Sample) -> float | None:
+        """The reward; None: it has nothing to say about this sample. Any exception fails the sample (counted, never a 0)."""
         ...
 
 
-class RewardFailure(Exception):
-    """A sample that could not be scored: the scorer raised, hung, exited, ran out of memory or returned no number.
+class Part(msgspec.Struct, frozen=True):
+    """One of the rewards of a run: its name in the metrics, where its scorer is, what that is built with, and what it counts."""
 
-    `kind` is one of raised, timeout, exited, memory, invalid; the message names the scorer and says what happened.
+    name: str
+    scorer: str
+    """`package.module:Name` or `/path/file.py:Name`, a class built with the options or a function bound to them."""
+    options: Mapping[str, Any] = {}
+    weight: float = 1.0
+
+
+class Score(NamedTuple):
+    """A sample's reward: the weighted sum of what its parts gave, and these, in order. None: a part that had nothing to say.
+
+    Where no part gave anything, and there is a reward all the same, it is the one that was configured for failures.
+    """
+
+    reward: float
+    parts: tuple[float | None, ...]
+
+
+class RewardFailure(Exception):
+    """A sample that could not be scored: the scorer raised, hung, exited, ate memory, printed too much or returned no number.
+
+    `kind` is one of raised, timeout, exited, memory, output, invalid; or `skipped`, which is no mistake: every part said None. The
+    message names the scorer and says what happened.
     """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The sum of what was given, each times its weight. None: nothing was."""
+    given = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
+    return sum(given[1:], given[0]) if given else None

@@ -14,15 +14,15 @@ import hashlib
 import math
 from collections.abc import Awaitable, Callable
 
-from asyncflow.rewards.base import Sample
+from asyncflow.rewards.base import Sample, Score
 
-Score = Callable[[Sample], Awaitable[float]]
+Scoring = Callable[[Sample], Awaitable[Score]]
 
 
-def delayed(score: Score, *, mean_seconds: float, salt: int) -> Score:
+def delayed(score: Scoring, *, mean_seconds: float, salt: int) -> Scoring:
     """`score`, each reward late by `delay_seconds`."""
 
-    async def late(sample: Sample) -> float:
+    async def late(sample: Sample) -> Score:
         reward = await score(sample)
         await asyncio.sleep(delay_seconds(sample, mean_seconds, salt))
         return reward

@@ -29,6 +29,8 @@ class FinalAnswer:
     Text after that number is ignored. The reference is `example[answer_column]`: a number, or a solution that ends in `#### n`.
     """
 
+    is_stateless = True
+
     def __init__(self, *, answer_column: str = "answer", require_end: bool = True) -> None:
         """`require_end`: a response that was cut off before its end token gets 0, whatever it says."""
         self.answer_column = answer_column

@@ -2,36 +2,37 @@
 
 consumes: samples handed to `RewardPool.score`, first come first served over all workers
 waits for: a free worker, then its answer, at most `deadline_seconds` from the moment it took the sample up
-is unblocked by: the answer, the worker's end, or the deadline (the worker is killed and a new one started)
+is unblocked by: the answer, the worker's end, or the deadline
 
 A worker has one sample at a time and is given the next one only after it answered or was replaced, so an answer can belong to no
 other sample: a caller that gives up leaves its sample to run out its deadline. A scorer is ended by SIGKILL, with everything it
-started in its process group; what left that group (a daemon in a session of its own) is out of reach.
+started in its worker's session; what left that (a daemon in a session of its own) is out of reach. Most workers end a sample in
+time by themselves (`forked.py`); one that does not is killed, and a new one started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
 from asyncflow.rewards import guard
-from asyncflow.rewards.base import RewardFailure, Sample
-from asyncflow.rewards.worker import MAX_FRAME_BYTES, Broken, Failed, Ready, Reply, Scored, Setup, frame
+from asyncflow.rewards.base import Part, RewardFailure, Sample, Score
+from asyncflow.rewards.messages import MAX_FRAME_BYTES, Broken, Failed, Ready, Reply, Scored, Setup, frame
 from asyncflow.types import RunError, UserError
 
 LAST_WORDS_BYTES = 4096
 DRAIN_SECONDS = 0.2  # for the pipes of a process that has ended: somebody outside its group may hold them open
 KILL_SECONDS = 5.0  # SIGKILL to the end of the process; longer only if the kernel is stuck
 RESTART_PAUSES_SECONDS = (0.5, 2.0)
+GRACE_SECONDS = 1.0  # beyond the deadline, for a worker that ends the sample itself
 
 _decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -52,6 +53,7 @@ class Worker(asyncio.SubprocessProtocol):
         self._open_pipes = {1, 2}
         self._exited = False
         self.is_garbled = False  # sent what is no answer
+        self.grace_seconds = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast(asyncio.SubprocessTransport, transport)
@@ -100,7 +102,7 @@ class Worker(asyncio.SubprocessProtocol):
     async def kill(self) -> None:
         """SIGKILL the process group and wait for the end. Raises `RunError` if the kernel does not deliver."""
         if not self._exited:  # an id that is free again may name a stranger
-            self._kill_group()
+            self._kill_all()
         try:
             async with asyncio.timeout(KILL_SECONDS):
                 await asyncio.shield(self.ended)
@@ -120,7 +122,7 @@ class Worker(asyncio.SubprocessProtocol):
             reply = _decoder.decode(memoryview(self._received)[4:])
         except msgspec.DecodeError:  # only a scorer that wrote into pipes it was not given can bring this about
             self.is_garbled = True
-            self._kill_group()
+            self._kill_all()
             return
         self._received.clear()
         self._settle(reply)
@@ -132,7 +134,7 @@ class Worker(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self._exited = True
-        self._kill_group()  # what the scorer started and left behind
+        self._kill_all()  # what the scorer started and left behind
         if self._open_pipes:
             asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._finish)
         else:
@@ -155,42 +157,37 @@ class Worker(asyncio.SubprocessProtocol):
         else:
             self._reply.set_result(outcome)
 
-    def _kill_group(self) -> None:
-        # The process leads its own session, so its id names the group, also after its own end while others are left in it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+    def _kill_all(self) -> None:
+        # The process leads its own session, so its id names that, also after its own end while others are left in it.
+        guard.kill_sessions({self.pid})
 
 
 class RewardPool:
-    """Several processes, each with the same scorer. Use it from one event loop, in a thread that lives as long as the pool."""
+    """Several processes, each with the same scorers. Use it from one event loop, in a thread that lives as long as the pool."""
 
     def __init__(
         self,
-        scorer_path: str,
-        options: Mapping[str, Any],
+        parts: Sequence[Part],
         *,
         num_workers: int,
         deadline_seconds: float,
         memory_bytes: int,
         name: str,
+        output_bytes: int = 1 << 20,
         start_seconds: float = 60.0,
     ) -> None:
-        """`scorer_path`: `package.module:Name` or `/path/file.py:Name`, a class built with `options` or a function bound to them.
+        """`parts`: what a reward is the weighted sum of.
 
         `deadline_seconds`: for one sample, from the moment a worker takes it up. `memory_bytes`: what scoring may add to a worker's
-        address space. `start_seconds`: for importing and building the scorer. Raises `UserError` for a path of another shape, or no
-        workers.
+        address space. `output_bytes`: what scoring a sample may print, and write to a file. `start_seconds`: for importing and
+        building the scorers. Raises `UserError` for a scorer's path of another shape, no parts, or no workers.
         """
-        place, colon, attribute = scorer_path.rpartition(":")
-        if not (place and colon and attribute):
-            raise UserError(f"reward scorer {scorer_path!r}: write it as 'package.module:Name' or '/path/to/file.py:Name'")
-        if num_workers < 1:
-            raise UserError(f"reward pool {name!r} needs at least one worker, not {num_workers}")
-        if place.endswith(".py"):
-            scorer_path = f"{Path(place).resolve()}:{attribute}"
+        if num_workers < 1 or not parts:
+            raise UserError(f"reward pool {name!r} needs at least one worker and one scorer, not {num_workers} and {len(parts)}")
+        parts = [msgspec.structs.replace(part, scorer=_whole(part.scorer)) for part in parts]
         self.failures: Counter[str] = Counter()
-        self._scorer = scorer_path
-        self._setup = frame(Setup(scorer_path, dict(options), memory_bytes))
+        self._scorer = ", ".join(part.scorer for part in parts)
+        self._setup = frame(Setup(parts, deadline_seconds, memory_bytes, output_bytes))
         self._num_workers = num_workers
         self._deadline_seconds = deadline_seconds
         self._start_seconds = start_seconds
@@ -198,8 +195,8 @@ class RewardPool:
         self._guard: asyncio.subprocess.Process | None = None
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
-        self._waiting: deque[tuple[bytes, asyncio.Future[float]]] = deque()
-        self._unanswered: set[asyncio.Future[float]] = set()
+        self._waiting: deque[tuple[bytes, asyncio.Future[Score]]] = deque()
+        self._unanswered: set[asyncio.Future[Score]] = set()
         self._serving: set[asyncio.Task[None]] = set()
         self._error: Exception | None = RunError(f"reward pool {name!r} has not been started")
 
@@ -216,15 +213,15 @@ class RewardPool:
             self._idle.append(outcome)
         self._error = None
 
-    async def score(self, sample: Sample) -> float:
-        """The sample's reward, a finite number.
+    async def score(self, sample: Sample) -> Score:
+        """The sample's reward, a finite number, and its parts.
 
         Raises `RewardFailure` if there is none, and `RunError` if the pool is closed or can start no worker any more. May be
         cancelled: the sample's worker first finishes it, or is killed at its deadline, then goes on with the next sample.
         """
         if self._error is not None:
             raise self._error
-        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((frame(sample), future))
         self._unanswered.add(future)
         if self._idle:
@@ -264,7 +261,8 @@ class RewardPool:
             try:
                 reward = await self._ask(worker, question)
             except RewardFailure as failure:
-                self.failures[failure.kind] += 1
+                if failure.kind != "skipped":
+                    self.failures[failure.kind] += 1
                 if not future.done():
                     future.set_exception(failure)
             else:
@@ -274,9 +272,9 @@ class RewardPool:
                 worker = await self._replace(worker)
         self._idle.append(worker)
 
-    async def _ask(self, worker: Worker, question: bytes) -> float:
+    async def _ask(self, worker: Worker, question: bytes) -> Score:
         try:
-            reply = await worker.ask(question, self._deadline_seconds)
+            reply = await worker.ask(question, self._deadline_seconds + worker.grace_seconds)
         except TimeoutError:
             await worker.kill()
             late = f"gave no answer within {self._deadline_seconds:g} s and was killed"
@@ -287,9 +285,11 @@ class RewardPool:
             kind = "memory" if is_memory else "exited"
             raise RewardFailure(kind, f"scorer {self._scorer}: its process {worker.end}{worker.last_words}") from None
         if isinstance(reply, Scored):
-            return reply.reward
+            if reply.reward is None:
+                raise RewardFailure("skipped", f"scorer {self._scorer} has nothing to say about this sample")
+            return Score(reply.reward, tuple(reply.parts))
         assert isinstance(reply, Failed), reply
-        if reply.kind == "memory":  # what ate it may be kept in a global: the next sample must not pay for it
+        if reply.kind == "memory" and not worker.grace_seconds:  # what ate it may be kept: the next sample must not pay for it
             await worker.kill()
         raise RewardFailure(reply.kind, reply.message)
 
@@ -310,8 +310,9 @@ class RewardPool:
             raise UserError(f"{who}: its process {worker.end} before the scorer was built{worker.last_line}") from None
         if isinstance(reply, Broken):
             await self._remove(worker)
-            raise UserError(f"{who} {reply.message}")
+            raise UserError(f"reward scorer {reply.scorer} {reply.message}")
         assert isinstance(reply, Ready), reply
+        worker.grace_seconds = GRACE_SECONDS if reply.has_deadline else 0.0
         return worker
 
     async def _replace(self, worker: Worker) -> Worker:
@@ -345,3 +346,11 @@ class RewardPool:
             if not future.done():
                 future.set_exception(error)
         self._waiting.clear()
+
+
+def _whole(scorer: str) -> str:
+    """The path of a scorer, that of a file from the root on. Raises `UserError` for another shape."""
+    place, _, name = scorer.rpartition(":")
+    if not (place and name):
+        raise UserError(f"reward scorer {scorer!r}: write it as 'package.module:Name' or '/path/to/file.py:Name'")
+    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else scorer

@@ -14,6 +14,7 @@ from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import GroupMeta
+from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.ledger import Consumed, Update
 from asyncflow.workflows.samples import Shape
 from asyncflow.workflows.schedule import Schedule
@@ -30,6 +31,8 @@ class Audit:
         self._metas: dict[int, GroupMeta] = {}
         self._versions: dict[int, set[int]] = {}  # by row, of its stored response
         self._step_of: dict[int, int] = {}  # by row, the step that it was trained in
+        self._again: dict[tuple[str, int], dict[int, int]] = {}  # likewise, by another model than the policy, or in a later epoch
+        self._others: Counter[str] = Counter()  # steps that other models have committed, by task
 
     def violated(self, what: str) -> None:
         self.violations.append(what)
@@ -39,6 +42,8 @@ class Audit:
         self.committed = version
         self._step_of = {row: step for row, step in self._step_of.items() if step < version}
         self._versions = {row: made for row, made in self._versions.items() if row in self._step_of or row in rows}
+        self._again = {key: {row: step for row, step in of.items() if step < version} for key, of in self._again.items()}
+        self._others = Counter(dict.fromkeys(self._others, version))
         self.counts["lives"] += 1
         self.counts["rows taken over"] += len(rows)
 
@@ -49,6 +54,8 @@ class Audit:
                 self._leased(worker, arguments[0], result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == "rollout":
                 self._stored(worker, arguments[1], result)
+            case _, "complete" if service.startswith("unit/") and arguments[0].task == VALUES_TASK:
+                self._valued(arguments[1].batch().indices.tolist())
             case "ledger", "consume":
                 self._consumed(*arguments)
             case "ledger", "commit":
@@ -80,7 +87,23 @@ class Audit:
             if not all(version in meta.interval for version in self._versions[row]):
                 self.violated(f"row {row}, of {meta.interval}, was made by versions {sorted(self._versions[row])}")
 
-    def _consumed(self, step: int, group: Consumed) -> None:
+    def _valued(self, rows: list[int]) -> None:
+        """Values of a step are those of the critic after so many updates (where steps train their own prompts)."""
+        for row in rows:
+            step, version = self._metas[row >> self._shape.group_bits].step, self._others[UPDATE_TASK]
+            self.counts["values"] += 1
+            if step != version:
+                self.violated(f"row {row} of step {step} was given values by the critic's version {version}")
+
+    def _consumed(self, step: int, group: Consumed, task: str, update: int) -> None:
+        epoch = update // self._shape.mini_batches
+        if task != "train" or epoch:
+            trained = self._again.setdefault((task, epoch), {})
+            for row in group.rows:
+                if row in trained:
+                    self.violated(f"row {row} was trained by {task} in step {trained[row]}, and again in step {step}")
+                trained[row] = step
+            return
         interval, oldest = self._schedule.interval(step), step - self._schedule.max_staleness
         for row, staleness in zip(group.rows, group.staleness.tolist(), strict=True):
             if row in self._step_of:
@@ -99,7 +122,14 @@ class Audit:
             ):
                 self.violated(f"row {row} of step {at} was trained in step {step}")
 
-    def _committed(self, step: int, update: Update) -> None:
+    def _committed(self, step: int, updates: list[Update], task: str) -> None:
+        if len(updates) != self._shape.num_updates:
+            self.violated(f"step {step} of {task} had {len(updates)} updates, and is to have {self._shape.num_updates}")
+        if task != "train":
+            if step != self._others[task]:
+                self.violated(f"step {step} of {task} was committed after {self._others[task]} steps")
+            self._others[task] += 1
+            return
         if step != self.committed:
             self.violated(f"step {step} was committed after {self.committed} steps")
         self.committed += 1
@@ -109,6 +139,9 @@ class Audit:
         if self.committed != steps:
             self.violated(f"{self.committed} of {steps} steps were committed")
             return
+        for (task, epoch), trained in self._again.items():
+            if trained != self._step_of:
+                self.violated(f"epoch {epoch} of {task} trained other rows, or in other steps, than the policy's first one")
         admitted = steps * self._shape.prompts_per_step * self._shape.group_size
         if len(self._step_of) + dead != admitted:
             self.violated(f"of {admitted} rows in {steps} steps {len(self._step_of)} were trained and {dead} given up")

@@ -25,17 +25,17 @@ import numpy as np
 from asyncflow.build.driver import Driver
 from asyncflow.build.prepare import Prepared, check_choices, shape_of
 from asyncflow.build.resume import Resumed
-from asyncflow.build.workers import Connection, add_log_probs, joined, roll_out, score_groups, train_steps
+from asyncflow.build.workers import Connection, add_log_probs, critic_steps, joined, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
-from asyncflow.engines.sleeping import Costs, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.sleeping import Costs, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.job import Job, Listener
 from asyncflow.registry import build
-from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.delays import delay_seconds
 from asyncflow.simulation.audit import Audit
 from asyncflow.telemetry.spans import Span
@@ -160,7 +160,7 @@ def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, 
     tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
-    tree["queue"] |= {"storage": "memory", "listen": None}
+    tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
     return parse(tree | {"weight_sync": {}, "checkpoint": dict(checkpoint)})
 
 
@@ -221,7 +221,7 @@ class SimulatedJob(Job):
             self.audit.go_back(version, set() if rows is None else set(rows.indices.tolist()))
         config, length = self.config, self._costs.lengths.prompt
         prompts = [_prompt(number, length) for number in range(4 * config.train.prompts_per_step)]
-        held_out = [_prompt(number, length) for number in range(config.eval.num_prompts if config.eval.path else 0)]
+        held_out = [_prompt(number, length) for number in range((config.eval.num_prompts or 256) if config.eval.path else 0)]
         return Prepared(Path(config.model.path), prompts, held_out, length + config.rollout.max_new_tokens)
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
@@ -231,6 +231,7 @@ class SimulatedJob(Job):
             "asyncflow.build.workers:reward_worker": self._reward_worker,
             "asyncflow.build.workers:reference_worker": self._reference_worker,
             "asyncflow.build.workers:train_worker": self._train_worker,
+            "asyncflow.build.workers:critic_worker": self._critic_worker,
         }
         self._simulated = SimulatedCluster(wire, mains, self._faults)
         for resize in self._faults.resizes:
@@ -303,6 +304,14 @@ class SimulatedJob(Job):
                 await sender.close()
             await engine.close()
 
+    async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
+        async with self._joined(name, peer) as run:
+            engine = SleepingCritic(self._costs_of(name), learning_rate=self.config.train.critic.learning_rate)
+            saving = await critic_steps(run, engine)
+            await saving.written()
+            run.reporter.recorder.waiting("stop")
+            await engine.close()
+
     def _costs_of(self, name: str) -> Costs:
         return self._costs.slowed(self._faults.slow.get(name, 1.0))
 
@@ -325,13 +334,13 @@ class _Scorer:
         self._deadline_seconds = job.config.reward.deadline_seconds
         self._processes = asyncio.Semaphore(job.config.reward.num_workers)
 
-    async def score(self, sample: Sample) -> float:
+    async def score(self, sample: Sample) -> Score:
         seconds = self._job.reward_seconds(self._name, sample)
         async with self._processes:
             await asyncio.sleep(min(seconds, self._deadline_seconds))
         if seconds > self._deadline_seconds:
             raise RewardFailure("timeout", f"the scorer had not answered after {self._deadline_seconds:g} s")
-        return float(int(sample.response) % 2)
+        return Score(float(int(sample.response) % 2), ())
 
 
 def _prompt(number: int, length: int) -> Prompt:

@@ -36,7 +36,7 @@ class RowPrint(msgspec.Struct, frozen=True):
 
 
 class GroupPrint(msgspec.Struct, frozen=True):
-    """A trained group. `losses`: each micro-batch's unnormalised sum, in order."""
+    """A trained group. `losses`: each micro-batch's unnormalised sum, in order; those of later epochs after the first one's."""
 
     group: int
     rows: list[RowPrint]
@@ -75,17 +75,33 @@ class Fingerprinted(Protocol):
     async def fingerprint(self) -> Mapping[str, str]: ...
 
 
+class StepLog(Protocol):
+    """Told of what a step is trained on, and of its end."""
+
+    def group(self, batch: Batch, results: Sequence[Trained]) -> None:
+        """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
+        ...
+
+    async def step(self, step: int, engine: Fingerprinted) -> None:
+        """The step's update is done, if there was one. Its groups are there until this returns."""
+        ...
+
+
 class FingerprintLog:
     """Takes a step's groups as they are trained, and writes the step's line after its update. Without a path it keeps nothing."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._groups: list[GroupPrint] = []
+        self._groups: dict[int, GroupPrint] = {}
         self._logprobs: list[tuple[int, int, float]] = []
 
     def group(self, batch: Batch, results: Sequence[Trained]) -> None:
-        """A whole group whose gradient has been added; `results` of its micro-batches."""
+        """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
         if self._path is None:
+            return
+        number, losses = int(batch.groups[0]), [result.loss_sum.hex() for result in results]
+        if (before := self._groups.get(number)) is not None:
+            self._groups[number] = msgspec.structs.replace(before, losses=before.losses + losses)
             return
         responses, logprobs, spans = (batch.ragged(n) for n in ("response_ids", "rollout_logprobs", "version_spans"))
         rewards = batch.dense("reward").tolist()
@@ -93,7 +109,7 @@ class FingerprintLog:
             RowPrint(row, _digest(responses[i]), _digest(logprobs[i]), rewards[i].hex(), spans[i].tolist())
             for i, row in enumerate(batch.indices.tolist())
         ]
-        self._groups.append(GroupPrint(int(batch.groups[0]), rows, [result.loss_sum.hex() for result in results]))
+        self._groups[number] = GroupPrint(number, rows, losses)
         self._logprobs += [(result.loss_tokens, *result.logprob_differences) for result in results]
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
@@ -102,8 +118,8 @@ class FingerprintLog:
             return
         tokens, equal, differences = zip(*self._logprobs, strict=True) if self._logprobs else ((), (), ())
         tensors = dict(await engine.fingerprint())
-        line = StepPrint(step, self._groups, tensors, sum(tokens), sum(equal), max(differences, default=0.0).hex())
-        self._groups, self._logprobs = [], []
+        line = StepPrint(step, [*self._groups.values()], tensors, sum(tokens), sum(equal), max(differences, default=0.0).hex())
+        self._groups, self._logprobs = {}, []
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
 

@@ -28,6 +28,8 @@ ROLLOUT_TASK: Final = "generate"
 DEFINITIONS: Final[dict[str, str]] = {
     "reward/mean": "Mean reward over the scored rows of the step.",
     "reward/std": "Standard deviation (divisor n) of those rewards, over rows, not over group means.",
+    "reward/<name>": "Mean of what the scorer of this name gave, before its weight, over those of these rows for which it gave "
+    "anything; only where the reward has several parts.",
     "reward/zero_std_groups": "Number of groups whose rewards are all equal: they have no advantage and teach nothing.",
     "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
     "response_length/clipped_ratio": "Share of those rows that were cut off at the largest length (0 to 1).",
@@ -49,6 +51,15 @@ DEFINITIONS: Final[dict[str, str]] = {
     "importance_weight/outside_ratio": "Share of loss tokens whose importance weight was truncated, or masked to 0 (0 to 1).",
     "importance_weight/effective_sample_ratio": "Effective sample size of the weights, (sum w)^2 / sum w^2, divided by the loss "
     "tokens: 1 when all weights are equal.",
+    "critic/loss": "The critic's loss, as `policy/loss`. Logged, as the others of its kind, where the algorithm has a critic.",
+    "critic/grad_norm": "Norm of the critic's gradient, as `policy/grad_norm`.",
+    "critic/learning_rate": "Learning rate of the critic's last update in the step.",
+    "critic/skipped_updates": "Number of the critic's updates skipped, as `policy/skipped_updates`.",
+    "critic/value": "Mean over loss tokens of the values that the step's advantages were made from.",
+    "critic/return": "Mean over loss tokens of the returns that the critic was trained on.",
+    "critic/clip_ratio": "Share of loss tokens whose value was clipped in the loss (0 to 1).",
+    "critic/explained_variance": "1 - Var(return - value) / Var(return) over loss tokens: 1 where the values foretell everything, "
+    "0 or less where a constant would do as well. Left out where all returns are equal.",
     "mismatch/logprob_difference": "Mean absolute difference of the rollout engine's log-probs from the train engine's own, in "
     "nats, over the loss tokens of rows of staleness 0: both engines had the same version, so all of it is arithmetic and "
     "rounding. Left out, as the next, where the step has no such row, as under `delayed` after the first step; "
@@ -72,6 +83,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
     "rows/trained": "Rows that the step's updates were computed from.",
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
+    "rows/unscored": "Rows that could not be scored, in all of their attempts: given up (and in `rows/dead`), or trained with "
+    "`reward.value_on_failure`.",
+    "rows/skipped": "Rows about which no scorer had anything to say (None): given up, and in `rows/dead`.",
     "rows/empty": "Trained rows without a loss token (all masked): they add no gradient and do not count in the normaliser.",
     "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
     "queue/ready/<task>": "Rows ready for the task, when the row of metrics is written.",
@@ -98,6 +112,8 @@ FAMILIES: Final = {name[: name.index("<")]: name for name in DEFINITIONS if "<" 
 
 def metric_key(name: str) -> str:
     """The key of `DEFINITIONS` that defines the metric `name`: a worker's own number is defined once for all workers."""
+    if name in DEFINITIONS:
+        return name
     return next((key for prefix, key in FAMILIES.items() if name.startswith(prefix)), name)
 
 
@@ -126,6 +142,7 @@ class StepMetrics:
 
     def __init__(self) -> None:
         self._rewards: list[Array] = []
+        self._reward_parts: dict[str, list[Array]] = {}
         self._lengths: list[Array] = []
         self._truncated: list[Array] = []
         self._staleness: list[Array] = []
@@ -142,7 +159,7 @@ class StepMetrics:
         self._learning_rate: float | None = None
         self._normaliser = 0.0
         self._skipped = 0
-        self._rows = {"rows/trained": 0, "rows/dead": 0, "rows/empty": 0, "rows/redelivered": 0}
+        self._rows = dict.fromkeys((f"rows/{how}" for how in ("trained", "dead", "unscored", "skipped", "empty", "redelivered")), 0)
 
     def add_group(
         self,
@@ -213,8 +230,15 @@ class StepMetrics:
             self._learning_rate = learning_rate
             self._grad_norms.append(grad_norm)
 
-    def count_rows(self, *, dead: int = 0, empty: int = 0, redelivered: int = 0) -> None:
+    def add_reward_parts(self, parts: Mapping[str, Array]) -> None:
+        """What each scorer gave to the rows of a group, by name; NaN: nothing."""
+        for name, rewards in parts.items():
+            self._reward_parts.setdefault(name, []).append(rewards[~np.isnan(rewards)].astype(np.float64))
+
+    def count_rows(self, *, dead: int = 0, empty: int = 0, redelivered: int = 0, unscored: int = 0, skipped: int = 0) -> None:
         """Rows that never reached `add_group`, rows without loss tokens, and redeliveries."""
+        self._rows["rows/unscored"] += unscored
+        self._rows["rows/skipped"] += skipped
         self._rows["rows/dead"] += dead
         self._rows["rows/empty"] += empty
         self._rows["rows/redelivered"] += redelivered
@@ -235,12 +259,24 @@ class StepMetrics:
             rewards = np.concatenate(self._rewards)
             row["reward/mean"] = float(rewards.mean())
             row["reward/std"] = float(rewards.std())
+            given = {name: np.concatenate(each) for name, each in self._reward_parts.items()}
+            row |= {f"reward/{name}": float(each.mean()) for name, each in given.items() if len(each)}
             row["response_length/mean"] = float(np.concatenate(self._lengths).mean())
             row["response_length/clipped_ratio"] = float(np.concatenate(self._truncated).mean())
         if self._staleness:
             staleness = np.concatenate(self._staleness)
             row["staleness/mean"] = float(staleness.mean())
             row["staleness/max"] = int(staleness.max())
+        return row
+
+    def critic_row(self) -> dict[str, float | int]:
+        """What there is to tell of a step's training of a critic."""
+        row = {name.replace("policy/", "critic/"): value for name, value in self._policy_row().items()}
+        row.pop("critic/non_finite_micro_batches", None)
+        error, square = row.pop("critic/error", 0.0), row.pop("critic/error_square", 0.0)
+        variance = row.pop("critic/return_square", 0.0) - row.get("critic/return", 0.0) ** 2
+        if variance > 0:
+            row["critic/explained_variance"] = 1 - (square - error**2) / variance
         return row
 
     def _policy_row(self) -> dict[str, float | int]:

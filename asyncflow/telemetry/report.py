@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 import yaml
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
@@ -51,9 +51,8 @@ def write_report(run_dir: Path) -> Path:
     evaluations = read_rows(run_dir / EVAL_FILE)
     spans = attributed(read_spans(run_dir / SPANS_FILE))
     charts = metric_charts(rows, evaluations)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(resources.files("asyncflow.telemetry").joinpath(_TEMPLATE).read_text(encoding="utf-8"))
-    page = template.render(
+    page = page_template(_TEMPLATE).render(
+        style=page_style(),
         name=_run_name(config, run_dir),
         facts=_facts(config, spans),
         certificate=certificate.line if (certificate := read_certificate(run_dir)) is not None else "",
@@ -72,6 +71,17 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / REPORT_FILE
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def page_template(name: str) -> Template:
+    """One of this room's, for pages that show what a model said: everything is escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(resources.files("asyncflow.telemetry").joinpath(name).read_text(encoding="utf-8"))
+
+
+def page_style() -> Markup:
+    """What all pages look like."""
+    return Markup(resources.files("asyncflow.telemetry").joinpath("page.css").read_text(encoding="utf-8"))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -228,14 +238,15 @@ def _samples(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
             chosen.append(
                 {
                     "step": step,
-                    "prompt": _shortened(row.get("prompt")),
-                    "response": _shortened(row.get("response")),
+                    "prompt": shortened(row.get("prompt")),
+                    "response": shortened(row.get("response")),
                     "reward": f"{reward:.3g}" if isinstance(reward, int | float) else "",
                 }
             )
     return chosen
 
 
-def _shortened(text: object) -> str:
+def shortened(text: object) -> str:
+    """As a page shows it; "" for None."""
     shown = "" if text is None else str(text)
     return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:_LONGEST_TEXT]} ... ({len(shown):,} characters)"

@@ -103,3 +103,51 @@ class Recorder:
     def _emit(self, task: str, start: float, end: float, **fields: str | int | bool) -> None:
         times = {"worker": self.worker, "task": task, "start": start, "end": end, "device": self.device}
         self._sink(msgspec.convert({**times, **fields}, Span))
+
+
+class SharedLane(Recorder):
+    """The lane of a worker whose loops share one engine, for each of them to use as if it were its own.
+
+    The engine does one thing after another, so the lane shows what was begun first of what has not ended. Where nothing is, it is
+    waiting for what was said last.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.worker, self.device, self.clock = recorder.worker, recorder.device, recorder.clock
+        self._recorder = recorder
+        self._under_way: list[tuple[str, dict[str, str | int]]] = []
+        self._waits = "rows"
+        self._shown: dict[str, str | int] = {}  # of what the lane was given last, which is counted once
+
+    @property
+    def state(self) -> tuple[str, str, float]:
+        """See `Recorder.state`."""
+        return self._recorder.state
+
+    def waiting(self, cause: str) -> None:
+        """See `Recorder.waiting`."""
+        self._waits = cause
+        self._show()
+
+    @contextmanager
+    def busy(self, task: str, **fields: str | int) -> Iterator[None]:
+        """See `Recorder.busy`."""
+        work = (task, fields)
+        self._under_way.append(work)
+        self._show()
+        try:
+            yield
+        finally:
+            self._under_way = [other for other in self._under_way if other is not work]
+            self._show()
+
+    def beside(self, task: str, start: float, **fields: str | int) -> None:
+        """See `Recorder.beside`."""
+        self._recorder.beside(task, start, **fields)
+
+    def _show(self) -> None:
+        if not self._under_way:
+            self._recorder.waiting(self._waits)
+        elif self._under_way[0][1] is not self._shown:
+            self._shown = self._under_way[0][1]
+            self._recorder.enter(self._under_way[0][0], **self._shown)

@@ -207,11 +207,12 @@ class TransferQueueClient:
             if not stored.all():  # it ended between the two
                 raise StaleToken(f"rows {indices[~stored].tolist()} of task {lease.token.task!r} could not be acknowledged")
 
-    async def fail(self, lease: Lease, rows: Sequence[int], error: str) -> None:
-        """Give rows back after a failure. Does nothing when the lease is over: its rows have been given back already."""
+    async def fail(self, lease: Lease, rows: Sequence[int], error: str, *, is_final: bool = False) -> None:
+        """Give rows back after a failure; for good, if it `is_final`. Does nothing when the lease is over: its rows have been given
+        back already."""
         self.leases.let_go(lease, rows)
         with contextlib.suppress(StaleToken):
-            await self._controller(lease.token.task).fail(lease.token, list(rows), error)
+            await self._controller(lease.token.task).fail(lease.token, list(rows), error, is_final)
 
     async def filter(self, rows: Sequence[int] | Array, reason: str) -> None:
         """Take rows out for all tasks: they end as filtered, for this reason, and wait to be dropped."""

@@ -138,12 +138,13 @@ class Controller:
         self.table.check(token, rows)
 
     @remote
-    async def fail(self, token: Token, rows: list[int], error: str) -> list[int]:
-        """Give rows back after a failure. Returns those that have failed `max_failures` times: they are marked dead.
+    async def fail(self, token: Token, rows: list[int], error: str, is_final: bool = False) -> list[int]:
+        """Give rows back after a failure. Returns those that have failed `max_failures` times, all if it `is_final`: they are
+        marked dead.
 
         Raises `StaleToken`.
         """
-        dead = self.table.fail(token, rows, error, _now())
+        dead = self.table.fail(token, rows, error, _now(), is_final=is_final)
         if dead:
             self._on_dead(dead)
         self._serve()

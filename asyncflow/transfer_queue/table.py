@@ -138,8 +138,10 @@ class Table:
             if page is None or page.lease[row - page.first] != token.lease:
                 raise StaleToken(f"lease {token.lease} of task {token.task!r} does not hold row {row}")
 
-    def fail(self, token: Token, rows: Iterable[int], error: str, now: float) -> list[DeadRow]:
-        """Give rows of a lease back after a failure. Returns those that have now failed too often. Raises `StaleToken`."""
+    def fail(self, token: Token, rows: Iterable[int], error: str, now: float, *, is_final: bool = False) -> list[DeadRow]:
+        """Give rows of a lease back after a failure. Returns those that have now failed too often, all if it `is_final`.
+
+        Raises `StaleToken`."""
         self.leases.of(token)
         self._now = max(self._now, now)
         again: list[int] = []
@@ -150,7 +152,7 @@ class Table:
                 continue
             slot = row - page.first
             page.failure[slot] += 1
-            if page.failure[slot] < self.spec.max_failures:
+            if page.failure[slot] < self.spec.max_failures and not is_final:
                 again.append(row)
             else:
                 dead.append(DeadRow(row >> self._bits, row, error))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-import numpy as np
-
+from asyncflow.telemetry.accuracy import Responses, figures
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
-from asyncflow.types import Array, GroupMeta, Interval
+from asyncflow.types import GroupMeta, Interval
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
 
@@ -30,10 +30,17 @@ class HeldOut:
         samples: int,
         temperature: float,
         greedy: bool,
+        correct_from: float = 1.0,
         on_row: Callable[[Row], None],
         done: Collection[int] = (),
     ) -> None:
-        """`done`: versions that an earlier life of the run has evaluated, or of which nobody has the weights any more."""
+        """`correct_from`: the reward from which on a response is correct in pass@k.
+
+        `done`: versions that an earlier life of the run has evaluated, or of which nobody has the weights any more.
+        """
+        self.latest: dict[str, list[Responses]] = {}
+        """Of the evaluation that was finished last, by kind, each prompt's responses, in the prompts' order."""
+        self._correct_from = correct_from
         self._prompts, self._last_version, self._every_steps = list(prompts), last_version, every_steps
         self._samples, self._temperature, self._greedy, self._on_row = samples, temperature, greedy, on_row
         self._done = frozenset(done)
@@ -65,32 +72,30 @@ class HeldOut:
         ]
         return metas, self._prompts * len(kinds), [temperature for _, temperature in kinds for _ in range(count)]
 
-    def finished(self, version: int, rewards: Mapping[int, Array], truncated: Mapping[int, Array]) -> None:
-        """Hand over the figures of one evaluation. Rows that could not be scored are counted, not guessed."""
+    def finished(self, version: int, responses: Mapping[int, Responses]) -> None:
+        """Hand over the figures of one evaluation, from its groups. Rows that could not be scored are counted, not guessed."""
         count = len(self._prompts)
-        greedy_from = EVALUATION_GROUPS + version * 2 * count + count
+        sampled_from = EVALUATION_GROUPS + version * 2 * count
+        kinds = {"sampled": (sampled_from, self._samples), "greedy": (sampled_from + count, 1)}
         row: Row = {"step": version, "num_prompts": count}
-        for name, groups in (
-            ("sampled", [g for g in rewards if g < greedy_from]),
-            ("greedy", [g for g in rewards if g >= greedy_from]),
-        ):
+        self.latest = {}
+        for kind, (first, num_samples) in kinds.items():
+            groups = [group for group in range(first, first + count) if group in responses]
             if groups:
-                scores = np.concatenate([rewards[g] for g in groups])
-                row[f"accuracy/{name}"] = float(scores.mean())
-                row[f"num_responses/{name}"] = len(scores)
-                row[f"clipped_ratio/{name}"] = float(np.concatenate([truncated[g] for g in groups]).mean())
+                self.latest[kind] = [replace(responses[group], prompt=group - first) for group in groups]
+                row |= figures(kind, self.latest[kind], correct_from=self._correct_from, num_samples=num_samples)
         self._on_row(row)
 
 
 async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int) -> None:
-    """Read one evaluation's rows as their groups complete, then hand their rewards over, by group."""
-    rewards: dict[int, Array] = {}
-    truncated: dict[int, Array] = {}
+    """Read one evaluation's rows as their groups complete, then hand what they are worth over, by group."""
+    responses: dict[int, Responses] = {}
     async for leased in queue.stream("eval", Want(step=version)):
-        group = int(leased.batch.groups[0])
-        rewards[group] = leased.batch.dense("reward")
-        truncated[group] = leased.batch.dense("truncated")
+        batch = leased.batch
+        rewards, truncated = batch.dense("reward").copy(), batch.dense("truncated").astype(bool)
+        group = int(batch.groups[0])
+        responses[group] = Responses(group, rewards, batch.ragged("response_ids").lengths, truncated)
         await queue.complete_marks([leased.lease])
-        await queue.drop(leased.batch.indices)
-        await ledger.consume_evaluation(version, leased.batch.indices.tolist())
-    held_out.finished(version, rewards, truncated)
+        await queue.drop(batch.indices)
+        await ledger.consume_evaluation(version, batch.indices.tolist())
+    held_out.finished(version, responses)

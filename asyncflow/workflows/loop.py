@@ -13,14 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from asyncflow.algorithms.base import Algorithm
-from asyncflow.engines.base import OptimResult, Response, RolloutEngine, SampleKey, Sampling, TrainEngine
-from asyncflow.rewards.base import RewardFailure, Sample
-from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.algorithms.base import Algorithm, Trained
+from asyncflow.engines.base import (
+    MicroBatch,
+    MicroBatchResult,
+    OptimResult,
+    Response,
+    RolloutEngine,
+    SampleKey,
+    Sampling,
+    TrainEngine,
+)
+from asyncflow.rewards.base import RewardFailure, Sample, Score
+from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, GroupMeta, WeightSource, row_index
@@ -40,7 +50,7 @@ from asyncflow.workflows.samples import (
     outputs,
 )
 from asyncflow.workflows.schedule import Schedule
-from asyncflow.workflows.scored import ScoredRows
+from asyncflow.workflows.scored import ScoredRows, why_failed
 from asyncflow.workflows.turns import Turns
 
 
@@ -63,12 +73,20 @@ class Producer:
 
     queue: TransferQueueClient
     engine: RolloutEngine
-    score: Callable[[Sample], Awaitable[float]] | None
+    score: Callable[[Sample], Awaitable[Score]] | None
     decode: Callable[[Array], str]
     shape: Shape
     on_response: Callable[[Response], None]
     on_scored: Callable[[], None]
     keep_sample: Callable[[Mapping[str, Any]], None]
+
+
+class Updated(Protocol):
+    """What an update asks of an engine, see `TrainEngine`."""
+
+    async def optim_step(self, normaliser: int) -> OptimResult: ...
+
+    async def discard(self) -> None: ...
 
 
 class Keeper(Protocol):
@@ -120,17 +138,20 @@ async def _score_and_enqueue(
     by: Producer, leased: Leased, request: Request, prompt: str, response: Response, scored: ScoredRows
 ) -> None:
     row = row_index(request.meta.group, response.sample, by.shape.group_bits)
-    sample = Sample(prompt, by.decode(response.token_ids), request.example, response.finish_reason == "stop")
+    text, is_finished = by.decode(response.token_ids), response.finish_reason == "stop"
+    sample = Sample(prompt, text, request.example, is_finished, response.token_ids.tolist(), request.prompt_ids.tolist())
     try:
         check_response(response)
         reward = None if by.score is None else await by.score(sample)  # 7
     except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
         scored.failed()
-        await by.queue.fail(leased.lease, [row], str(failure))
+        error, is_final = why_failed(failure)
+        await by.queue.fail(leased.lease, [row], error, is_final=is_final)
     else:
         rows = await scored.to_store(ScoredRow(row, response, sample, reward))
         if rows:
-            is_stored = await by.queue.complete(leased.lease, outputs(request.meta.group, rows))  # 8: enqueue
+            columns = outputs(request.meta.group, rows, has_parts=by.shape.has_reward_parts)
+            is_stored = await by.queue.complete(leased.lease, columns)  # 8: enqueue
             for one in itertools.compress(rows, is_stored):
                 if one.reward is not None:
                     by.keep_sample(kept_sample(request.meta, one.row, one.sample, one.reward))
@@ -148,11 +169,11 @@ async def train(
     sender: WeightSender | None,
     shape: Shape,
     spans: Recorder,
-    fingerprints: FingerprintLog,
+    fingerprints: StepLog,
     keeper: Keeper,
     first: int = 0,
 ) -> int:
-    """The consumer: gradients add up group by group, in the order in which groups complete; one update per step.
+    """The consumer: gradients add up group by group, in the order in which groups complete; then an update, and the next one.
 
     Each data-parallel group runs this loop, from step `first` on. All call their engines alike; the first one, which has the
     `sender`, commits. Returns the version of the weights: how many steps are committed.
@@ -167,23 +188,50 @@ async def train(
             return step
         spans.waiting("rows")
         async with Turns(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as turns:
-            async for turn in turns:  # 11-12: dequeue
-                with turn.computing(spans, step):
-                    results = await engine.forward_backward(turn.micro_batches, algorithm)  # 13-18: O += gradient
-                turns.trained(turn, results, fingerprints)
-        totals = await ledger.totals(step)
-        if totals is None:
+            compute = partial(engine.forward_backward, objective=algorithm)
+            held = step < algorithm.held_steps
+            updates = await update(turns, ledger, engine, algorithm, compute, spans, fingerprints, is_held=held)  # 11-18, 21
+        if not updates:
             return step
-        with spans.busy("optim_step", step=step, version=step):
-            update = await apply(engine, algorithm, totals)  # 21
         await fingerprints.step(step, engine)
         if sender is not None:
-            await ledger.commit(step, update)
+            await ledger.commit(step, updates, "train")
         with spans.busy("publish", step=step, version=step + 1):
             await publish(step + 1, await engine.export_weights(), sender, board)  # 3: the weights of the next step
-        await turns.commit()
+        await ledger.released(step)
+        await turns.acknowledge()
+        await turns.drop()
         await keeper.committed(step + 1)
     raise AssertionError("steps do not end")
+
+
+async def update(
+    turns: Turns,
+    ledger: LedgerService,
+    engine: Updated,
+    objective: Trained,
+    compute: Callable[[Sequence[MicroBatch]], Awaitable[list[MicroBatchResult]]],
+    spans: Recorder,
+    fingerprints: StepLog,
+    *,
+    is_held: bool = False,
+) -> list[Update]:
+    """A step's updates of one model. None: the run is stopping, and the weights are as they were.
+
+    `compute`: a turn's micro-batches, whose gradients it adds to the engine's sums. `is_held`: the model is to stay as it is.
+    """
+    updates: list[Update] = []
+    for number in range(turns.num_updates):
+        async for turn in turns.of(number):  # 11-12: dequeue
+            with turns.computing(turn, spans):
+                results = await compute(turn.micro_batches)  # 13-18: O += gradient
+            turns.trained(turn, results, fingerprints)
+        totals = await ledger.totals(turns.step, turns.task, number)
+        if totals is None:
+            return []
+        with turns.updating(spans):
+            updates.append(await apply(engine, objective, totals, is_held=is_held))  # 21
+    return updates
 
 
 async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: Board) -> None:
@@ -195,12 +243,19 @@ async def publish(version: int, weights: WeightSource, sender: WeightSender | No
             pass
 
 
-async def apply(engine: TrainEngine, algorithm: Algorithm, totals: StepTotals) -> Update:
-    """One optimiser step on the sums of a closed step; none when a row's loss was not finite, or when no row is left."""
-    normaliser = totals.tokens if algorithm.normaliser == "tokens" else totals.sequences
+async def apply(engine: Updated, objective: Trained, totals: StepTotals, *, is_held: bool = False) -> Update:
+    """One optimiser step on the sums of a closed update; none when a row's loss was not finite, or when no row is left, or when
+    the model is held as it is."""
+    counts = {"tokens": totals.tokens, "sequences": totals.sequences}
+    normaliser = objective.normaliser if isinstance(objective.normaliser, int) else counts[objective.normaliser]
+    if not counts["sequences"]:
+        normaliser = 0  # nothing was added that a constant could divide
     if totals.non_finite_rows or normaliser == 0:
         await engine.discard()
         result = OptimResult(grad_norm=float("nan"), learning_rate=0.0, skipped=True)
+    elif is_held:
+        await engine.discard()
+        result = OptimResult(grad_norm=0.0, learning_rate=0.0)
     else:
         result = await engine.optim_step(normaliser)
     return Update(result.grad_norm, result.learning_rate, normaliser, result.skipped, result.fill_tokens)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncflow.engines.base import Response, RolloutEngine
-from asyncflow.rewards.base import Sample
+from asyncflow.rewards.base import Sample, Score
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
@@ -50,7 +50,7 @@ class Rollout:
         engine: RolloutEngine,
         receiver: WeightReceiver,
         original: Callable[[], Mapping[str, Tensor]],
-        score: Callable[[Sample], Awaitable[float]] | None,
+        score: Callable[[Sample], Awaitable[Score]] | None,
         decode: Callable[[Array], str],
         shape: Shape,
         spans: Recorder,

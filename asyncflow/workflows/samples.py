@@ -11,7 +11,9 @@
 | version_spans | row | rollout | int64, ragged: (first token, policy version) pairs, flat |
 | truncated | row | rollout | uint8, 1 where the length limit ended the response |
 | reward | row | rollout, or reward where `reward.place` is `task` | float32 |
+| reward_parts | row | who writes reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
 | ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
+| values | row | values | float32, ragged; only where the algorithm has a critic |
 """
 
 from __future__ import annotations
@@ -24,10 +26,22 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
-from asyncflow.rewards.base import Sample
+from asyncflow.rewards.base import Sample, Score
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.types import Array, Batch, Column, GroupMeta, Interval, Ragged, Values, is_maximum
+from asyncflow.types import (
+    Advantages,
+    Array,
+    Batch,
+    Column,
+    GroupMeta,
+    Interval,
+    Ragged,
+    RunError,
+    ScoredGroup,
+    Values,
+    is_maximum,
+)
 from asyncflow.workflows.ledger import Consumed
 
 COLUMNS = (
@@ -42,33 +56,49 @@ COLUMNS = (
     Column("reward", "float32"),
 )
 PROMPT_COLUMNS = ("prompt_ids", "example", "temperature")
+PARTS_COLUMN = Column("reward_parts", "float32", ragged=True)
 REFERENCE_COLUMN = Column("ref_logprobs", "float32", ragged=True)
+VALUES_COLUMN = Column("values", "float32", ragged=True)
+TASK_OF_COLUMN = {REFERENCE_COLUMN.name: "reference", VALUES_COLUMN.name: "values"}
 RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_spans", "truncated", "reward")
 EVALUATION_GROUPS = 1 << 40  # evaluation prompts are numbered from here, so that they shift no training prompt's noise
 
 
 def schema(
-    group_bits: int, lease_seconds: float, max_failures: int, *, has_reward_task: bool = False, has_reference_task: bool = False
+    group_bits: int,
+    lease_seconds: float,
+    max_failures: int,
+    *,
+    has_reward_task: bool = False,
+    has_reference_task: bool = False,
+    has_reward_parts: bool = False,
+    has_critic: bool = False,
 ) -> Schema:
     """The queue's columns and tasks: rollout makes responses and scores them, train and eval read whole groups of them.
 
     With `has_reward_task` it is another task that scores them, with `has_reference_task` one more adds the reference's log-probs.
+    With `has_critic` one adds values, and another one trains on them beside the policy's training.
     """
-    made = tuple(name for name in RESPONSE_COLUMNS if name != "reward" or not has_reward_task)
-    added = (REFERENCE_COLUMN,) if has_reference_task else ()
-    names = tuple(column.name for column in added)
+    parts = (PARTS_COLUMN,) if has_reward_parts else ()
+    scored = ("reward", *(column.name for column in parts))
+    made = tuple(name for name in RESPONSE_COLUMNS if name != "reward") + (() if has_reward_task else scored)
+    added = ((REFERENCE_COLUMN,) if has_reference_task else ()) + ((VALUES_COLUMN,) if has_critic else ())
+    trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in added))
     tasks = [
         TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False),
-        TaskSpec("train", ("prompt_ids", *RESPONSE_COLUMNS, *names), purpose="train", sampler="whole_groups"),
+        TaskSpec("train", trained, purpose="train", sampler="whole_groups"),
         TaskSpec("eval", RESPONSE_COLUMNS, purpose="eval", sampler="whole_groups"),
     ]
     if has_reward_task:
         reads = ("prompt_ids", "example", "response_ids", "truncated")
-        tasks.append(TaskSpec("reward", reads, ("reward",), whole_groups=False))
-    if has_reference_task:
-        tasks.append(TaskSpec("reference", ("prompt_ids", "response_ids"), names, purpose="train", sampler="whole_groups"))
+        tasks.append(TaskSpec("reward", reads, scored, whole_groups=False))
+    for column in added:
+        task, responses = TASK_OF_COLUMN[column.name], ("prompt_ids", "response_ids")
+        tasks.append(TaskSpec(task, responses, (column.name,), purpose="train", sampler="whole_groups"))
+    if has_critic:
+        tasks.append(TaskSpec("critic_update", trained, purpose="train", sampler="whole_groups"))
     timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
-    return Schema((*COLUMNS, *added), tuple(timed), group_bits)
+    return Schema((*COLUMNS, *parts, *added), tuple(timed), group_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +114,19 @@ class Shape:
     rows_per_micro_batch: int
     groups_per_turn: int
     groups_ahead: int
+    epochs: int = 1
+    mini_batches: int = 1
+    has_reward_parts: bool = False
+
+    @property
+    def num_updates(self) -> int:
+        """Of a step."""
+        return self.epochs * self.mini_batches
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row's response columns take at most: ids, log-probs (two models') and mask per token; spans and scalars."""
-        return self.max_new_tokens * (8 + 4 + 4 + 1) + 256
+        """Bytes that a row's columns take at most: ids, log-probs (two models'), values, mask per token; spans and scalars."""
+        return self.max_new_tokens * (8 + 4 + 4 + 4 + 1) + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +188,10 @@ class ScoredRow(NamedTuple):
     row: int
     response: Response
     sample: Sample
-    reward: float | None
+    reward: Score | None
 
 
-def outputs(group: int, scored: Sequence[ScoredRow]) -> Batch:
+def outputs(group: int, scored: Sequence[ScoredRow], *, has_parts: bool = False) -> Batch:
     """The columns that responses of one group complete their rows with."""
     responses = [one.response for one in scored]
     columns: dict[str, Values] = {
@@ -163,13 +201,21 @@ def outputs(group: int, scored: Sequence[ScoredRow]) -> Batch:
         "version_spans": Ragged.from_arrays([response.version_spans.reshape(-1) for response in responses], "int64"),
         "truncated": np.array([response.finish_reason == "length" for response in responses], np.uint8),
     }
-    rewards = [one.reward for one in scored if one.reward is not None]
-    if rewards:
-        columns["reward"] = np.array(rewards, np.float32)
+    columns |= _reward_columns([one.reward for one in scored if one.reward is not None], has_parts)
     return Batch(np.array([one.row for one in scored], np.int64), np.array([group], np.int64), columns)
 
 
-def kept_sample(meta: GroupMeta, row: int, sample: Sample, reward: float) -> dict[str, Any]:
+def _reward_columns(scores: Sequence[Score], has_parts: bool) -> dict[str, Values]:
+    if not scores:
+        return {}
+    columns: dict[str, Values] = {"reward": np.array([score.reward for score in scores], np.float32)}
+    if has_parts:
+        parts = [np.array([np.nan if part is None else part for part in score.parts], np.float32) for score in scores]
+        columns[PARTS_COLUMN.name] = Ragged.from_arrays(parts, "float32")
+    return columns
+
+
+def kept_sample(meta: GroupMeta, row: int, sample: Sample, score: Score) -> dict[str, Any]:
     """A line of `samples.jsonl`."""
     return {
         "step": meta.step,
@@ -177,7 +223,8 @@ def kept_sample(meta: GroupMeta, row: int, sample: Sample, reward: float) -> dic
         "row": row,
         "prompt": sample.prompt,
         "response": sample.response,
-        "reward": reward,
+        "reward": score.reward,
+        **({"reward_parts": list(score.parts)} if len(score.parts) > 1 else {}),
         "finish_reason": "stop" if sample.is_finished else "length",
     }
 
@@ -202,9 +249,24 @@ def pieces(num_rows: int, rows_each: int) -> Iterator[range]:
         yield range(first, min(first + rows_each, num_rows))
 
 
-def micro_batches(step: int, batch: Batch, advantages: Array, rows_each: int) -> Iterator[MicroBatch]:
-    """A leased group, trained in this step, in pieces: a function of which rows there are."""
+def scored_group(batch: Batch) -> ScoredGroup:
+    """What an algorithm sees of a leased group."""
+    return ScoredGroup(
+        rewards=batch.dense("reward"),
+        truncated=batch.dense("truncated"),
+        loss_mask=batch.ragged("loss_mask"),
+        rollout_logprobs=batch.ragged("rollout_logprobs"),
+        ref_logprobs=batch.ragged(REFERENCE_COLUMN.name) if REFERENCE_COLUMN.name in batch.columns else None,
+        values=batch.ragged(VALUES_COLUMN.name) if VALUES_COLUMN.name in batch.columns else None,
+    )
+
+
+def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: int) -> Iterator[MicroBatch]:
+    """A leased group, trained in this step, in pieces: a function of which rows there are. Raises `RunError` for advantages of
+    another shape than the group's."""
+    check_advantages(batch, advantages)
     row_staleness, has_reference = staleness(step, batch), REFERENCE_COLUMN.name in batch.columns
+    has_values = VALUES_COLUMN.name in batch.columns
     for piece in pieces(len(batch), rows_each):
         rows = slice(piece.start, piece.stop)
         yield MicroBatch(
@@ -213,9 +275,26 @@ def micro_batches(step: int, batch: Batch, advantages: Array, rows_each: int) ->
             response_ids=batch.ragged("response_ids").take(piece),
             loss_mask=batch.ragged("loss_mask").take(piece),
             rollout_logprobs=batch.ragged("rollout_logprobs").take(piece),
-            advantages=advantages[rows],
+            advantages=advantages.take(piece).values if isinstance(advantages, Ragged) else advantages[rows],
             staleness=row_staleness[rows],
             ref_logprobs=batch.ragged(REFERENCE_COLUMN.name).take(piece) if has_reference else None,
+            values=batch.ragged(VALUES_COLUMN.name).take(piece) if has_values else None,
+        )
+
+
+def check_advantages(batch: Batch, advantages: Advantages) -> None:
+    """That an algorithm has given a group as many numbers as it has rows, or tokens. Raises `RunError`."""
+    lengths = batch.ragged("response_ids").lengths
+    if isinstance(advantages, Ragged):
+        if advantages.lengths.tolist() != lengths.tolist():
+            raise RunError(
+                f"the algorithm's advantages for responses of {lengths.tolist()} tokens (group {batch.groups[0]}) are "
+                f"{advantages.lengths.tolist()} numbers: it is to return one for each token, or an array of one for each response"
+            )
+    elif advantages.shape != lengths.shape:
+        raise RunError(
+            f"the algorithm's advantages for the {len(lengths)} responses of group {batch.groups[0]} are an array of shape "
+            f"{advantages.shape}: it is to return one for each, or a Ragged of one for each token"
         )
 
 
@@ -229,24 +308,30 @@ def samples_of(leased: Leased, decode: Callable[[Array], str]) -> Iterator[tuple
     """The responses of a reward lease, as a scorer sees them: group, row, sample."""
     batch, position = leased.batch, 0
     for i, (meta, rows) in enumerate(zip(leased.lease.groups, leased.lease.rows, strict=True)):
-        prompt, example = decode(batch.ragged("prompt_ids")[i]), msgspec.json.decode(batch.ragged("example")[i].tobytes())
+        prompt_ids, example = batch.ragged("prompt_ids")[i], msgspec.json.decode(batch.ragged("example")[i].tobytes())
+        prompt, prompt_ids = decode(prompt_ids), prompt_ids.tolist()
         for row in rows:
-            response, is_truncated = decode(batch.ragged("response_ids")[position]), batch.dense("truncated")[position]
-            yield meta, row, Sample(prompt, response, example, not is_truncated)
+            ids, is_truncated = batch.ragged("response_ids")[position], batch.dense("truncated")[position]
+            yield meta, row, Sample(prompt, decode(ids), example, not is_truncated, ids.tolist(), prompt_ids)
             position += 1
 
 
-def reward_outputs(rewards: Mapping[int, float], group_bits: int) -> Batch:
-    """The column that scoring adds to rows."""
-    indices = np.array(list(rewards), np.int64)
+def reward_outputs(scores: Mapping[int, Score], group_bits: int, *, has_parts: bool = False) -> Batch:
+    """The columns that scoring adds to rows."""
+    indices = np.array(list(scores), np.int64)
     groups = np.array(list(dict.fromkeys((indices >> group_bits).tolist())), np.int64)
-    return Batch(indices, groups, {"reward": np.array(list(rewards.values()), np.float32)})
+    return Batch(indices, groups, _reward_columns(list(scores.values()), has_parts))
 
 
 def reference_outputs(batch: Batch, log_probs: Sequence[Ragged]) -> Batch:
     """The column that the reference adds to a group: the pieces' log-probs, in order."""
-    column = Ragged(np.concatenate([each.values for each in log_probs]), batch.ragged("response_ids").offsets)
-    return Batch(batch.indices, batch.groups, {REFERENCE_COLUMN.name: column})
+    return token_outputs(batch, REFERENCE_COLUMN, log_probs)
+
+
+def token_outputs(batch: Batch, column: Column, of_pieces: Sequence[Ragged]) -> Batch:
+    """A column with a number for each response token that a model adds to a group, from the group's pieces, in order."""
+    numbers = Ragged(np.concatenate([each.values for each in of_pieces]), batch.ragged("response_ids").offsets)
+    return Batch(batch.indices, batch.groups, {column.name: numbers})
 
 
 def consumed(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> Consumed:
@@ -271,4 +356,5 @@ def consumed(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Seq
         physical_tokens=sum(r.physical_tokens for r in results),
         metrics=metrics,
         is_finite=all(r.is_finite for r in results),
+        reward_parts=batch.ragged(PARTS_COLUMN.name).values if PARTS_COLUMN.name in batch.columns else np.empty(0, np.float32),
     )

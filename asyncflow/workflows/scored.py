@@ -14,10 +14,22 @@ import asyncio
 import contextlib
 from typing import Final
 
+from asyncflow.rewards.base import RewardFailure
 from asyncflow.workflows.samples import ScoredRow
 
 SIBLINGS_SECONDS: Final = 0.5
 """The moment. A worker that dies loses no more than that beside what it was generating."""
+NO_REWARD: Final = "no reward: "
+SKIPPED: Final = "skipped: "
+"""What the errors of rows begin with that could not be scored, and of those that no scorer had anything to say about."""
+
+
+def why_failed(failure: Exception) -> tuple[str, bool]:
+    """A row's error, and whether it is of no use to try again."""
+    if not isinstance(failure, RewardFailure):
+        return str(failure), False
+    is_skipped = failure.kind == "skipped"
+    return (SKIPPED if is_skipped else NO_REWARD) + str(failure), is_skipped
 
 
 class ScoredRows:

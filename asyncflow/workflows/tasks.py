@@ -8,45 +8,87 @@ is unblocked by: the task before it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 from asyncflow.engines.base import LogProbEngine
-from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, Batch, GroupMeta
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import Shape, kept_sample, pieces, reference_outputs, reward_outputs, samples_of
+from asyncflow.workflows.scored import why_failed
 
-Work = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, str]]]]
+Work = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, Exception]]]]
 """What a task does to a group: the columns that it adds, and why rows have failed, by row."""
 
 
-async def serve(task: str, queue: TransferQueueClient, ledger: LedgerService, work: Work, spans: Recorder) -> None:
-    """Until the task is closed or the run is stopping."""
-    while True:
-        spans.waiting("rows")
-        leased = await queue.lease(task)
-        if leased is None:
-            return
-        meta = leased.lease.groups[0]
-        spans.waiting("batch")
-        if meta.purpose == "train" and not await ledger.may_start(task, meta.step):
-            return
-        tokens = len(leased.batch.ragged("response_ids").values)
-        with spans.busy(task, step=meta.step, group=meta.group, rows=len(leased.batch), tokens=tokens):
+async def serve(
+    task: str, queue: TransferQueueClient, ledger: LedgerService, work: Work, spans: Recorder, *, at_once: int = 1
+) -> None:
+    """Until the task is closed or the run is stopping. So many leases are worked on side by side."""
+    free, lane = asyncio.Semaphore(at_once), _Lane(spans, task)
+
+    async def work_on(leased: Leased) -> None:
+        with lane.working(leased, has_fields=at_once == 1):
             outputs, failures = await work(leased)
         if outputs is not None:
             await queue.complete(leased.lease, outputs)
-        for row, error in failures.items():
-            await queue.fail(leased.lease, [row], error)
+        for row, failure in failures.items():
+            error, is_final = why_failed(failure)
+            await queue.fail(leased.lease, [row], error, is_final=is_final)
+        free.release()
+
+    async with asyncio.TaskGroup() as under_way:
+        while True:
+            await free.acquire()
+            lane.waiting("rows")
+            leased = await queue.lease(task)
+            if leased is None:
+                return
+            meta = leased.lease.groups[0]
+            lane.waiting("batch")
+            if meta.purpose == "train" and not await ledger.may_start(task, meta.step):
+                return
+            under_way.create_task(work_on(leased))
+
+
+class _Lane:
+    """A worker's lane while it works on several leases: busy as long as it has one."""
+
+    def __init__(self, spans: Recorder, task: str) -> None:
+        self._spans, self._task, self._num_under_way, self._cause = spans, task, 0, "rows"
+
+    def waiting(self, cause: str) -> None:
+        """What it waits for when it has none."""
+        self._cause = cause
+        if not self._num_under_way:
+            self._spans.waiting(cause)
+
+    @contextlib.contextmanager
+    def working(self, leased: Leased, *, has_fields: bool) -> Iterator[None]:
+        """On this lease. With several the lane is of no one step, and each lease has a span beside it."""
+        meta, start = leased.lease.groups[0], self._spans.clock()
+        counts = {"rows": len(leased.batch), "tokens": len(leased.batch.ragged("response_ids").values)}
+        fields = {"step": meta.step, "group": meta.group}
+        self._num_under_way += 1
+        self._spans.enter(self._task, **counts, **(fields if has_fields else {}))
+        try:
+            yield
+        finally:
+            self._num_under_way -= 1
+            if not self._num_under_way:
+                self._spans.waiting(self._cause)
+            if not has_fields:
+                self._spans.beside(f"{self._task}_group", start, rows=counts["rows"], **fields)
 
 
 def refer(engine: LogProbEngine, shape: Shape) -> Work:
     """Adds the reference's log-probs, computed in the pieces that training will use, so that the bits are those of `fused`."""
 
-    async def work(leased: Leased) -> tuple[Batch, Mapping[int, str]]:
+    async def work(leased: Leased) -> tuple[Batch, Mapping[int, Exception]]:
         prompt_ids, response_ids = leased.batch.ragged("prompt_ids")[0], leased.batch.ragged("response_ids")
         cut = pieces(len(leased.batch), shape.rows_per_micro_batch)
         log_probs = [await engine.log_probs(prompt_ids, response_ids.take(piece)) for piece in cut]
@@ -56,28 +98,28 @@ def refer(engine: LogProbEngine, shape: Shape) -> Work:
 
 
 def reward(
-    score: Callable[[Sample], Awaitable[float]],
+    score: Callable[[Sample], Awaitable[Score]],
     decode: Callable[[Array], str],
     keep_sample: Callable[[Mapping[str, Any]], None],
     shape: Shape,
 ) -> Work:
     """Adds rewards, the rows of a group scored side by side."""
 
-    async def work(leased: Leased) -> tuple[Batch | None, Mapping[int, str]]:
-        rewards: dict[int, float] = {}
-        failures: dict[int, str] = {}
+    async def work(leased: Leased) -> tuple[Batch | None, Mapping[int, Exception]]:
+        scores: dict[int, Score] = {}
+        failures: dict[int, Exception] = {}
 
         async def score_row(meta: GroupMeta, row: int, sample: Sample) -> None:
             try:
-                rewards[row] = await score(sample)
+                scores[row] = await score(sample)
             except RewardFailure as failure:  # it fails its row; it does not become a 0
-                failures[row] = str(failure)
+                failures[row] = failure
             else:
-                keep_sample(kept_sample(meta, row, sample, rewards[row]))
+                keep_sample(kept_sample(meta, row, sample, scores[row]))
 
         async with asyncio.TaskGroup() as rows:
             for each in samples_of(leased, decode):
                 rows.create_task(score_row(*each))
-        return (reward_outputs(rewards, shape.group_bits) if rewards else None), failures
+        return (reward_outputs(scores, shape.group_bits, has_parts=shape.has_reward_parts) if scores else None), failures
 
     return work

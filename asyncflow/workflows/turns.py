@@ -7,35 +7,39 @@ is unblocked by: producers; the ledger, which gives out turns; the end of the st
     queue --take--> ready to train --offer--> ledger --turn--> engine --account--> ledger
                     (some groups ahead)                        (all ranks alike)
 
-Nothing here computes for long: the engine finds its next turn prepared when it has ended one.
+Nothing here computes for long: the engine finds its next turn prepared when it has ended one. Where a step has several updates, or
+an algorithm waits for the whole batch, all of the step's groups are made ready as they come, and kept until the last update that
+needs them; their leases are held until the commit in any case.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncflow.algorithms.base import Algorithm
+from asyncflow.algorithms.base import Trained
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
-from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import StaleToken, Want
+from asyncflow.types import Advantages
 from asyncflow.workflows.ledger import LedgerService
-from asyncflow.workflows.samples import Shape, check_interval, consumed, micro_batches
+from asyncflow.workflows.samples import Shape, check_interval, consumed, micro_batches, scored_group
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A group, ready to be trained."""
+    """A group, ready to be trained. Its micro-batches are not there yet where its advantages wait for the whole batch."""
 
     leased: Leased
+    advantages: Advantages
     micro_batches: list[MicroBatch]
 
 
@@ -50,36 +54,29 @@ class Turn:
         """Of all groups, in order."""
         return [piece for work in self.works for piece in work.micro_batches]
 
-    @contextmanager
-    def computing(self, spans: Recorder, step: int) -> Iterator[None]:
-        """The lane shows the turn; where it has several groups, each is told of as well."""
-        began, groups = spans.clock(), [work.leased.lease.groups[0].group for work in self.works]
-        rows = [len(work.leased.batch) for work in self.works]
-        tokens = sum(piece.logical_tokens for piece in self.micro_batches)
-        of_one = {"group": groups[0]} if len(groups) == 1 else {}
-        with spans.busy("forward_backward", step=step, version=step, rows=sum(rows), tokens=tokens, **of_one):
-            yield
-        for group, of_group in zip(groups, rows, strict=True) if not of_one else ():
-            spans.beside("train_group", began, step=step, version=step, group=group, rows=of_group)
-
 
 class Turns:
-    """The turns of one step of one rank. A context, within which groups are taken; at its end all are accounted for."""
+    """The turns of one step of one rank, by update. A context, within which groups are taken; at its end all are accounted for."""
 
     def __init__(
         self,
         queue: TransferQueueClient,
         ledger: LedgerService,
         schedule: Schedule,
-        algorithm: Algorithm,
+        objective: Trained,
         shape: Shape,
         rank: int,
         step: int,
         put_aside: dict[int, Leased],
+        task: str = "train",
     ) -> None:
         """`put_aside`: complete groups of later steps, where those may come first."""
-        self._queue, self._ledger, self._schedule, self._algorithm, self._shape = queue, ledger, schedule, algorithm, shape
-        self._rank, self._step, self._put_aside = rank, step, put_aside
+        self._queue, self._ledger, self._schedule, self._objective, self._shape = queue, ledger, schedule, objective, shape
+        self.task, self.step, self.num_updates = task, step, shape.num_updates
+        self._rank, self._put_aside = rank, put_aside
+        self._keeps_all = objective.waits_for_batch or shape.num_updates > 1
+        self._sums: list[float] | None = None  # of the step's statistic
+        self._update = 0
         self._held: dict[int, Leased] = {}  # by group: leases are held until the commit
         self._ready: dict[int, Work] = {}
         self._changed, self._is_over = Signal(), False
@@ -95,53 +92,97 @@ class Turns:
         self._changed.notify()
         await self._beside.__aexit__(*error)
 
-    async def __aiter__(self) -> AsyncIterator[Turn]:
-        """Until the step has no more. The next turn is asked for while this one is computed."""
-        asking = self._beside.create_task(self._ledger.turn(self._step, self._rank, 0))
+    async def of(self, update: int) -> AsyncIterator[Turn]:
+        """Those of one of the step's updates. The next turn is asked for while this one is computed."""
+        self._update, of_update = update, (self.task, update)
+        asking = self._beside.create_task(self._ledger.turn(self.step, self._rank, 0, *of_update))
         for number in itertools.count(1):
             if (groups := await asking) is None:
                 return
-            asking = self._beside.create_task(self._ledger.turn(self._step, self._rank, number))
-            turn = Turn([self._ready.pop(group) for group in groups])
+            if self._objective.waits_for_batch and self._sums is None:
+                self._sums = await self._ledger.statistics(self.step, self.task)
+                if self._sums is None:
+                    return
+            asking = self._beside.create_task(self._ledger.turn(self.step, self._rank, number, *of_update))
+            turn = Turn([self._work(group) for group in groups])
             self._changed.notify()
             yield turn
 
-    def trained(self, turn: Turn, results: list[MicroBatchResult], fingerprints: FingerprintLog) -> None:
+    def trained(self, turn: Turn, results: list[MicroBatchResult], fingerprints: StepLog) -> None:
         """The turn's gradients have been added: its figures, for the books."""
         of = iter(results)
         for work in turn.works:
             of_work = [next(of) for _ in work.micro_batches]
             fingerprints.group(work.leased.batch, of_work)
-            figures = consumed(self._step, work.leased.batch, work.micro_batches, of_work)
-            self._beside.create_task(self._ledger.consume(self._step, figures))
+            if self._update:  # the weights are not the version's any more: what differs now is no mismatch of the engines
+                of_work = [replace(result, metrics=_without_mismatch(result.metrics)) for result in of_work]
+            figures = consumed(self.step, work.leased.batch, work.micro_batches, of_work)
+            self._beside.create_task(self._ledger.consume(self.step, figures, self.task, self._update))
 
-    async def commit(self) -> None:
-        """The step is final: what was taken of it is done, and dropped."""
-        leases = [leased.lease for leased in self._held.values()]
-        for lease in leases:
+    @contextmanager
+    def computing(self, turn: Turn, spans: Recorder) -> Iterator[None]:
+        """The lane shows the turn; where it has several groups, each is told of as well."""
+        began, groups = spans.clock(), [work.leased.lease.groups[0].group for work in turn.works]
+        rows = [len(work.leased.batch) for work in turn.works]
+        tokens = sum(piece.logical_tokens for piece in turn.micro_batches)
+        of_one, of_step = {"group": groups[0]} if len(groups) == 1 else {}, {"step": self.step, "version": self.step}
+        name = "forward_backward" if self.task == "train" else self.task
+        with spans.busy(name, **of_step, rows=sum(rows), tokens=tokens, **of_one):
+            yield
+        for group, of_group in zip(groups, rows, strict=True) if not of_one else ():
+            spans.beside("train_group", began, **of_step, group=group, rows=of_group)
+
+    def updating(self, spans: Recorder) -> AbstractContextManager[None]:
+        """The lane shows the optimiser's step."""
+        name = "optim_step" if self.task == "train" else f"{self.task}_optim_step"
+        return spans.busy(name, step=self.step, version=self.step)
+
+    async def acknowledge(self) -> None:
+        """The step is final: what was taken of it is done."""
+        for leased in self._held.values():
             with suppress(StaleToken):  # it has expired: whoever was given the rows again ends them, or the drop does
-                await self._queue.complete_marks([lease])
-        await self._queue.drop([row for lease in leases for row in lease.indices])
+                await self._queue.complete_marks([leased.lease])
+
+    async def drop(self) -> None:
+        """Nobody needs the step's rows any more."""
+        await self._queue.drop([row for leased in self._held.values() for row in leased.lease.indices])
+
+    def _work(self, group: int) -> Work:
+        """A group of a turn. It is kept where a later epoch trains it again."""
+        work = self._ready[group] if self._update < self.num_updates - self._shape.mini_batches else self._ready.pop(group)
+        if self._sums is not None and not work.micro_batches:
+            work = replace(work, micro_batches=self._cut(work, self._objective.normalised(work.advantages, self._sums)))
+            if group in self._ready:
+                self._ready[group] = work
+        return work
+
+    def _cut(self, work: Work, advantages: Advantages) -> list[MicroBatch]:
+        return list(micro_batches(self.step, work.leased.batch, advantages, self._shape.rows_per_micro_batch))
 
     async def _take(self) -> None:
         """Make groups ready to train, ahead of the computation, until the step has no more."""
-        of_step = members(self._queue, self._ledger, self._schedule, self._step, self._put_aside, self._has_room)
+        of_step = members(self._queue, self._ledger, self._schedule, self.step, self._put_aside, self._has_room, self.task)
         async for leased in of_step:
-            check_interval(leased, self._step, self._schedule.max_staleness)
+            check_interval(leased, self.step, self._schedule.max_staleness)
             group, batch = leased.lease.groups[0].group, leased.batch
             is_known, self._held[group] = group in self._held, leased
             if is_known:  # its lease had expired: it was delivered again, and its gradient is in the sum already, or will be
                 continue
-            advantages = self._algorithm.advantages(batch.dense("reward"))
-            pieces = micro_batches(self._step, batch, advantages, self._shape.rows_per_micro_batch)
-            self._ready[group] = Work(leased, list(pieces))
-            if not await self._ledger.offer(self._step, self._rank, group, len(batch.ragged("response_ids").values)):
+            scored, statistics = scored_group(batch), list[float]()
+            work = Work(leased, self._objective.advantages(scored), [])
+            if self._objective.waits_for_batch:
+                statistics = [float(each) for each in self._objective.statistics(scored, work.advantages)]
+            else:
+                work.micro_batches.extend(self._cut(work, work.advantages))
+            self._ready[group] = work
+            tokens = len(batch.ragged("response_ids").values)
+            if not await self._ledger.offer(self.step, self._rank, group, tokens, statistics, self.task):
                 del self._ready[group]  # as above, but delivered to another rank before; the lease is this one's to end now
                 self._changed.notify()
 
     async def _has_room(self) -> None:
         """Wait until one more group may be made ready, or the step is over."""
-        await self._changed.until(lambda: self._is_over or len(self._ready) < self._shape.groups_ahead)
+        await self._changed.until(lambda: self._is_over or self._keeps_all or len(self._ready) < self._shape.groups_ahead)
 
 
 async def members(
@@ -151,6 +192,7 @@ async def members(
     step: int,
     put_aside: dict[int, Leased],
     room: Callable[[], Awaitable[None]],
+    task: str = "train",
 ) -> AsyncIterator[Leased]:
     """The complete groups of a step, as they come; where those of later steps may come first, it is the ledger that says which.
 
@@ -158,19 +200,23 @@ async def members(
     be waited for by all.
     """
     if schedule.membership == "strict":
-        while (leased := await _lease(queue, room, step=step)) is not None:
+        while (leased := await _lease(queue, room, task, step=step)) is not None:
             yield leased
         return
     for group in [*put_aside]:
         if await ledger.claim(step, group):
             yield put_aside.pop(group)
-    while (leased := await _lease(queue, room, until=step)) is not None:
+    while (leased := await _lease(queue, room, task, until=step)) is not None:
         group = leased.lease.groups[0].group
         put_aside[group] = leased  # in the place of an expired lease, if it was delivered again
         if await ledger.claim(step, group):
             yield put_aside.pop(group)
 
 
-async def _lease(queue: TransferQueueClient, room: Callable[[], Awaitable[None]], **wanted: int) -> Leased | None:
+async def _lease(queue: TransferQueueClient, room: Callable[[], Awaitable[None]], task: str, **wanted: int) -> Leased | None:
     await room()
-    return await queue.lease("train", Want(**wanted))
+    return await queue.lease(task, Want(**wanted))
+
+
+def _without_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}

@@ -134,7 +134,8 @@ def test_a_reward_that_fails_costs_its_rows_and_is_named(small: Small, tmp_path:
 
 def test_a_step_of_which_every_row_is_given_up_is_skipped(small: Small, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def score(sample):\n    return float('nan')\n")
-    job, said = run_inline(small(run={"steps": 1}, reward={"scorer": {"path": f"{tmp_path / 'bad.py'}:score"}}))
+    reward = {"scorer": {"path": f"{tmp_path / 'bad.py'}:score"}, "max_failed_fraction": 1.0}
+    job, said = run_inline(small(run={"steps": 1}, reward=reward))
     assert [text for text in said if "skipped" in text] == [
         "step 0 is skipped, the weights stay as they are: nothing was left to train on"
     ]

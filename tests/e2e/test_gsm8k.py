@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, gsm8k_folder
+from asyncflow.build.prompts import read_source, tokenize
+from asyncflow.config import load
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from tests.conftest import MODEL, ROOT, gsm8k_folder
 from tests.e2e.commands import rows, run_command
 
 
@@ -27,3 +30,20 @@ def test_gsm8k_recipe_runs_on_64_questions(tmp_path: Path) -> None:
     metrics = rows(run_dir / "metrics.jsonl")
     assert [row["rows/trained"] for row in metrics] == [8, 8]
     assert (run_dir / "model" / "model.safetensors").stat().st_size > 0
+
+
+async def test_all_questions_become_prompts_with_their_answers(tmp_path: Path) -> None:
+    folder = gsm8k_folder()
+    if folder is None:
+        pytest.skip("GSM8K is not here: set ASYNCFLOW_GSM8K to the folder of its train.jsonl")
+    overrides = [f"data.path={folder / 'train.jsonl'}", f"eval.path={folder / 'test.jsonl'}", "eval.num_prompts=null"]
+    config = load(ROOT / "recipes" / "gsm8k.yaml", [*overrides, f"model.path={MODEL}"])
+    source, tokenizer = read_source(config, "train"), CheckpointTokenizer(MODEL)
+    prompts, held_out = tokenize(config, tokenizer, source), read_source(config, "heldout")
+    assert (len(prompts), len(held_out.rows)) == (7473, 1319)
+    assert all(
+        prompt.example == row and "#### " in prompt.example["answer"] for prompt, row in zip(prompts, source.rows, strict=True)
+    )
+    assert min(len(prompt.ids) for prompt in prompts) > 30
+    text = tokenizer.decode(prompts[0].ids)
+    assert text.startswith("Natalia sold clips") and text.endswith("end with #### and the answer.\n")

@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
@@ -125,26 +123,6 @@ class Town:
                 assert time.monotonic() < deadline, f"{name} has not ended:\n{self.log(name)}"
                 await asyncio.sleep(0.02)
             assert process.returncode == 0, self.log(name)
-
-
-@pytest.fixture
-def redis_url() -> Iterator[str]:
-    """A redis-server of this test that writes each change to its log before it answers."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("there is no redis-server on this machine: apt-get install redis-server")
-    with tempfile.TemporaryDirectory(prefix="afredis") as folder:
-        command = ["redis-server", "--port", "0", "--unixsocket", f"{folder}/s", "--unixsocketperm", "700", "--dir", folder]
-        command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
-        server = Process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + 10
-            while not Path(folder, "s").exists():
-                assert time.monotonic() < deadline and server.poll() is None, "redis-server did not start"
-                time.sleep(0.02)
-            yield f"unix://{folder}/s"
-        finally:
-            server.terminate()
-            server.wait(10)
 
 
 @contextlib.asynccontextmanager

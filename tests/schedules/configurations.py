@@ -58,4 +58,18 @@ def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> 
     options = {key: value for key, value in tree["schedule"].items() if key != "name"}
     staleness = build("schedule", tree["schedule"]["name"], options, SCHEDULES).max_staleness
     tree["run"]["steps"] = 3 + 2 * staleness if staleness > 1 else 3 + staleness
+    _draw_updates(tree, layout.get("dp", 1), random.Random(f"{mode}/{seed}/updates"))
     return parse({**tree, "plan": {"train": layout}, **(changes or {})}), costs
+
+
+def _draw_updates(tree: dict[str, Any], num_ranks: int, rng: random.Random) -> None:
+    """Some runs have several updates a step, some a critic, some advantages that wait for the whole batch."""
+    prompts, train, algorithm = tree["train"]["prompts_per_step"], tree["train"], tree["algorithm"]
+    parts = [count for count in (1, 2, 3, 4) if prompts % count == 0 and prompts // count >= num_ranks]
+    if rng.random() < 0.4:
+        train |= {"epochs": rng.randint(1, 2), "mini_batches": rng.choice(parts), "old": "rollout"}
+    if tree["schedule"].get("membership") != "first_come" and rng.random() < 0.4:
+        algorithm |= {"name": "ppo", "kl_place": "loss", "held_steps": rng.randint(0, 1)}
+        algorithm["normalise_advantages"] = rng.random() < 0.3
+    elif rng.random() < 0.3:
+        algorithm |= {"name": "reinforce_plus_plus", "baseline": "group"}

@@ -6,6 +6,7 @@ No law is broken: the version interval of every row, each row trained once, all 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import multiprocessing
 from collections import Counter
@@ -18,6 +19,7 @@ import pytest
 from asyncflow.simulation.seeds import Outcome, run_seed
 from asyncflow.types import Interval
 from asyncflow.workflows.board import Board
+from asyncflow.workflows.critic import Version
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.rollout import Rollout
@@ -38,6 +40,7 @@ AT_LEAST = {
     "left": 500,
     "leavers that were cut short": 100,
     "rows trained": 20000,
+    "values": 5000,
 }
 """How often, over all modes, what is to be tested has to happen."""
 
@@ -95,6 +98,11 @@ BUGS = {
         "delayed",
         mock.patch.object(Board, "_behind", lambda self: None),
         "nothing has moved",
+    ),
+    "the critic gives values before it has been updated": (
+        "delayed",
+        mock.patch.object(Version, "reaches", lambda self, number: asyncio.sleep(0)),
+        "was given values by the critic's version",
     ),
     "rows that are given up stay members of their step": (
         "synchronous",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from asyncflow.build.prepare import check_choices, make_algorithm
-from asyncflow.config import Config, dump, load, parse
+from asyncflow.build.prepare import check_choices, critic_options, make_algorithm, num_devices, tasks_before_training
+from asyncflow.config import Config, dump, load, parse, parse_dumped
 from asyncflow.settings import Choice, apply_override
 from asyncflow.types import UserError
 
@@ -59,7 +61,8 @@ def test_several_mistakes_are_all_said() -> None:
         parse({"data": {"path": "d", "x": 1}, "runn": {}})
     assert str(caught.value).split("; ") == [
         "'model' is missing",
-        "unknown key 'data.x': known here are path, prompt_template, chat_template, limit",
+        "unknown key 'data.x': known here are path, subset, split, prompt_template, prompt_column, answer_column, chat_template, "
+        "chat_template_options, max_prompt_tokens, limit",
         "unknown key 'runn': did you mean 'run'?",
     ]
 
@@ -108,7 +111,7 @@ def test_a_choice_is_a_name_or_a_mapping_with_its_options(written: Any, chosen: 
     [
         ({"schedule": "periodik"}, "schedule 'periodik' is not known; choose one of .*periodic, sub_step, synchronous, or give"),
         ({"algorithm": {"name": "gpro"}}, "algorithm 'gpro' is not known; choose one of .*grpo"),
-        ({"reward": {"scorer": "x"}}, "reward 'x' is not known; choose one of final_answer"),
+        ({"reward": {"scorer": "x"}}, "reward 'x' is not known; choose one of .*final_answer"),
         ({"queue": {"storage": "disk"}}, "queue storage 'disk' is not known; choose one of memory"),
         ({"rollout": {"engine": "x"}}, "rollout engine 'x' is not known; choose one of .*slots"),
         ({"train": {"engine": "x"}}, "train engine 'x' is not known; choose one of .*torch"),
@@ -247,3 +250,71 @@ def keys(section: type[BaseModel]) -> list[str]:
 def test_there_are_few_keys() -> None:
     assert 40 < len(keys(Config)) < 150
     assert "reward.scorer" in keys(Config)
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        ({"mini_batches": 3, "old": "rollout"}, r"32 = 10 x 3 \+ 2; take one of 1, 2, 4, 8, 16, 32"),
+        ({"mini_batches": 2}, r"2 updates a step.*train.old=current is not the policy that the step began with"),
+        ({"epochs": 2, "old": "previous"}, "train.old=previous is not the policy that the step began with"),
+    ],
+)
+def test_several_updates_a_step_need_equal_parts_and_a_fixed_old_policy(train: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        parse({**NEEDED, "train": train})
+    for old in ("step_start", "rollout"):
+        assert parse({**NEEDED, "train": {"epochs": 2, "mini_batches": 4, "old": old}}).train.epochs == 2
+
+
+def test_every_rank_has_a_group_of_each_mini_batch() -> None:
+    tree = {**NEEDED, "plan": {"train": {"dp": 4}}, "train": {"prompts_per_step": 8, "mini_batches": 4, "old": "rollout"}}
+    with pytest.raises(UserError, match="nothing to share in a mini-batch of 2 prompts"):
+        parse(tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"schedule": {"name": "bounded", "membership": "first_come"}}, "first_come has groups change their steps"),
+        ({"train": {"critic": {"path": "/no/such/model"}}}, "train.critic.path '/no/such/model' is no folder with a model"),
+        ({"algorithm": {"name": "ppo", "kl_coefficient": 0.1}}, "set train.reference=task"),
+    ],
+)
+def test_what_a_critic_cannot_be_trained_with_is_refused(tree: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check_choices(parse({**NEEDED, "algorithm": "ppo", **tree}))
+
+
+def test_a_critic_is_trained_as_the_policy_but_for_what_it_says() -> None:
+    train = {"critic": {"learning_rate": 0.5, "warmup_steps": 3}, "learning_rate": 0.1, "old": "step_start", "accumulate": "exact"}
+    config = parse({**NEEDED, "algorithm": "ppo", "train": train, "plan": {"train": {"dp": 2}}})
+    options = critic_options(config)
+    assert (options.learning_rate, options.warmup_steps, options.layout.size) == (0.5, 3, 1)
+    assert (options.old, options.has_reference, options.accumulate) == ("current", False, "exact")
+    assert num_devices(config) == 1 + 2 + 1 and tasks_before_training(config) == ("rollout", "values")
+
+
+def test_rewards_are_one_scorer_or_several_and_perhaps_a_model() -> None:
+    assert parse(NEEDED).reward.names == ["scorer"] and not parse(NEEDED).reward.has_parts
+    several = {"scorers": {"a": {"scorer": "numeric"}, "b": {"scorer": {"name": "regex", "pattern": "x"}, "weight": -0.5}}}
+    judged = {**several, "model": {"path": "judge"}, "place": "task"}
+    config = parse({**NEEDED, "reward": judged})
+    assert config.reward.names == ["a", "b", "model"] and config.reward.has_parts and config.reward.scorer is None
+    assert config.reward.parts["b"].weight == -0.5 and config.reward.parts["b"].scorer.options == {"pattern": "x"}
+    assert parse_dumped(dump(config)) == config
+    alone = parse({**NEEDED, "reward": {"model": {"path": "judge"}, "place": "task"}})
+    assert alone.reward.names == ["model"] and not alone.reward.parts and parse_dumped(dump(alone)) == alone
+    assert parse({**NEEDED, "reward": {"value_on_failure": 0.0}}).reward.has_parts
+    for reward, words in (
+        ({**several, "scorer": "numeric"}, "scorer and scorers both say what scores"),
+        ({"scorer": None}, "nothing scores"),
+        ({"model": {"path": "judge"}}, "set reward.place=task"),
+        ({"scorers": {"mean": {"scorer": "numeric"}}}, "the name 'mean' is taken"),
+        ({"scorers": {"model": {"scorer": "numeric"}}, "model": {"path": "j"}, "place": "task"}, "the name 'model' is taken"),
+        ({"model": {"path": "j", "template": "{prompt}"}, "place": "task"}, "must hold {response} once"),
+        ({"scorers": {"a": {"scorer": "numeric", "weight": math.inf}}}, "weight"),
+        ({"max_failed_fraction": 1.5}, "max_failed_fraction"),
+    ):
+        with pytest.raises(UserError, match=re.escape(words)):
+            parse({**NEEDED, "reward": reward})

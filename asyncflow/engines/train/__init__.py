@@ -10,4 +10,6 @@ TRAIN_ENGINE_CHECKS = {
     "deepspeed": "asyncflow.engines.train.checks:check_deepspeed",
     "megatron": "asyncflow.engines.train.checks:check_megatron",
 }
+CRITIC_ENGINES = {"torch": "asyncflow.engines.train.critic_engine:TorchCritic"}
+CLASSIFIER_ENGINES = {"torch": "asyncflow.engines.train.reward_model:RewardModelEngine"}
 LOG_PROB_ENGINES = {"torch": "asyncflow.engines.train.frozen_engine:FrozenEngine"}

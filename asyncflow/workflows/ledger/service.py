@@ -23,19 +23,19 @@ class LedgerService:
     def __init__(
         self, ledger: Ledger, schedule: Schedule, progress: Progress, signal: Signal, end_step: Callable[[str, int], None]
     ) -> None:
-        """`end_step(purpose, step)` is told that a step has closed: nobody is to wait for more of its rows."""
+        """`end_step(task, step)` is told that a step has closed: nobody is to wait for more of its rows."""
         self.ledger = ledger
         self.limit = self._last = 0
         self.on_displaced: Callable[[int, int], None] = lambda group, lowest_version: None
         self.is_stopping = False
         self.on_opened: Callable[[int], None] = lambda step: None
-        self.on_consumed: Callable[[int, Consumed], None] = lambda step, group: None
-        self.on_committed: Callable[[StepTotals, Update], None] = lambda totals, update: None
+        self.on_consumed: Callable[[str, int, int, Consumed], None] = lambda task, step, update, group: None
+        self.on_committed: Callable[[str, list[StepTotals], list[Update]], None] = lambda task, totals, updates: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
-        # What one rank was told, all are: they step together.
+        # What one rank was told, all are, and those who train another model on the same rows: they step together.
         self._may_train: dict[int, bool] = {}
-        self._totals: dict[int, StepTotals | None] = {}
+        self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
 
     @remote
     async def open(self, metas: list[GroupMeta]) -> None:
@@ -68,7 +68,7 @@ class LedgerService:
         def may_begin() -> bool:
             return has_come() and self._schedule.may_start(task, step, self._progress)
 
-        if task != "train":
+        if task != self.ledger.trained[0]:
             return await self._until(may_begin)
         answer = await self._until(lambda: step in self._may_train or (step < self.limit and may_begin()))
         if step not in self._may_train:
@@ -85,35 +85,50 @@ class LedgerService:
         return displaced is not None
 
     @remote
-    async def offer(self, step: int, rank: int, group: int, tokens: int) -> bool:
-        """A rank has a complete group of the step, of so many tokens, ready to train. False: another one trains it."""
-        is_taken = self.ledger.is_open(step) and self.ledger.offer(step, rank, group, tokens)
+    async def offer(
+        self, step: int, rank: int, group: int, tokens: int, statistics: list[float] | None = None, task: str = "train"
+    ) -> bool:
+        """A rank has a complete group of the step, of so many tokens, ready to train. False: another one trains it.
+
+        `statistics`: what of the group goes into a statistic of the step.
+        """
+        is_taken = self.ledger.is_open(step) and self.ledger.offer(step, rank, group, tokens, statistics or [], task)
         self.changed()
         return is_taken
 
     @remote
-    async def turn(self, step: int, rank: int, number: int) -> list[int] | None:
-        """Wait until a rank's groups of the step's turn of this number are known. None: the step has no more turns.
+    async def statistics(self, step: int, task: str) -> list[float] | None:
+        """Wait until every group of the step has been offered, and return the sums of their statistics. None: the run stops."""
+        is_there = await self._until(lambda: step in self._is_final or self.ledger.is_taken(step, task))
+        return self.ledger.statistics(step, task) if is_there or self._is_final.get(step) else None
+
+    @remote
+    async def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
+        """Wait until a rank's groups of the update's turn of this number are known. None: the update has no more turns.
 
         Ranks step together: a turn that one of them was given is given to all, also when the run is stopping.
         """
 
+        def known() -> bool:
+            return not self.ledger.is_open(step) or self.ledger.turn(step, rank, number, task, update) is not None
+
         def is_known() -> bool:
-            if not self.ledger.is_open(step) or self.ledger.turn(step, rank, number) is not None:
+            if known():
                 return True
-            if not self.is_stopping:
-                self.ledger.ask_turn(step, rank, number)
-            return self.is_stopping or ("train", step) in self._ended or self.ledger.turn(step, rank, number) is not None
+            is_stopping = self.is_stopping and not self._is_final.get(step)
+            if not is_stopping:
+                self.ledger.ask_turn(step, rank, number, task, update)
+            return is_stopping or self.ledger.is_consumed(step, task, update) or known()
 
         await self._signal.until(is_known)
         self._signal.notify()  # the others, whose turn it is, too
-        return self.ledger.turn(step, rank, number) if self.ledger.is_open(step) else None
+        return self.ledger.turn(step, rank, number, task, update) if self.ledger.is_open(step) else None
 
     @remote
-    async def consume(self, step: int, group: Consumed) -> None:
+    async def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added a group's gradient."""
-        self.ledger.consume(step, group)
-        self.on_consumed(step, group)
+        self.ledger.consume(step, group, task, update)
+        self.on_consumed(task, step, update, group)
         self.changed()
 
     @remote
@@ -123,22 +138,40 @@ class LedgerService:
         self.changed()
 
     @remote
-    async def totals(self, step: int) -> StepTotals | None:
-        """The figures of a closed step, once no evaluation is left that needs weights which the next ones displace.
+    async def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals | None:
+        """The figures of a closed update. Before the step's first: once all rows of the step are in the hands of those who train
+        them, and no evaluation is left that needs weights which the next ones displace.
 
-        None: the run is stopping. Ranks step together, so what one of them was told all of them are.
+        None: the run is stopping. What one was told of a step all are, ranks and models: all of its updates are made, or none, so
+        that a run never ends with a step half made.
         """
         displaced = step - self._schedule.max_staleness
-        may_go_on = await self._until(lambda: step in self._totals or not self._progress.unfinished(displaced))
-        if step not in self._totals:
-            self._totals = {step: self.ledger.totals(step) if may_go_on else None}
-        return self._totals[step]
+
+        def may_be_made() -> bool:
+            return not self._progress.unfinished(displaced) and all(
+                self.ledger.is_taken(step, each) for each in self.ledger.trained
+            )
+
+        may_go_on = await self._until(lambda: step in self._is_final or may_be_made())
+        if step not in self._is_final:
+            before = {s: is_final for s, is_final in self._is_final.items() if s == step - 1}  # another model may still be at it
+            self._is_final = before | {step: may_go_on}
+            self.changed()  # whoever would end with the run goes on
+        if not self._is_final[step]:
+            return None
+        await self._signal.until(lambda: self.ledger.is_consumed(step, task, update))
+        return self.ledger.totals(step, task, update)
 
     @remote
-    async def commit(self, step: int, update: Update) -> None:
-        """The optimiser has stepped: the step is final."""
-        self.on_committed(self.ledger.commit(step), update)
+    async def commit(self, step: int, updates: list[Update], task: str = "train") -> None:
+        """The optimiser has stepped: the step is final for the task."""
+        self.on_committed(task, self.ledger.commit(step, task), updates)
         self.changed()
+
+    @remote
+    async def released(self, step: int) -> None:
+        """Wait until every task that trains has committed the step: nobody needs its rows any more."""
+        await self._signal.until(lambda: not self.ledger.is_open(step))
 
     def done(self, task: str, rows: list[int]) -> None:
         """Told by a task's controller."""
@@ -171,12 +204,12 @@ class LedgerService:
 
     def changed(self) -> None:
         """End the steps that have closed, and wake whoever waits for what is true now."""
-        for purpose, step in self.ledger.closed():
-            if (purpose, step) not in self._ended:
-                self._ended.add((purpose, step))
-                self._end_step(purpose, step)
-                if purpose == "eval":
-                    self.ledger.forget(purpose, step)
+        for task, step in self.ledger.closed():
+            if (task, step) not in self._ended:
+                self._ended.add((task, step))
+                self._end_step(task, step)
+                if task == "eval":
+                    self.ledger.forget(task, step)
         self._signal.notify()
 
     async def _until(self, condition: Callable[[], bool]) -> bool:

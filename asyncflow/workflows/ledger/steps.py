@@ -4,6 +4,11 @@ A step is opened with its groups, its rows are generated, perhaps scored and ref
 stay open, and it closes when every member has been consumed or given up. The normaliser is an integer over the members that
 trained. Then the optimiser steps, and the commit makes it final.
 
+A step may have several updates: its groups are cut into mini-batches by their numbers, and each epoch goes through all of them.
+Each update has its own members, turns and normaliser; a group stays with the rank that has it, which trains it again in later
+epochs. Several models may be trained on the same rows (policy and critic), each by a task of its own, which has its own updates and
+commits.
+
 Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
 train in it, or when nothing is left that they could wait for. The groups of a turn are as nearly of one length as may be.
 
@@ -13,8 +18,10 @@ change steps, so that each step keeps as many groups, and the other one only if 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import msgspec
@@ -41,6 +48,7 @@ class Consumed(msgspec.Struct, frozen=True):
     physical_tokens: int
     metrics: Mapping[str, float]
     is_finite: bool
+    reward_parts: np.ndarray = msgspec.field(default_factory=partial(np.empty, 0, np.float32))  # [R * parts], where they are kept
 
 
 class Update(msgspec.Struct, frozen=True):
@@ -54,7 +62,7 @@ class Update(msgspec.Struct, frozen=True):
 
 
 class StepTotals(msgspec.Struct, frozen=True):
-    """A closed step: the integers that its gradient may be divided by, and how its rows ended."""
+    """A closed step, or one of its updates: the integers that the gradient may be divided by, and how its rows ended."""
 
     step: int
     tokens: int
@@ -64,22 +72,52 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Book:
-    """One step, or one evaluation. `members`: rows not yet consumed or given up, by group. `todo`: those that each task has yet to
-    do. `offered`: the groups that each rank has ready to train, with their tokens, in order; `order`:
-    which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks train at the same time."""
+class _Pass:
+    """One update of one task: who has consumed what of its mini-batch.
 
+    `members`: rows not yet consumed or given up, by group. `offered`: the groups that each rank has ready to train, with their
+    tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks
+    train at the same time; `given`: the groups in them.
+    """
+
+    offered: list[dict[int, int]]
+    asked: list[int]
     members: dict[int, set[int]] = field(default_factory=dict)
-    todo: dict[str, set[int]] = field(default_factory=dict)
-    last_version: int = 0  # no later one may generate its rows
-    offered: list[dict[int, int]] = field(default_factory=list)
     order: dict[int, int] = field(default_factory=dict)
-    asked: list[int] = field(default_factory=list)
     turns: list[list[list[int]]] = field(default_factory=list)
+    given: set[int] = field(default_factory=set)
     tokens: int = 0
     sequences: int = 0
-    dead: int = 0
     non_finite_rows: list[int] = field(default_factory=list)
+
+    def remove(self, group: int, rows: Iterable[int]) -> None:
+        """These rows are members no longer, nor is a group without any."""
+        if group in self.members:
+            self.members[group].difference_update(rows)
+            if not self.members[group]:
+                del self.members[group]
+
+
+@dataclass(slots=True)
+class _Book:
+    """One step, or one evaluation. `passes`: by task, its updates in order. `part`: the mini-batch of each group. `todo`: the rows
+    that each task has yet to do. `statistics`: of the groups that were offered, by task and group."""
+
+    passes: dict[str, list[_Pass]]
+    part: dict[int, int] = field(default_factory=dict)
+    todo: dict[str, set[int]] = field(default_factory=dict)
+    last_version: int = 0  # no later one may generate its rows
+    statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    dead: int = 0
+
+    @property
+    def members(self) -> dict[int, set[int]]:
+        """Rows that some update has yet to consume, by group."""
+        open_rows: dict[int, set[int]] = {}
+        for one in chain(*self.passes.values()):
+            for group, rows in one.members.items():
+                open_rows.setdefault(group, set()).update(rows)
+        return open_rows
 
 
 class Ledger:
@@ -93,16 +131,41 @@ class Ledger:
         num_ranks: int = 1,
         groups_per_turn: int = 1,
         first: int = 0,
+        *,
+        trained: Sequence[str] = ("train",),
+        by_step: Sequence[str] = (),
+        epochs: int = 1,
+        mini_batches: int = 1,
     ) -> None:
         """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
-        train, each of them up to `groups_per_turn` groups of rows in a turn."""
-        self.tasks = tuple(tasks)
+        train, each of them up to `groups_per_turn` groups of rows in a turn.
+
+        `trained`: the tasks that train a model each, the policy's first; the others have one rank. `by_step`: those of `tasks`,
+        the last ones, that such a model does under the version of each step: they end with a step, and a run that is gone on with
+        does them again. A step is `epochs` times `mini_batches` updates of each model."""
+        self.tasks, self.trained, self._by_step = tuple(tasks), tuple(trained), tuple(by_step)
+        self._last_kept = next(task for task in reversed(self.tasks) if task not in self._by_step)
+        self._epochs, self._mini_batches = epochs, mini_batches
         self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
         self._group_bits, self._max_staleness = group_bits, max_staleness
         self._books: dict[tuple[str, int], _Book] = {}
         self._book_of_group: dict[int, tuple[str, int]] = {}
         self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
-        self.committed = first
+        self._committed = dict.fromkeys(self.trained, first)
+
+    @property
+    def committed(self) -> int:
+        """Steps that the policy has committed: its version."""
+        return self._committed[self.trained[0]]
+
+    def committed_by(self, task: str) -> int:
+        """Steps that a task has committed: its model's version."""
+        return self._committed[task]
+
+    @property
+    def num_updates(self) -> int:
+        """Of a step, by each task that trains."""
+        return self._epochs * self._mini_batches
 
     def open(self, metas: Iterable[GroupMeta]) -> None:
         """The groups of a training step, all at once, or of an evaluation. Opening one twice is a `ValueError`."""
@@ -110,16 +173,35 @@ class Ledger:
         for key in sorted({(m.purpose, m.step) for m in metas}):
             if key in self._books:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
-            self._books[key] = _Book(offered=[{} for _ in range(self._num_ranks)], asked=[0] * self._num_ranks)
+            self._books[key] = self._new_book(key[0])
         for meta in metas:
             key = (meta.purpose, meta.step)
-            first = meta.group << self._group_bits
+            rows = self._rows(meta)
             self._book_of_group[meta.group] = key
             book = self._books[key]
-            book.members[meta.group] = set(range(first, first + meta.size))
             for task in self.tasks:
-                book.todo.setdefault(task, set()).update(range(first, first + meta.size))
+                book.todo.setdefault(task, set()).update(rows)
             book.last_version = max(book.last_version, meta.interval.high)
+        for (purpose, step), of_book in _by_book(metas).items():
+            self._cut(self._books[purpose, step], of_book)
+
+    def _new_book(self, purpose: str) -> _Book:
+        updates = dict.fromkeys(self.trained, self.num_updates) if purpose == "train" else {purpose: 1}
+        ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
+        return _Book({t: [_Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
+
+    def _cut(self, book: _Book, metas: Sequence[GroupMeta]) -> None:
+        """Mini-batches are neighbours in the order of their numbers, which is that of the data."""
+        parts = self._mini_batches if metas[0].purpose == "train" else 1
+        for position, meta in enumerate(sorted(metas, key=lambda meta: meta.group)):
+            book.part[meta.group] = part = position * parts // len(metas)
+            for passes in book.passes.values():
+                for one in passes[part::parts]:
+                    one.members[meta.group] = self._rows(meta)
+
+    def _rows(self, meta: GroupMeta) -> set[int]:
+        first = meta.group << self._group_bits
+        return set(range(first, first + meta.size))
 
     def begun(self, groups: Iterable[int], version: int) -> None:
         """Some of these groups' rows are being generated by this version from now on."""
@@ -151,95 +233,124 @@ class Ledger:
         if not movable:
             return None
         other = max(movable, key=lambda g: (self._begun[g], g))
-        self._move(group, later, step)
-        self._move(other, step, later)
+        self._exchange(group, later, other, step)
         return other
 
-    def _move(self, group: int, of_step: int, to_step: int) -> None:
+    def _exchange(self, group: int, of_step: int, other: int, to_step: int) -> None:
+        """The two change steps, and mini-batches."""
         source, target = self._books["train", of_step], self._books["train", to_step]
-        target.members[group] = rows = source.members.pop(group)
-        for task in self.tasks:
-            target.todo[task] |= source.todo[task] & rows
-            source.todo[task] -= rows
-        self._book_of_group[group] = ("train", to_step)
+        part_of = {group: target.part[other], other: source.part[group]}
+        for moved, left, entered, to in ((group, source, target, to_step), (other, target, source, of_step)):
+            rows: set[int] = set()
+            for task, passes in left.passes.items():
+                theirs = entered.passes[task][part_of[moved] :: self._mini_batches]
+                for one, other_one in zip(passes[left.part[moved] :: self._mini_batches], theirs, strict=True):
+                    other_one.members[moved] = rows = one.members.pop(moved)
+            for task in self.tasks:
+                entered.todo[task] |= left.todo[task] & rows
+                left.todo[task] -= rows
+            self._book_of_group[moved] = ("train", to)
+        source.part[other], target.part[group] = source.part.pop(group), target.part.pop(other)
 
     def give_up(self, dead: Iterable[DeadRow]) -> None:
         """These rows will never train: they leave their step, and are counted."""
         for letter in dead:
-            book = self._book(letter.row)
-            if book is not None and letter.row in book.members.get(letter.row >> self._group_bits, ()):
-                self._remove(book, [letter.row])
-                for rows in book.todo.values():
-                    rows.discard(letter.row)
-                book.dead += 1
+            book, group = self._book(letter.row), letter.row >> self._group_bits
+            if book is None or not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
+                continue
+            for one in chain(*book.passes.values()):
+                one.remove(group, [letter.row])
+            for rows in book.todo.values():
+                rows.discard(letter.row)
+            book.dead += 1
 
-    def offer(self, step: int, rank: int, group: int, tokens: int) -> bool:
+    def offer(self, step: int, rank: int, group: int, tokens: int, statistics: Sequence[float] = (), task: str = "train") -> bool:
         """This rank has a complete group of the step ready to train. False: another had it first, whose lease has expired since."""
         book = self._open_book("train", step)
-        if group not in book.members or group in book.order:
+        if group not in book.part:
             return False
-        book.offered[rank][group], book.order[group] = tokens, len(book.order)
+        mine = book.passes[task][book.part[group] :: self._mini_batches]
+        if group not in mine[0].members or group in mine[0].order:
+            return False
+        for one in mine:
+            one.offered[rank][group], one.order[group] = tokens, len(one.order)
+        book.statistics.setdefault(task, {})[group] = list(statistics)
         return True
 
-    def ask_turn(self, step: int, rank: int, number: int) -> None:
-        """This rank would take its part of the step's turn of this number. When all would, and it is full, it is given out."""
-        book = self._open_book("train", step)
-        book.asked[rank] = number + 1
-        if min(book.asked) == len(book.turns) + 1 and self._is_turn_full(book):
-            book.turns.append([self._alike(book, offered) for offered in book.offered])
-            for offered, given in zip(book.offered, book.turns[-1], strict=True):
+    def is_taken(self, step: int, task: str = "train") -> bool:
+        """Whether every group that is left of the step is in the hands of those who train it, or has been."""
+        return all(one.members.keys() <= one.order.keys() for one in self._open_book("train", step).passes[task])
+
+    def statistics(self, step: int, task: str = "train") -> list[float]:
+        """The sums, over the groups of the step, of what they were offered with: exact, but for one rounding."""
+        of_groups = self._open_book("train", step).statistics.get(task, {})
+        return [math.fsum(each) for each in zip(*of_groups.values(), strict=True)]
+
+    def ask_turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> None:
+        """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
+        one = self._pass(step, task, update)
+        one.asked[rank] = number + 1
+        if min(one.asked) == len(one.turns) + 1 and self._is_turn_full(one):
+            one.turns.append([self._alike(one, offered) for offered in one.offered])
+            for offered, given in zip(one.offered, one.turns[-1], strict=True):
+                one.given.update(given)
                 for group in given:
                     del offered[group]
 
-    def turn(self, step: int, rank: int, number: int) -> list[int] | None:
+    def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
         """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
-        turns = self._open_book("train", step).turns
+        turns = self._pass(step, task, update).turns
         return turns[number][rank] if number < len(turns) else None
 
-    def _alike(self, book: _Book, offered: Mapping[int, int]) -> list[int]:
+    def _alike(self, one: _Pass, offered: Mapping[int, int]) -> list[int]:
         """A rank's part of a turn, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
         group that was offered first of all that are left."""
-        first = min((next(iter(each)) for each in book.offered if each), key=lambda group: book.order[group])
-        tokens = next(each[first] for each in book.offered if first in each)
-        return sorted(offered, key=lambda group: (abs(offered[group] - tokens), book.order[group]))[: self._groups_per_turn]
+        first = min((next(iter(each)) for each in one.offered if each), key=lambda group: one.order[group])
+        tokens = next(each[first] for each in one.offered if first in each)
+        return sorted(offered, key=lambda group: (abs(offered[group] - tokens), one.order[group]))[: self._groups_per_turn]
 
-    def _is_turn_full(self, book: _Book) -> bool:
+    def _is_turn_full(self, one: _Pass) -> bool:
         """Whether every rank has what it can train in a turn, or what they have is all that is left."""
-        if all(len(groups) >= self._groups_per_turn for groups in book.offered):
+        if all(len(groups) >= self._groups_per_turn for groups in one.offered):
             return True
-        offered = set(chain(*book.offered))
-        return bool(offered) and book.members.keys() - set(chain(*chain(*book.turns))) == offered
+        offered = set(chain(*one.offered))
+        return bool(offered) and one.members.keys() - one.given == offered
 
-    def consume(self, step: int, group: Consumed) -> None:
+    def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
-        book = self._open_book("train", step)
-        if foreign := set(group.rows).difference(*book.members.values()):
+        one = self._pass(step, task, update)
+        if foreign := set(group.rows).difference(*one.members.values()):
             raise ValueError(f"row {min(foreign)} is not an open member of step {step}")
-        self._remove(book, group.rows)
-        book.sequences += len(group.rows) - len(group.empty_rows)
-        book.tokens += group.loss_tokens
+        self._remove(one, group.rows)
+        one.sequences += len(group.rows) - len(group.empty_rows)
+        one.tokens += group.loss_tokens
         if not group.is_finite:
-            book.non_finite_rows.extend(group.rows)
+            one.non_finite_rows.extend(group.rows)
+
+    def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
+        """Whether nothing of the update is left to consume."""
+        return not self._pass(step, task, update).members
 
     def consume_evaluation(self, version: int, rows: Iterable[int]) -> None:
         """An evaluation has read these rows; with the last of them nothing of it is kept."""
-        self._remove(self._open_book("eval", version), rows)
+        self._remove(self._open_book("eval", version).passes["eval"][0], rows)
 
-    def totals(self, step: int) -> StepTotals:
-        """The figures of a closed step; a `ValueError` while members are missing."""
-        book = self._open_book("train", step)
-        if book.members:
-            rows = sorted(chain(*book.members.values()))
+    def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals:
+        """The figures of an update that is closed; a `ValueError` while members are missing."""
+        book, one = self._open_book("train", step), self._pass(step, task, update)
+        if one.members:
+            rows = sorted(chain(*one.members.values()))
             raise ValueError(f"step {step} still waits for {len(rows)} rows, the first of them {rows[0]}")
-        return StepTotals(step, book.tokens, book.sequences, book.dead, book.non_finite_rows)
+        return StepTotals(step, one.tokens, one.sequences, book.dead, one.non_finite_rows)
 
-    def commit(self, step: int) -> StepTotals:
-        """The step is final. Steps commit in order; anything else is a `ValueError`."""
-        totals = self.totals(step)
-        if step != self.committed:
-            raise ValueError(f"step {step} cannot be committed after {self.committed} steps")
-        self.committed += 1
-        self.forget("train", step)
+    def commit(self, step: int, task: str = "train") -> list[StepTotals]:
+        """The step is final for a task: the figures of its updates. Steps commit in order; anything else is a `ValueError`."""
+        totals = [self.totals(step, task, update) for update in range(self.num_updates)]
+        if step != self._committed[task]:
+            raise ValueError(f"step {step} cannot be committed after {self._committed[task]} steps")
+        self._committed[task] += 1
+        if all(committed > step for committed in self._committed.values()):
+            self.forget("train", step)
         return totals
 
     def groups(self) -> dict[int, list[int]]:
@@ -251,15 +362,23 @@ class Ledger:
         return steps
 
     def not_generated(self) -> set[int]:
-        """Rows of open steps that lack something that comes before training."""
-        return {row for (purpose, _), book in self._books.items() if purpose == "train" for row in book.todo[self.tasks[-1]]}
+        """Rows of open steps that lack something that comes before training, and that a run that is gone on with keeps."""
+        return {row for (purpose, _), book in self._books.items() if purpose == "train" for row in book.todo[self._last_kept]}
 
     def is_open(self, step: int) -> bool:
         return ("train", step) in self._books
 
     def closed(self) -> list[tuple[str, int]]:
-        """(purpose, step) of what is closed (every member has been consumed or given up) and not yet committed or forgotten."""
-        return [key for key, book in self._books.items() if not book.members]
+        """(task, step) of what is closed (every member has been consumed or given up, or has what a task gives it step by step)
+        and not yet committed or forgotten."""
+        consumed = [
+            (task, step)
+            for (_, step), book in self._books.items()
+            for task, passes in book.passes.items()
+            if not any(one.members for one in passes)
+        ]
+        steps = [(step, book) for (purpose, step), book in self._books.items() if purpose == "train"]
+        return consumed + [(task, step) for task in self._by_step for step, book in steps if not book.todo[task]]
 
     def is_done(self, task: str, step: int) -> bool:
         """Every row of the step has what the task gives it, or will never have it."""
@@ -282,14 +401,12 @@ class Ledger:
             if (rows := list(chain(*book.members.values())))
         ]
 
-    def _remove(self, book: _Book, rows: Iterable[int]) -> None:
-        """These rows are members no longer, nor is a group without any."""
+    def _remove(self, one: _Pass, rows: Iterable[int]) -> None:
         for row in rows:
-            group = row >> self._group_bits
-            if group in book.members:
-                book.members[group].discard(row)
-                if not book.members[group]:
-                    del book.members[group]
+            one.remove(row >> self._group_bits, [row])
+
+    def _pass(self, step: int, task: str, update: int) -> _Pass:
+        return self._open_book("train", step).passes[task][update]
 
     def _book(self, row: int) -> _Book | None:
         key = self._book_of_group.get(row >> self._group_bits)
@@ -306,3 +423,10 @@ class Ledger:
         for group in [g for g, key in self._book_of_group.items() if key == (purpose, step)]:
             del self._book_of_group[group]
             self._begun.pop(group, None)
+
+
+def _by_book(metas: Iterable[GroupMeta]) -> dict[tuple[str, int], list[GroupMeta]]:
+    books: dict[tuple[str, int], list[GroupMeta]] = {}
+    for meta in metas:
+        books.setdefault((meta.purpose, meta.step), []).append(meta)
+    return books

@@ -162,7 +162,7 @@ async def test_renewing_goes_on_when_a_lease_was_lost_all_the_same(open_house: O
     client = await (await open_house(lease_seconds=LEASE_SECONDS)).connect("w")
     await put(client, 0, 1)
     lost, kept = (await leased(client)).lease, (await leased(client)).lease
-    await client._controller("rollout").fail(lost.token, lost.indices, "behind the client's back")
+    await client._controller("rollout").fail(lost.token, lost.indices, "behind the client's back", False)
     renewing = asyncio.create_task(client.renew_held())
     await asyncio.sleep(2 * LEASE_SECONDS)
     assert not renewing.done()

@@ -94,3 +94,13 @@ def test_sequence_weights_count_masked_tokens_only() -> None:
     row_T = torch.tensor([0, 0, 0, 1, 2, 2])
     weights_T = functional.sequence_weights(mask_T, row_T, row_tokens_R=torch.tensor([2.0, 1.0, 0.0]))
     assert weights_T.tolist() == [0.5, 0.5, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_the_weight_of_a_log_prob_has_no_gradient_and_what_is_masked_leaks_nowhere() -> None:
+    logprobs_T = torch.tensor([-1.0, math.nan, -2.0], requires_grad=True)
+    ratio_T = torch.tensor([0.5, 1.0, 9.0], requires_grad=True)
+    advantages_T, mask_T = torch.tensor([2.0, 2.0, -1.0]), torch.tensor([1.0, 0.0, 1.0])
+    value_T = functional.weighted_log_prob(logprobs_T, ratio_T, advantages_T, mask_T, clip_low=1.0, clip_high=4.0)
+    assert value_T.tolist() == [-1.0, 0.0, 10.0]
+    gradients = torch.autograd.grad(value_T.sum(), (logprobs_T, ratio_T), allow_unused=True)
+    assert gradients[0].tolist() == [1.0, 0.0, -5.0] and gradients[1] is None

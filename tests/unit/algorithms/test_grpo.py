@@ -11,11 +11,8 @@ import torch
 
 from asyncflow.algorithms.base import Normaliser
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.types import LossSums, TokenBatch, UserError, is_maximum
-
-LENGTHS = [3, 7, 1, 5]
-FIELDS = ("logprobs_T", "old_logprobs_T", "rollout_logprobs_T", "ref_logprobs_T", "entropy_T", "advantages_T", "mask_T")
-
+from asyncflow.types import TokenBatch, UserError
+from tests.unit.algorithms.batches import FIELDS, LENGTHS, check_parts, cut_within_rows, random_batch, rows_of
 
 CORRECTIONS: list[dict[str, Any]] = [
     {"correction": "truncated"},
@@ -26,30 +23,6 @@ CORRECTIONS: list[dict[str, Any]] = [
     {"correction": "masked", "correction_level": "geometric", "correction_high": 1.2},
     {"correction": "decoupled", "correction_high": 1.2},
 ]
-
-
-def random_batch(seed: int = 0) -> TokenBatch:
-    """Float64, with masked tokens, ratios on both sides of all bounds, and a reference."""
-    generator = torch.Generator().manual_seed(seed)
-    num_tokens = sum(LENGTHS)
-
-    def normal(scale: float) -> torch.Tensor:
-        return torch.randn(num_tokens, generator=generator, dtype=torch.float64) * scale
-
-    row_T = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    logprobs_T = normal(1.0) - 3
-    mask_T = (torch.rand(num_tokens, generator=generator) > 0.2).double()
-    return TokenBatch(
-        logprobs_T=logprobs_T.clone().requires_grad_(),
-        old_logprobs_T=logprobs_T + normal(0.8),
-        rollout_logprobs_T=logprobs_T + normal(0.1),
-        ref_logprobs_T=logprobs_T + normal(0.5),
-        entropy_T=normal(1.0).abs(),
-        advantages_T=torch.tensor([1.5, -0.5, 0.0, -1.0], dtype=torch.float64)[row_T],
-        mask_T=mask_T,
-        row_T=row_T,
-        row_tokens_R=mask_T.new_zeros(len(LENGTHS)).index_add(0, row_T, mask_T),
-    )
 
 
 def expected(batch: TokenBatch, algorithm: GRPO) -> tuple[float, dict[str, float]]:
@@ -78,7 +51,7 @@ def expected(batch: TokenBatch, algorithm: GRPO) -> tuple[float, dict[str, float
             metrics["importance_weight/max"] = max(metrics["importance_weight/max"], rho)
         ratio = math.exp(columns["logprobs_T"][t] - columns["old_logprobs_T"][t])
         advantage = columns["advantages_T"][t]
-        clipped = max(1 - algorithm.clip_low, min(1 + algorithm.clip_high, ratio))
+        clipped = max(1 - algorithm.surrogate.clip_low, min(1 + algorithm.surrogate.clip_high, ratio))
         if columns["ref_logprobs_T"] is None:
             kl = ratio - math.log(ratio) - 1
         else:
@@ -149,27 +122,6 @@ def test_a_sum_over_micro_batches_is_the_sum_over_the_whole(loss_normaliser: Any
     (gradient_T,) = torch.autograd.grad(whole.loss, batch.logprobs_T)
     (summed_T,) = torch.autograd.grad(sum(part.loss for part in parts), batch.logprobs_T)
     torch.testing.assert_close(summed_T, gradient_T, rtol=1e-12, atol=1e-14)
-
-
-def check_parts(parts: list[LossSums], whole: LossSums) -> None:
-    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item(), rel=1e-12)
-    for name, value in whole.metrics.items():
-        join = max if is_maximum(name) else sum
-        assert join(part.metrics[name].item() for part in parts) == pytest.approx(value.item(), rel=1e-12)
-
-
-def rows_of(batch: TokenBatch, rows: range) -> TokenBatch:
-    chosen_T = (batch.row_T >= rows.start) & (batch.row_T < rows.stop)
-    columns = {name: getattr(batch, name)[chosen_T] for name in FIELDS}
-    return TokenBatch(**columns, row_T=batch.row_T[chosen_T] - rows.start, row_tokens_R=batch.row_tokens_R[rows.start : rows.stop])
-
-
-def cut_within_rows(algorithm: GRPO, batch: TokenBatch) -> list[LossSums]:
-    parts = []
-    for part in (slice(0, 3), slice(3, 4), slice(4, 9), slice(9, None)):
-        columns = {name: getattr(batch, name)[part] for name in (*FIELDS, "row_T")}
-        parts.append(algorithm.loss(TokenBatch(**columns, row_tokens_R=batch.row_tokens_R)))
-    return parts
 
 
 @pytest.mark.parametrize("normaliser", ["tokens", "sequences"])
@@ -276,7 +228,7 @@ def test_the_normaliser_says_what_divides() -> None:
         ({"clip_high": math.nan}, "clip_high"),
         ({"kl_coefficient": -1.0}, "kl_coefficient"),
         ({"advantage_epsilon": 0.0}, "advantage_epsilon"),
-        ({"loss_normaliser": "batch"}, "tokens or sequences, but is 'batch'"),
+        ({"loss_normaliser": "batch"}, "tokens, sequences or constant, but is 'batch'"),
         ({"correction": "clipped"}, "one of none, truncated, masked, decoupled, but is 'clipped'"),
     ],
 )

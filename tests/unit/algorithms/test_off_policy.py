@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncflow.algorithms.cispo import CISPO
 from asyncflow.algorithms.grpo import GRPO
 from asyncflow.algorithms.off_policy import ImportanceWeights, check_correction, default_correction
 from asyncflow.types import TokenBatch, UserError
@@ -106,6 +107,20 @@ def test_decoupled_is_unbiased_whatever_the_proximal_policy_is() -> None:
         torch.testing.assert_close(found_PV, wanted_PV, rtol=1e-10, atol=1e-14)
         without_PV = expected_gradient(GRPO(clip_low=0.999999, clip_high=1e9), policy_PV, proximal_PV, sampler_PV, rewards_R, 1)
         assert (without_PV - wanted_PV).abs().max() > 0.01
+
+
+def test_cispo_by_what_sampled_is_decoupled_with_the_same_bound() -> None:
+    log_rho = [math.log(rho) for rho in (0.25, 1.0, 4.0, 8.0)]
+    found = []
+    for algorithm, is_old_rollout in (
+        (CISPO(correction="decoupled"), False),
+        (CISPO(), True),
+        (GRPO(correction="decoupled"), False),
+    ):
+        batch = one_row(log_rho, is_old_rollout=is_old_rollout)
+        found.append(torch.autograd.grad(algorithm.loss(batch).loss, batch.logprobs_T)[0].tolist())
+    assert found[0] == pytest.approx([-0.25, -1.0, -4.0, -5.0])
+    assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
 
 
 def test_decoupled_clips_around_the_proximal_policy_and_not_around_the_one_that_sampled() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from asyncflow.data import arithmetic
-from asyncflow.data.datasets import GENERATED_ROWS, check_columns, load_rows, template_columns
+from asyncflow.data import arithmetic, hub
+from asyncflow.data.datasets import GENERATED_ROWS, as_json, load_rows
 from asyncflow.types import UserError
 
 
@@ -51,8 +53,9 @@ def test_what_is_wrong_with_a_file_is_said_with_its_place(tmp_path: Path, conten
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"absent\.jsonl cannot be read: No such file"):
         load_rows(f"{tmp_path}/absent.jsonl", seed=0, split="train")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
-        load_rows(str(tmp_path), seed=0, split="train")
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"folder\.jsonl (cannot be read|is a data set for the package datasets)"):
+        load_rows(f"{tmp_path}/folder.jsonl", seed=0, split="train")
 
 
 def test_generated_rows_are_those_of_the_seed_and_the_split() -> None:
@@ -73,23 +76,71 @@ def test_a_generator_that_is_not_there_is_said_with_those_that_are() -> None:
         load_rows("generated:algebra", seed=0, split="train")
 
 
-def test_a_row_without_a_column_is_named_with_the_columns_that_it_has() -> None:
-    rows = [{"question": "a", "answer": 1}, {"answer": 1, "id": 2}, {}]
-    check_columns(rows[:1], ["question", "answer"], "d")
-    with pytest.raises(UserError, match="row 2 of d has no column 'question'; it has answer, id"):
-        check_columns(rows, ["question"], "d")
-    with pytest.raises(UserError, match="row 3 of d has no column 'answer'; it has none"):
-        check_columns(rows, ["answer"], "d")
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"question": "a", "answer": 1}, {"question": "b", "answer": 2}]',
+        '{"version": 1, "rows": [{"question": "a", "answer": 1}, {"question": "b", "answer": 2}]}',
+        '{"question": "a", "answer": 1}\n{"question": "b", "answer": 2}\n',
+    ],
+)
+def test_a_json_file_is_a_list_of_rows_in_one_of_its_spellings(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    rows = [{"question": "a", "answer": 1}, {"question": "b", "answer": 2}]
+    assert load_rows(str(path), seed=0, split="train") == rows
+    assert load_rows(str(path), seed=0, split="train", limit=1) == rows[:1]
+
+
+def test_a_json_file_of_one_row_is_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "row.json"
+    path.write_text('{"question": "a"}')
+    assert load_rows(str(path), seed=0, split="train") == [{"question": "a"}]
 
 
 @pytest.mark.parametrize(
-    ("template", "columns"),
-    [("{question}\n", ["question"]), ("{a} and {b!r} {{c}}", ["a", "b"]), ("fixed", []), ("{a:>5}", ["a"])],
+    ("content", "sentence"),
+    [
+        ('{"a": [1], "b": [2]}', "holds no list of rows"),
+        ("3", "holds no list of rows"),
+        ("[1]", "row 1 is not an object with columns but a int"),
+        ("[]", "has no rows"),
+        ('[{"a": 1},\n {"b" 2}]', "line 2 is not JSON: Expecting ':' delimiter"),
+        ('{"a": 1}\n{"a": }\n', "line 2 is not JSON"),
+    ],
 )
-def test_a_template_names_its_columns(template: str, columns: list[str]) -> None:
-    assert template_columns(template) == columns
+def test_what_is_wrong_with_a_json_file_is_said(tmp_path: Path, content: str, sentence: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        load_rows(str(path), seed=0, split="train")
 
 
-def test_what_is_no_template_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UserError, match=r"cannot be parsed: .*; write \{\{ for a literal brace"):
-        template_columns("{question")
+def test_a_name_that_could_be_of_the_hub_is_no_file_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def read(path: str, named: str, subset: str | None, limit: int | None) -> list[dict[str, object]]:
+        asked.append((path, named, subset, limit))
+        return [{"question": "a", "when": datetime(2024, 2, 1), "pair": (1, 2)}, {"question": "b"}]
+
+    monkeypatch.setattr(hub, "read_data_set", read)
+    rows = load_rows("openai/gsm8k", seed=0, split="heldout", limit=2, named="test", subset="main")
+    assert rows == [{"question": "a", "when": "2024-02-01T00:00:00", "pair": [1, 2]}, {"question": "b"}]
+    assert asked == [("openai/gsm8k", "test", "main", 2)]
+    for missing in ("data/train.jsonl", "./gsm8k", "/nowhere/gsm8k", "a/b/c"):
+        with pytest.raises(UserError, match="cannot be read: No such file"):
+            load_rows(missing, seed=0, split="train")
+    assert len(asked) == 1
+
+
+def test_a_value_that_is_no_json_is_said_with_its_row() -> None:
+    with pytest.raises(UserError, match=r"row 2 of d holds what is no JSON value \(.*type object"):
+        list(as_json([{"a": 1}, {"a": object()}], "d"))
+
+
+def test_without_the_package_it_is_said_how_to_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for path in ("openai/gsm8k", str(tmp_path), str(tmp_path / "a.parquet")):
+        with pytest.raises(UserError, match=r"pip install 'asyncflow-rl\[data\]'"):
+            load_rows(path, seed=0, split="train")

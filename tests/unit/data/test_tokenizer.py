@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,77 @@ def test_a_template_that_cannot_be_rendered_is_said_when_it_is_used_and_not_befo
     assert tokenizer.encode("one").tolist() == [3]
     with pytest.raises(UserError, match=f"chat template cannot be rendered: .*({why})"):
         tokenizer.encode_chat("one")
+
+
+CHATML = """{%- if tools %}{{- tools | tojson }}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role != 'system' %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+CONVERSATION = [
+    {"role": "system", "content": "Be brief: <b> & \u00fc."},
+    {"role": "user", "content": " How many? \n"},
+    {"role": "assistant", "content": "Of what?"},
+    {"role": "user", "content": "Of {{ them }}."},
+]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ("How many?", {}),
+        ("How many?", {"enable_thinking": False}),
+        (CONVERSATION, {}),
+        (CONVERSATION, {"tools": [{"name": "f", "description": "<&'\u00fc"}]}),
+        ([*CONVERSATION, {"role": "assistant", "content": "There are"}], {}),
+    ],
+)
+def test_a_chat_is_what_transformers_makes_of_it(tmp_path: Path, prompt: Any, options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = Path(__file__).parents[3] / "recipes" / "models" / "tiny-arithmetic"
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copyfile(model / name, tmp_path / name)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    goes_on = messages[-1]["role"] == "assistant"
+    expected = transformers.AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
+        messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False, **options
+    )
+    tokenizer = CheckpointTokenizer(tmp_path)
+    assert tokenizer.encode_chat(prompt, options).tolist() == tokenizer.encode(expected).tolist()
+    assert len(expected) > 40
+
+
+def test_of_several_templates_it_is_the_default_one(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "one"}]
+    assert CheckpointTokenizer(save(tmp_path, tokenizer_config={"chat_template": named})).encode_chat("x").tolist() == [3]
+    (tmp_path / "b").mkdir()
+    tokenizer = CheckpointTokenizer(save(tmp_path / "b", tokenizer_config={"chat_template": named[:1]}))
+    with pytest.raises(UserError, match="has none"):
+        tokenizer.encode_chat("x")
+
+
+def test_the_day_and_json_are_at_hand(tmp_path: Path) -> None:
+    template = "{% if strftime_now('%Y') | int > 2000 %}one{% endif %} {{ messages[0] | tojson }}"
+    tokenizer = CheckpointTokenizer(save(tmp_path, tokenizer_config={"chat_template": template}))
+    assert tokenizer.encode_chat("two")[0] == 3
+
+
+def test_an_answer_that_the_template_leaves_out_cannot_be_gone_on_with(tmp_path: Path) -> None:
+    tokenizer = CheckpointTokenizer(save(tmp_path, tokenizer_config={"chat_template": "{{ messages[0].content }}"}))
+    with pytest.raises(UserError, match="the answer that the conversation begins is not in what the template makes of it"):
+        tokenizer.encode_chat([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.delays import delay_seconds, delayed
 
 
@@ -29,18 +29,18 @@ def test_delays_are_exponential_and_another_salt_has_others() -> None:
 async def test_a_reward_comes_late_and_a_failure_at_once_and_neither_waits_for_another() -> None:
     in_scorer: list[int] = []
 
-    async def score(given: Sample) -> float:
+    async def score(given: Sample) -> Score:
         number = int(given.response.split()[-1])
         in_scorer.append(number)
         if number < 0:
             raise RewardFailure("raised", "no")
-        return float(number)
+        return Score(float(number), ())
 
     ended: list[float] = []
     late = delayed(score, mean_seconds=0.03, salt=5)
 
     async def one(number: int) -> None:
-        ended.append(await late(sample(number)))
+        ended.append((await late(sample(number))).reward)
 
     loop = asyncio.get_running_loop()
     began = loop.time()

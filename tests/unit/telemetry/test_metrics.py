@@ -79,6 +79,8 @@ def test_a_hand_worked_step():
         "perf/idle_ratio/trainer/0": 0.6,
         "rows/trained": 8,
         "rows/dead": 1,
+        "rows/unscored": 0,
+        "rows/skipped": 0,
         "rows/empty": 0,
         "rows/redelivered": 3,
     }
@@ -97,6 +99,8 @@ def test_what_is_not_known_is_left_out():
         "perf/step_seconds": 0.0,
         "rows/trained": 0,
         "rows/dead": 0,
+        "rows/unscored": 0,
+        "rows/skipped": 0,
         "rows/empty": 0,
         "rows/redelivered": 0,
     }
@@ -145,6 +149,18 @@ def test_a_group_with_unequal_arrays_is_refused():
         StepMetrics().add_group(**group([1, 0], [10], [False], [0], 5))
 
 
+def test_what_each_scorer_gave_is_a_mean_over_the_rows_for_which_it_gave_anything():
+    metrics = StepMetrics()
+    metrics.add_group(**group([1, 0], [10, 10], [False, False], [0, 0], 5))
+    metrics.add_reward_parts({"a": np.array([1.0, 0.0], np.float32), "b": np.array([np.nan, 0.5], np.float32)})
+    metrics.add_reward_parts({"a": np.array([0.5], np.float32), "b": np.array([np.nan], np.float32)})
+    metrics.add_reward_parts({"c": np.array([np.nan], np.float32)})
+    metrics.count_rows(unscored=2, skipped=1)
+    row = metrics.row(StepTimes(started=0.0, committed=10.0), 4, SPANS)
+    assert (row["reward/a"], row["reward/b"], row["rows/unscored"], row["rows/skipped"]) == (0.5, 0.5, 2, 1)
+    assert "reward/c" not in row and metric_key("reward/a") == "reward/<name>" and metric_key("reward/mean") == "reward/mean"
+
+
 def test_every_metric_is_defined():
     table = definitions_table()
     assert table.count("\n") == len(DEFINITIONS) + 1
@@ -156,10 +172,29 @@ def test_every_metric_is_defined():
         "policy/rollout_kl",
         "run/num_resumes",
         "memory/rss_bytes/<worker>",
+        "reward/<name>",
     }
-    added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/"))}
+    added_by_others |= {name for name in DEFINITIONS if name.startswith(("queue/", "importance_weight/", "critic/"))}
     assert {metric_key(name) for name in row} | added_by_others == set(DEFINITIONS)
     assert metric_key("memory/rss_bytes/rollout/0") == "memory/rss_bytes/<worker>"
+
+
+def test_a_critic_tells_how_much_of_the_returns_it_foretells():
+    """Returns 1, 2, 3, 4 and values 1.5, 2, 3, 3.5: errors -0.5, 0, 0, 0.5, of variance 0.125 where the returns have 1.25."""
+    metrics = StepMetrics()
+    sums = {
+        "critic/value": 10.0, "critic/return": 10.0, "critic/return_square": 30.0, "critic/error": 0.0,
+        "critic/error_square": 0.5, "critic/clip_ratio": 1.0,
+    }  # fmt: skip
+    metrics.add_micro_batch(loss_sum=8.0, loss_tokens=4, logical_tokens=9, physical_tokens=9, metrics=sums)
+    metrics.add_update(grad_norm=2.0, learning_rate=0.1, normaliser=4)
+    row = metrics.critic_row()
+    assert set(row) == {name for name in DEFINITIONS if name.startswith("critic/")}
+    assert row["critic/explained_variance"] == pytest.approx(0.9)
+    assert (row["critic/loss"], row["critic/value"], row["critic/clip_ratio"], row["critic/grad_norm"]) == (2.0, 2.5, 0.25, 2.0)
+    metrics = StepMetrics()
+    metrics.add_micro_batch(loss_sum=0.0, loss_tokens=2, logical_tokens=2, physical_tokens=2, metrics=dict.fromkeys(sums, 0.0))
+    assert "critic/explained_variance" not in metrics.critic_row()
 
 
 def test_mismatches_are_means_over_the_tokens_of_rows_without_staleness():

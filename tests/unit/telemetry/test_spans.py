@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncflow.telemetry.spans import Recorder, Span
+from asyncflow.telemetry.spans import Recorder, SharedLane, Span
 
 
 class Clock:
@@ -69,3 +69,31 @@ def test_work_beside_the_lane_leaves_it_alone() -> None:
     lane.beside("fetch", 1.0, version=3, bytes=10)
     assert spans == [Span(worker="trainer/0", task="fetch", start=1.0, end=2.0, is_lane=False, version=3, bytes=10, device="cpu")]
     assert lane.state == ("wait", "start", 0.0)
+
+
+def test_a_lane_that_two_loops_share_shows_what_was_begun_first() -> None:
+    own, clock, spans = recorder()
+    lane = SharedLane(own)
+    lane.waiting("rows")
+    clock.now = 1.0
+    first = lane.busy("values", step=1, rows=4)
+    first.__enter__()
+    clock.now = 2.0
+    with lane.busy("critic_update", step=0, rows=8):  # waits for its turn
+        lane.waiting("batch")
+        clock.now = 3.0
+        first.__exit__(None, None, None)
+        clock.now = 5.0
+        with lane.busy("values", step=2):
+            clock.now = 6.0
+        clock.now = 7.0
+    clock.now = 8.0
+    own.flush()
+    assert [(s.task, s.cause, s.start, s.end, s.rows) for s in spans] == [
+        ("wait", "rows", 0.0, 1.0, 0),
+        ("values", "", 1.0, 3.0, 4),
+        ("critic_update", "", 3.0, 7.0, 8),
+        ("wait", "batch", 7.0, 8.0, 0),
+    ]
+    assert [s.rows for s in spans if s.task == "critic_update"] == [8]
+    assert lane.state == own.state

@@ -353,6 +353,14 @@ def test_marked_rows_do_not_hold_the_rest_of_their_group_up() -> None:
     assert lease(table).rows == [[0, 2]]
 
 
+def test_a_final_failure_is_the_last_one_at_once() -> None:
+    table = table_of(PARTIAL, meta(0))
+    taken = lease(table)
+    assert table.fail(taken.token, [0], "for good", 0, is_final=True) == [DeadRow(0, 0, "for good")]
+    assert table.state_of(0) is State.DEAD and table.counts()["redelivered"] == 0
+    assert table.fail(taken.token, [0], "again", 0, is_final=True) == []
+
+
 def test_a_row_is_delivered_again_until_its_kth_failure_and_then_dead_with_that_error() -> None:
     table = table_of(PARTIAL, meta(0))
     for attempt in range(2):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.telemetry.accuracy import Responses
 from asyncflow.types import Interval
 from asyncflow.workflows.evaluation import HeldOut, Row
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
@@ -52,33 +53,36 @@ def test_no_two_groups_of_a_run_share_a_number() -> None:
     assert (max(numbers) << 10) < 2**63
 
 
-def test_the_figures_are_means_over_responses_and_what_could_not_be_scored_is_counted_out() -> None:
+def responses(rewards: list[float], lengths: list[int], truncated: list[bool]) -> Responses:
+    return Responses(-1, np.array(rewards, np.float32), np.array(lengths), np.array(truncated))
+
+
+def test_the_figures_are_means_over_prompts_and_what_could_not_be_scored_is_counted_out() -> None:
     rows: list[Row] = []
     evaluation = held_out(rows)
     metas, _, _ = evaluation.admission(4)
-    one, two, lost, greedy_one, *_ = [m.group for m in metas]
-    rewards = {two: np.array([1.0, 0.0]), one: np.array([1.0]), greedy_one: np.array([0.0])}
-    truncated = {two: np.array([0, 1]), one: np.array([0]), greedy_one: np.array([1])}
-    assert lost not in rewards
-    evaluation.finished(4, rewards, truncated)
-    assert rows == [
-        {
-            "step": 4,
-            "num_prompts": 3,
-            "accuracy/sampled": pytest.approx(2 / 3),
-            "num_responses/sampled": 3,
-            "clipped_ratio/sampled": pytest.approx(1 / 3),
-            "accuracy/greedy": 0.0,
-            "num_responses/greedy": 1,
-            "clipped_ratio/greedy": 1.0,
-        }
-    ]
+    one, two, lost, _, greedy_two, *_ = [m.group for m in metas]
+    done = {
+        two: responses([1.0, 0.0], [4, 6], [False, True]),
+        one: responses([1.0], [2], [False]),
+        greedy_two: responses([0.0], [9], [True]),
+    }
+    assert lost not in done
+    evaluation.finished(4, done)
+    (row,) = rows
+    assert (row["step"], row["num_prompts"], row["num_responses/sampled"], row["num_responses/greedy"]) == (4, 3, 3, 1)
+    assert row["accuracy/sampled"] == 0.75 and row["clipped_ratio/sampled"] == pytest.approx(1 / 3)
+    assert row["pass@2/sampled"] == 1.0, "of the prompt that has two"
+    assert row["accuracy/greedy"] == 0.0 and row["clipped_ratio/greedy"] == 1.0 and row["response_length/greedy/max"] == 9
+    latest = {kind: [each.prompt for each in of_kind] for kind, of_kind in evaluation.latest.items()}
+    assert latest == {"sampled": [0, 1], "greedy": [1]}
 
 
 def test_of_an_evaluation_without_any_score_no_figure_is_made_up() -> None:
     rows: list[Row] = []
-    held_out(rows).finished(0, {}, {})
-    assert rows == [{"step": 0, "num_prompts": 3}]
+    evaluation = held_out(rows)
+    evaluation.finished(0, {})
+    assert rows == [{"step": 0, "num_prompts": 3}] and evaluation.latest == {}
 
 
 def test_what_an_earlier_life_has_evaluated_is_not_due_again_and_is_planned_all_the_same() -> None:

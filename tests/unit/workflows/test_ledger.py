@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -113,7 +114,7 @@ def test_steps_commit_in_order_and_once_closed() -> None:
     with pytest.raises(ValueError, match="still waits"):
         ledger.commit(0)
     ledger.consume(0, consumed(0, 1))
-    assert ledger.commit(0).sequences == 2 and ledger.committed == 1
+    assert ledger.commit(0)[0].sequences == 2 and ledger.committed == 1
     assert not ledger.is_open(0)
     ledger.commit(1)
     assert ledger.committed == 2 and ledger.missing() == [] and ledger._book_of_group == {}
@@ -352,7 +353,7 @@ def test_first_come_lets_others_pass_a_slow_group() -> None:
 class Service:
     """A ledger service, and what it told."""
 
-    def __init__(self, schedule: Any = None, **ranks: int) -> None:
+    def __init__(self, schedule: Any = None, **ranks: Any) -> None:
         self.told: list[Any] = []
         self.ledger = Ledger(BITS, **ranks)
         books = Books(self.ledger, {})
@@ -360,8 +361,8 @@ class Service:
             self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
         )
         self.service.on_opened = lambda step: self.told.append(("opened", step))
-        self.service.on_consumed = lambda step, group: self.told.append(("consumed", step, group.rows))
-        self.service.on_committed = lambda totals, update: self.told.append(("committed", totals.step, update))
+        self.service.on_consumed = lambda task, step, update, group: self.told.append(("consumed", step, group.rows))
+        self.service.on_committed = lambda task, totals, updates: self.told.append(("committed", totals[0].step, *updates))
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
@@ -377,7 +378,7 @@ async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
     await books.service.consume(0, consumed(0, 1))
     books.service.changed()
     assert await books.service.totals(0) == StepTotals(0, 5, 2, 0, [])
-    await books.service.commit(0, UPDATE)
+    await books.service.commit(0, [UPDATE])
     assert books.told == [("opened", 0), ("consumed", 0, [0, 1]), ("end", "train", 0), ("committed", 0, UPDATE)]
 
 
@@ -523,7 +524,7 @@ async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_sche
     await books.service.open([meta(0)])
     await books.service.consume(0, consumed(0, 1))
     assert not await settled(ahead)
-    await books.service.commit(0, UPDATE)
+    await books.service.commit(0, [UPDATE])
     assert await ahead is True
 
 
@@ -540,7 +541,7 @@ async def test_a_run_that_is_driven_by_hand_generates_ahead_as_far_as_its_stalen
         assert await books.service.may_start("train", 0) is True
         assert not books.service.is_held
         await books.service.consume(0, consumed(0, 1))
-        await books.service.commit(0, UPDATE)
+        await books.service.commit(0, [UPDATE])
         assert books.service.is_held
         held = asyncio.create_task(books.service.may_start("train", 1))
         assert not await settled(held)
@@ -580,7 +581,7 @@ async def test_a_task_may_work_on_a_group_whose_step_is_over() -> None:
     books = Service()
     await books.service.open([meta(0)])
     await books.service.consume(0, consumed(0, 1))
-    await books.service.commit(0, UPDATE)
+    await books.service.commit(0, [UPDATE])
     assert await asyncio.wait_for(books.service.may_start("reward", 0), 1) is True
     ahead = asyncio.create_task(books.service.may_start("reward", 1))
     assert not await settled(ahead)
@@ -617,3 +618,160 @@ def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() ->
         ledger.commit(2)
     ledger.commit(3)
     assert ledger.committed == 4 and ledger.groups() == {4: [8]}
+
+
+# -- several updates, several models ------------------------------------------------------------------------------------------
+
+
+def rows_of(*groups: int) -> list[int]:
+    return [row for group in groups for row in (group << BITS, (group << BITS) + 1)]
+
+
+def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
+    ledger = Ledger(BITS, epochs=2, mini_batches=2)
+    ledger.open([meta(group) for group in (3, 0, 2, 1)])
+    assert ledger.num_updates == 4
+    ledger.consume(0, consumed(*rows_of(0), tokens=3))
+    with pytest.raises(ValueError, match="row 8 is not an open member"):
+        ledger.consume(0, consumed(*rows_of(2)))  # of the second mini-batch
+    ledger.consume(0, consumed(*rows_of(1), tokens=4))
+    assert ledger.is_consumed(0) and not ledger.is_consumed(0, "train", 1) and ledger.closed() == []
+    assert ledger.totals(0) == StepTotals(0, 7, 4, 0, [])
+    for update, groups in ((1, (2, 3)), (2, (0, 1)), (3, (2, 3))):
+        assert ledger.closed() == []
+        ledger.consume(0, consumed(*rows_of(*groups), tokens=10 * update), update=update)
+    assert ledger.closed() == [("train", 0)]
+    assert [totals.tokens for totals in ledger.commit(0)] == [7, 10, 20, 30] and ledger.committed == 1
+
+
+def test_rows_that_are_given_up_leave_every_update() -> None:
+    ledger = Ledger(BITS, epochs=2, trained=("train", "critic"))
+    ledger.open([meta(0), meta(1)])
+    ledger.give_up(dead(0, 4, 5))
+    for task in ("train", "critic"):
+        for update in range(2):
+            ledger.consume(0, consumed(1), task, update)
+            assert ledger.totals(0, task, update) == StepTotals(0, 5, 1, 3, [])
+    assert ledger.closed() == [("train", 0), ("critic", 0)]
+
+
+def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
+    ledger = Ledger(BITS, max_staleness=2, mini_batches=2, epochs=2)
+    ledger.open([meta(0), meta(1)])
+    ledger.open([meta(2, step=1), meta(3, step=1)])
+    ledger.begun([1], 0)
+    ledger.done("rollout", rows_of(2))
+    assert ledger.claim(0, 2) == 1  # which was of step 0's second mini-batch, and is of step 1's first now
+    for update in (1, 3):
+        ledger.consume(0, consumed(*rows_of(2)), update=update)
+    for update in (0, 2):
+        ledger.consume(1, consumed(*rows_of(1)), update=update)
+        ledger.consume(0, consumed(*rows_of(0)), update=update)
+    assert ledger.closed() == [("train", 0)] and ledger.missing() == [
+        "train step 1: 4 rows without a response, 2 not consumed (first: 12)"
+    ]
+
+
+def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
+    ledger = Ledger(BITS, ("rollout", "values"), trained=("train", "critic"), by_step=("values",))
+    ledger.open([meta(0)])
+    ledger.done("rollout", rows_of(0))
+    assert ledger.not_generated() == set()  # values are made again
+    assert ledger.closed() == []
+    ledger.done("values", rows_of(0))
+    assert ledger.closed() == [("values", 0)]
+    ledger.consume(0, consumed(*rows_of(0)))
+    assert ledger.closed() == [("train", 0), ("values", 0)]
+    ledger.commit(0)
+    assert ledger.committed == 1 and ledger.committed_by("critic") == 0 and ledger.is_open(0)
+    with pytest.raises(ValueError, match="still waits for 2 rows"):
+        ledger.commit(0, "critic")
+    ledger.consume(0, consumed(*rows_of(0)), "critic")
+    ledger.commit(0, "critic")
+    assert ledger.committed_by("critic") == 1 and not ledger.is_open(0)
+
+
+async def test_an_update_takes_turns_of_its_own_mini_batch_and_later_epochs_take_them_again() -> None:
+    books = Service(epochs=2, mini_batches=2)
+    await books.service.open([meta(group) for group in range(2)])
+    books.service.done("rollout", rows_of(0, 1))
+    assert await books.service.offer(0, 0, 1, 9)
+    early = asyncio.create_task(books.service.turn(0, 0, 0))
+    assert not await settled(early)  # group 1 is of the second mini-batch
+    assert await books.service.offer(0, 0, 0, 9)
+    assert await early == [0]
+    for update, group in enumerate((0, 1, 0, 1)):
+        if update:
+            assert await books.service.turn(0, 0, 0, "train", update) == [group]
+        await books.service.consume(0, consumed(*rows_of(group)), "train", update)
+        assert await books.service.turn(0, 0, 1, "train", update) is None
+        assert await books.service.totals(0, "train", update) is not None
+    assert ("end", "train", 0) in books.told
+
+
+async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
+    """So that a run which stops has made all of a step's updates, or none."""
+    for is_stopped in (False, True):
+        books = Service(mini_batches=2)
+        await books.service.open([meta(0), meta(1)])
+        books.service.done("rollout", rows_of(0, 1))
+        await books.service.offer(0, 0, 0, 9)
+        await books.service.consume(0, consumed(*rows_of(0)))
+        first = asyncio.create_task(books.service.totals(0))
+        assert not await settled(first)
+        if is_stopped:
+            books.service.stop()
+            assert await first is None
+            assert await books.service.turn(0, 0, 0, "train", 1) is None
+            continue
+        await books.service.offer(0, 0, 1, 9)
+        assert await first is not None
+        books.service.stop()  # too late: the step is made to its end
+        assert await books.service.turn(0, 0, 0, "train", 1) == [1]
+        await books.service.consume(0, consumed(*rows_of(1)), "train", 1)
+        assert await books.service.totals(0, "train", 1) is not None
+        await books.service.commit(0, [UPDATE, UPDATE])
+        assert await books.service.totals(1) is None
+
+
+async def test_of_two_models_both_are_updated_or_none() -> None:
+    books = Service(trained=("train", "critic"))
+    await books.service.open([meta(0), meta(1, step=1)])
+    books.service.done("rollout", rows_of(0, 1))
+    await books.service.offer(0, 0, 0, 9)
+    await books.service.consume(0, consumed(*rows_of(0)))
+    policy = asyncio.create_task(books.service.totals(0))
+    assert not await settled(policy)  # the critic has not got it
+    await books.service.offer(0, 0, 0, 9, [], "critic")
+    assert await policy is not None
+    await books.service.commit(0, [UPDATE])
+    released = asyncio.create_task(books.service.released(0))
+    assert not await settled(released)
+    books.service.stop()
+    assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
+    assert await books.service.turn(0, 0, 0, "critic", 0) == [0]
+    await books.service.consume(0, consumed(*rows_of(0)), "critic", 0)
+    assert await books.service.totals(0, "critic", 0) is not None
+    await books.service.commit(0, [UPDATE], "critic")
+    await asyncio.wait_for(released, 1)
+    assert await books.service.totals(1, "critic", 0) is None
+    assert [told[:2] for told in books.told if told[0] == "end"] == [("end", "train"), ("end", "critic")]
+
+
+async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order() -> None:
+    numbers = [[0.1, 1e16], [0.2, 1.0], [0.3, -1e16]]
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        books = Service()
+        await books.service.open([meta(group) for group in range(4)])
+        asked = asyncio.create_task(books.service.statistics(0, "train"))
+        for group in order:
+            assert not await settled(asked)
+            await books.service.offer(0, 0, group, 9, numbers[group])
+        assert not await settled(asked)
+        books.service.give_up(dead(*rows_of(3)))
+        assert await asked == [math.fsum([0.1, 0.2, 0.3]), 1.0]
+    books = Service()
+    await books.service.open([meta(0)])
+    asked = asyncio.create_task(books.service.statistics(0, "train"))
+    books.service.stop()
+    assert await asked is None

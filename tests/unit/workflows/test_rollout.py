@@ -13,7 +13,7 @@ import pytest
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.registry import build
-from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.queue import TransferQueue
@@ -120,8 +120,8 @@ class World:
         self.ledger.done("rollout", rows)
         self.signal.notify()
 
-    async def _score(self, sample: Sample) -> float:
-        return self._rewards(sample)
+    async def _score(self, sample: Sample) -> Score:
+        return Score(self._rewards(sample), ())
 
     def start(self) -> asyncio.Task[None]:
         context = contextvars.copy_context()

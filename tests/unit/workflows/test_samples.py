@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.engines.base import MicroBatchResult, Response
-from asyncflow.rewards.base import Sample
+from asyncflow.rewards.base import Sample, Score
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import Lease, Token
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
@@ -204,13 +204,29 @@ def test_the_reward_as_a_task_reads_what_a_scorer_sees_and_adds_the_column_that_
     found = list(samples.samples_of(group, lambda ids: " ".join(map(str, ids))))
     assert [(meta.group, row) for meta, row, _ in found] == [(5, 20), (5, 22), (9, 37)]
     assert [sample for _, _, sample in found] == [
-        Sample("7 7", "0 1", {"answer": "5"}, True),
-        Sample("7 7", "20 21 22", {"answer": "5"}, False),
-        Sample("8", "10", {"answer": "9"}, True),
+        Sample("7 7", "0 1", {"answer": "5"}, True, [0, 1], [7, 7]),
+        Sample("7 7", "20 21 22", {"answer": "5"}, False, [20, 21, 22], [7, 7]),
+        Sample("8", "10", {"answer": "9"}, True, [10], [8]),
     ]
-    added = samples.reward_outputs({22: 0.5, 37: 1.0}, BITS)
+    added = samples.reward_outputs({22: Score(0.5, (0.5,)), 37: Score(1.0, (1.0,))}, BITS)
     schema.check_outputs("reward", added)
     assert (added.indices.tolist(), added.groups.tolist(), added.dense("reward").tolist()) == ([22, 37], [5, 9], [0.5, 1.0])
+
+
+def test_what_each_scorer_gave_is_a_column_of_its_own_where_the_run_asks_for_it() -> None:
+    scores = {20: Score(0.5, (1.0, None)), 22: Score(-1.0, (None, None))}
+    for place in ("rollout", "reward"):
+        kept = samples.schema(BITS, 30.0, 2, has_reward_task=place == "reward", has_reward_parts=True)
+        if place == "rollout":
+            rows = [scored(row, response(row & 3, 2), 0.0)._replace(reward=score) for row, score in scores.items()]
+            added = samples.outputs(5, rows, has_parts=True)
+        else:
+            added = samples.reward_outputs(scores, BITS, has_parts=True)
+        kept.check_outputs(place, added)
+        assert added.dense("reward").tolist() == [0.5, -1.0]
+        parts = added.ragged("reward_parts")
+        assert parts[0][0] == 1.0 and np.isnan([parts[0][1], *parts[1]]).all()
+        assert "reward_parts" in kept.task("train").reads
 
 
 def test_a_response_that_cannot_be_trained_on_is_told_by_what_is_wrong_with_it() -> None:

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from asyncflow.engines.base import Response
-from asyncflow.rewards.base import RewardFailure, Sample
+from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder, Span
+from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import DeadRow, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.types import Array, GroupMeta, Ragged
+from asyncflow.types import Array, Batch, GroupMeta, Ragged
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import Ledger, LedgerService
 from asyncflow.workflows.periodic import Periodic
@@ -82,10 +83,10 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def serving(task: str, work: Work, schedule: Schedule | None = None) -> AsyncIterator[World]:
+async def serving(task: str, work: Work, schedule: Schedule | None = None, at_once: int = 1) -> AsyncIterator[World]:
     world = World(schedule or Periodic(), task)
     async with world.queue.running():
-        running = asyncio.create_task(serve(task, world.client, world.service, work, world.recorder))
+        running = asyncio.create_task(serve(task, world.client, world.service, work, world.recorder, at_once=at_once))
         await turns()
         yield world
         assert not running.done()
@@ -98,11 +99,11 @@ def scored(kept: list[Mapping[str, Any]], fails: Mapping[str, int] | None = None
     """The reward of a response is its length, after a number of failures by the response's text."""
     left = dict(fails or {})
 
-    async def score(sample: Sample) -> float:
+    async def score(sample: Sample) -> Score:
         if left.get(sample.response, 0):
             left[sample.response] -= 1
             raise RewardFailure("raised", f"the grader's own bug with {sample.response}")
-        return float(len(sample.response.split()))
+        return Score(float(len(sample.response.split())), ())
 
     return reward(score, decode, kept.append, SHAPE)
 
@@ -137,11 +138,55 @@ async def test_a_reward_that_fails_fails_its_row_alone_and_is_tried_again_and_gi
         await world.admit(meta(0))
         await world.generate(0, 1, 2)
         assert (await world.column("reward", 0, 2)).tolist() == [1.0, 3.0]
-        assert world.dead == [DeadRow(0, 1, "the grader's own bug with 1 2")]
+        assert world.dead == [DeadRow(0, 1, "no reward: the grader's own bug with 1 2")]
         assert world.ledger.is_done("reward", 0)
         leased = await world.client.lease("train")
         assert leased is not None and leased.lease.indices == [0, 2]
     assert sorted(line["row"] for line in kept) == [0, 2]
+
+
+async def test_what_no_scorer_has_anything_to_say_about_is_left_out_and_not_tried_again() -> None:
+    asked: list[str] = []
+
+    async def score(sample: Sample) -> Score:
+        asked.append(sample.response)
+        if sample.response == "1 2":
+            raise RewardFailure("skipped", "nothing to say")
+        return Score(1.0, ())
+
+    async with serving("reward", reward(score, decode, lambda line: None, SHAPE)) as world:
+        await world.admit(meta(0))
+        await world.generate(0, 1, 2)
+        assert world.dead == [DeadRow(0, 1, "skipped: nothing to say")] and asked.count("1 2") == 1
+        leased = await world.client.lease("train")
+        assert leased is not None and leased.lease.indices == [0, 2]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+async def test_so_many_leases_are_worked_on_side_by_side(at_once: int) -> None:
+    under_way: list[int] = []
+    may_end = asyncio.Event()
+    score = scored([])
+
+    async def work(leased: Leased) -> tuple[Batch | None, Mapping[int, Exception]]:
+        under_way.append(len(under_way) + 1)
+        await may_end.wait()
+        return await score(leased)
+
+    async with serving("reward", work, at_once=at_once) as world:
+        await world.admit(*(meta(group, size=2) for group in range(4)))
+        rows = [group * 4 + sample for group in range(4) for sample in range(2)]
+        await world.generate(*rows)
+        assert under_way == list(range(1, at_once + 1))
+        assert world.recorder.state[0] == "reward"
+        may_end.set()
+        await turns()
+        assert (await world.column("reward", *rows)).tolist() == [1.0, 2.0] * 4
+        assert world.recorder.state[:2] == ("wait", "rows")
+    lane = [span for span in world.spans if span.is_lane and span.task == "reward"]
+    assert sum(span.rows for span in lane) == 8
+    beside = [span for span in world.spans if not span.is_lane]
+    assert {span.group for span in beside} == (set() if at_once == 1 else {0, 1, 2, 3})
 
 
 async def test_a_group_of_which_all_rewards_fail_adds_nothing() -> None:

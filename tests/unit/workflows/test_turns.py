@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.types import GroupMeta
+from asyncflow.types import Advantages, GroupMeta, ScoredGroup
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.bounded import NEVER, Bounded
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, Update
@@ -37,7 +38,7 @@ BITS = 1
 class World:
     """Steps of two groups of one row, begun by version 0; rollout is done by hand."""
 
-    def __init__(self, schedule: Schedule, lease_seconds: float, **ranks: int) -> None:
+    def __init__(self, schedule: Schedule, lease_seconds: float, **ranks: Any) -> None:
         self.schedule, self.ledger = schedule, Ledger(BITS, max_staleness=schedule.max_staleness, **ranks)
         callbacks = {"rollout": {"on_done": self._done}}
         self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], callbacks=callbacks)
@@ -88,7 +89,7 @@ class World:
                 held.append(leased)
                 if len(set(order)) == len(order):
                     await self.service.consume(step, consumed(group << BITS))
-            await self.service.commit(step, Update(1.0, 1.0, 1, False))
+            await self.service.commit(step, [Update(1.0, 1.0, 1, False)])
             await self.client.complete_marks([held[order.index(group)].lease for group in dict.fromkeys(order)])
             return held
 
@@ -96,7 +97,7 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: int) -> AsyncIterator[World]:
+async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: Any) -> AsyncIterator[World]:
     world = World(schedule, lease_seconds, **ranks)
     async with world.queue.running():
         await turns()
@@ -221,13 +222,14 @@ class Ranks:
         client = world.queue.client()
         turns = Turns(client, world.service, world.schedule, GRPO(), self.shape, rank, 0, {})
         async with turns:
-            async for turn in turns:
-                with turn.computing(self.spans, 0):
+            async for turn in turns.of(0):
+                with turns.computing(turn, self.spans):
                     await self.barrier.wait()  # as a collective would make them
                 self.trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
                 assert len(turn.micro_batches) == len(turn.works)
                 turns.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.micro_batches], FingerprintLog(None))
-        await turns.commit()
+        await turns.acknowledge()
+        await turns.drop()
 
 
 async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with_nothing() -> None:
@@ -304,7 +306,7 @@ async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
 
         async def train() -> None:
             async with turns:
-                async for _ in turns:
+                async for _ in turns.of(0):
                     raise AssertionError("it was given out")
 
         training = asyncio.create_task(train())
@@ -323,3 +325,72 @@ async def test_when_the_run_stops_no_turn_is_waited_for() -> None:
         world.queue.stop()
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
         assert ranks.trained == [[], []]
+
+
+class Counted(GRPO):
+    """Advantages that are made from the whole step: what each group has over the sum of all."""
+
+    waits_for_batch = True
+
+    def advantages(self, group: ScoredGroup) -> np.ndarray:
+        return group.rewards + np.float32(1)
+
+    def statistics(self, group: ScoredGroup, advantages: Advantages) -> list[float]:
+        assert isinstance(advantages, np.ndarray)
+        return [float(advantages.sum()), 1.0]
+
+    def normalised(self, advantages: Advantages, sums: Sequence[float]) -> np.ndarray:
+        assert isinstance(advantages, np.ndarray)
+        return (advantages / sums[0] + sums[1]).astype(np.float32)
+
+
+async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(1)
+        turns_of = Turns(world.client, world.service, world.schedule, Counted(), SHAPE, 0, 0, {})
+        trained: list[float] = []
+
+        async def train() -> None:
+            async with turns_of:
+                async for turn in turns_of.of(0):
+                    trained.extend(turn.micro_batches[0].advantages.tolist())
+                    turns_of.trained(turn, [MicroBatchResult(0.5, 2, 4)], FingerprintLog(None))
+
+        training = asyncio.create_task(train())
+        await world.complete(1)
+        assert trained == []
+        await world.complete(0)
+        await asyncio.wait_for(training, 5)
+        assert trained == [2.5, 2.5]  # 1 / (1 + 1) + 2 groups
+        assert world.ledger.statistics(0) == [2.0, 2.0]
+
+
+async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> None:
+    shape = replace(SHAPE, epochs=2, mini_batches=2)
+    async with a_world(Bounded(max_staleness=2), epochs=2, mini_batches=2) as world:
+        await world.admit(1)
+        turns_of = Turns(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        trained: list[list[int]] = [[], [], [], []]
+        asked: list[str] = []
+
+        async def train() -> None:
+            async with turns_of:
+                for number in range(4):
+                    async for turn in turns_of.of(number):
+                        trained[number] += [work.leased.lease.groups[0].group for work in turn.works]
+                        result = MicroBatchResult(0.5, 2, 4, {"mismatch/kl": 1.0, "policy/kl": 1.0})
+                        turns_of.trained(turn, [result], FingerprintLog(None))
+                    assert await world.service.totals(0, "train", number) is not None
+            await turns_of.acknowledge()
+            await turns_of.drop()
+
+        world.service.on_consumed = lambda task, step, update, group: asked.extend(sorted(group.metrics))
+        training = asyncio.create_task(train())
+        await world.complete(1)  # of the second mini-batch: it is held, and others may be
+        assert trained == [[], [], [], []]
+        await world.complete(0)
+        await asyncio.wait_for(training, 5)
+        assert trained == [[0], [1], [0], [1]] and world.ledger.closed() == [("train", 0)]
+        assert asked == ["mismatch/kl", *["policy/kl"] * 4]  # engines are compared under the version's own weights alone
+        counts = world.queue.controllers["train"].table.counts()
+        assert counts["ready"] == counts["leased"] == 0  # dropped

@@ -9,7 +9,7 @@ evaluation mode: with dropout the ratio of new to old log-probs would not be 1 w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -73,17 +73,25 @@ class CausalModel:
 
     def hidden(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Hidden states [T, H] that predict the response tokens, temperature applied, and the output layer's weight [V, H]."""
+        weights = self._cast()
+        hidden_TH = self._states(packed, weights)
+        if self._temperature != 1.0:
+            hidden_TH = hidden_TH / self._temperature
+        return hidden_TH, weights[self._head_name]
+
+    def _cast(self) -> dict[str, Tensor]:
+        """The weights as a pass computes with them, but for those that a layer casts itself."""
         here = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._cast_by_layer}
-        weights = {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
+        return {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
+
+    def _states(self, packed: Packed, weights: Mapping[str, Tensor]) -> Tensor:
+        """The last layer's states [T, H] that predict the response tokens."""
         base, prefix = self.module.base_model, self.module.base_model_prefix + "."
         state = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         state |= {name: buffer.to(self.device) for name, buffer in base.named_buffers()}
         inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
         outputs = functional_call(base, state, kwargs={**inputs, "attention_mask": None, "use_cache": False})
-        hidden_TH = packed.predicting(outputs.last_hidden_state[0])
-        if self._temperature != 1.0:
-            hidden_TH = hidden_TH / self._temperature
-        return hidden_TH, weights[self._head_name]
+        return packed.predicting(outputs.last_hidden_state[0])
 
     def log_probs(self, packed: Packed) -> Tensor:
         """Log-probs (float32 [T]) of the response tokens."""

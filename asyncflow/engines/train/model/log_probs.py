@@ -1,7 +1,8 @@
 """Log-probs of chosen tokens and entropies from hidden states, without ever holding the logits of all tokens.
 
 For a vocabulary of 150,000, the logits of 10,000 tokens are 6 GB in float32, and their gradient as much again. Here the logits
-of a chunk of tokens are made, used and dropped. Their gradient follows from that of the log-probs, and there are two ways to it:
+of a chunk of tokens are made, used and dropped. Their gradient follows from those of the log-probs and, if the loss uses them, of
+the entropies, and there are two ways to it:
 
     token_local_loss           the loss is a sum over tokens: each chunk's loss and gradient are made while its logits are there
     log_probs_and_entropy      any loss (of whole sequences, say): its gradient comes later, and the logits are made again for it
@@ -58,9 +59,10 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden head^T)[target] and the entropy of the softmax in nats, both float32 [T].
 
-    hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Only the log-probs
-    carry a gradient, to both hidden states and head. At most `chunk_tokens` rows of logits exist at a time. With `shard`, head_VH
-    is that part of the head; the results are those of the whole, and so is the gradient of the hidden states.
+    hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Both carry a
+    gradient to hidden states and head; that of entropies which no loss uses costs nothing. At most `chunk_tokens` rows of logits
+    exist at a time. With `shard`, head_VH is that part of the head; the results are those of the whole, and so is the gradient of
+    the hidden states.
     """
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
     log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens, shard)
@@ -78,7 +80,7 @@ def token_local_loss(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """A loss that is a sum over tokens: the scalar, its metrics joined over the chunks, and the detached log-probs (float32 [T]).
 
-    `loss` is given a slice of T with that chunk's log-probs (a leaf that requires grad) and entropies, both as in
+    `loss` is given a slice of T with that chunk's log-probs and entropies (leaves that require grad), both as in
     `log_probs_and_entropy`, and may use no other chunk's. The scalar carries the gradient to hidden states and head, whose
     values are there already: it can be run backward once. Without grad mode there is neither. `shard`: as there.
     """
@@ -92,17 +94,20 @@ def token_local_loss(
         with torch.no_grad():
             log_probs_C, entropy_C, _, p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard)
             log_probs_T[part] = log_probs_C
-        sums = loss(part, log_probs_C.requires_grad_(has_grad), entropy_C)
+        sums = loss(part, log_probs_C.requires_grad_(has_grad), entropy_C.requires_grad_(has_grad))
         total += sums.loss.detach()
-        for name, value in sums.metrics.items():
+        for name, tensor in sums.metrics.items():
+            value = tensor.detach()
             if name not in metrics:
                 metrics[name] = value
             else:
                 metrics[name] = metrics[name].maximum(value) if is_maximum(name) else metrics[name] + value
         if grads is not None:
-            (grad_C,) = torch.autograd.grad(sums.loss, log_probs_C)
+            grad_C, grad_entropy_C = torch.autograd.grad(sums.loss, (log_probs_C, entropy_C), allow_unused=True)
+            bonus = None if grad_entropy_C is None else (grad_entropy_C, entropy_C.detach())
             with torch.no_grad():
-                grads[0][part] = _backward(grad_C, p_CV, targets_T[part], hidden_TH[part], head_VH, grads[1], shard)
+                grad_C = torch.zeros_like(log_probs_C) if grad_C is None else grad_C
+                grads[0][part] = _backward(grad_C, bonus, p_CV, targets_T[part], hidden_TH[part], head_VH, grads[1], shard)
         del p_CV  # before the next chunk's logits
     if grads is not None:
         if shard is not None:
@@ -139,6 +144,7 @@ def _softmax(
 
 def _backward(
     grad_C: Tensor,
+    bonus: tuple[Tensor, Tensor] | None,
     p_CV: Tensor,
     targets_C: Tensor,
     hidden_CH: Tensor,
@@ -148,13 +154,22 @@ def _backward(
 ) -> Tensor:
     """From the gradient of the log-probs to that of the hidden states (the shard's share of it); adds to that of the head.
 
-    d log p[target] / d logits = onehot(target) - p. Overwrites the probabilities.
+    d log p[target] / d logits = onehot(target) - p, and dH / d logits = - p (log p + H). `bonus`: the gradient of the entropies
+    [C] and these themselves, where the loss uses them. Overwrites the probabilities.
     """
     chosen_grad_C = grad_C
     if shard is not None:
         targets_C, is_here_C = shard.find(targets_C, len(head_VH))
         chosen_grad_C = grad_C.where(is_here_C, 0.0)
-    grad_logits_CV = p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], chosen_grad_C[:, None]).to(hidden_CH.dtype)
+    bonus_CV = None
+    if bonus is not None:
+        grad_entropy_C, entropy_C = bonus
+        # entr(p) = - p log p, and 0 where p is.
+        bonus_CV = torch.special.entr(p_CV).addcmul_(p_CV, entropy_C[:, None], value=-1.0).mul_(grad_entropy_C[:, None])
+    grad_logits_CV = p_CV.mul_(-grad_C[:, None]).scatter_add_(1, targets_C[:, None], chosen_grad_C[:, None])
+    if bonus_CV is not None:
+        grad_logits_CV = grad_logits_CV.add_(bonus_CV)
+    grad_logits_CV = grad_logits_CV.to(hidden_CH.dtype)
     grad_head_VH += grad_logits_CV.t() @ hidden_CH
     return grad_logits_CV @ head_VH
 
@@ -171,20 +186,28 @@ class _ChosenLogProbs(torch.autograd.Function):
         for part in _chunks(len(hidden_TH), chunk_tokens):
             log_probs_T[part], entropy_T[part], lse_T[part], p_CV = _softmax(hidden_TH[part], head_VH, targets_T[part], shard)
             del p_CV  # before the next chunk's logits
-        ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T)
+        ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T, entropy_T)
         ctx.chunk_tokens, ctx.shard = chunk_tokens, shard
-        ctx.mark_non_differentiable(entropy_T)
+        ctx.set_materialize_grads(False)  # what no loss uses has None for a gradient
         return log_probs_T, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor, _grad_entropy_T: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_TH, head_VH, targets_T, lse_T = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden_TH, head_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
+        if grad_T is None and grad_entropy_T is None:
+            return None, None, None, None, None
+        grad_T = torch.zeros_like(lse_T) if grad_T is None else grad_T
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_head_VH = torch.zeros_like(head_VH, dtype=lse_T.dtype)
         for part in _chunks(len(hidden_TH), ctx.chunk_tokens):
             p_CV = (hidden_TH[part] @ head_VH.t()).to(lse_T.dtype).sub_(lse_T[part, None]).exp_()
-            grad_hidden_TH[part] = _backward(grad_T[part], p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH, ctx.shard)
+            bonus = None if grad_entropy_T is None else (grad_entropy_T[part], entropy_T[part])
+            grad_hidden_TH[part] = _backward(
+                grad_T[part], bonus, p_CV, targets_T[part], hidden_TH[part], head_VH, grad_head_VH, ctx.shard
+            )
         if ctx.shard is not None:
             dist.all_reduce(grad_hidden_TH, group=ctx.shard.group)
         return grad_hidden_TH, grad_head_VH.to(head_VH.dtype), None, None, None

@@ -75,7 +75,7 @@ def given_frozen(
     elif models.old_model is None:
         old_T = rollout_T
     is_fresh_T = torch.from_numpy(micro_batch.staleness == 0).to(packed.row_T.device)[packed.row_T]
-    advantages_T = _tensor(micro_batch.advantages, packed)[packed.row_T]
+    advantages_T = _tensor(micro_batch.token_advantages, packed)
     row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
     return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T)
 
@@ -117,7 +117,8 @@ def loss(
     else:
         logprobs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens, shard=shard)
         sums = part_loss(slice(None), logprobs_T, entropy_T)
-        total, metrics, logprobs_T = sums.loss, sums.metrics, logprobs_T.detach()
+        total, logprobs_T = sums.loss, logprobs_T.detach()
+        metrics = {name: value.detach() for name, value in sums.metrics.items()}
     return MicroLoss(total, _result(known, total.detach(), metrics, logprobs_T))
 
 

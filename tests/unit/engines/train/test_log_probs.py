@@ -1,5 +1,6 @@
 """Chunked log-probs and the two ways to their gradient, against a plain log-softmax over all logits."""
 
+import math
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch
     return hidden_TH, head_VH, torch.randint(V, (T,), generator=generator), torch.randn(T, generator=generator)
 
 
-def clipped(log_probs: torch.Tensor, entropy: torch.Tensor, advantages: torch.Tensor) -> LossSums:
-    """Not linear in the log-probs, and with tokens that have no gradient."""
+def clipped(log_probs: torch.Tensor, entropy: torch.Tensor, advantages: torch.Tensor, bonus: float = 0.0) -> LossSums:
+    """Not linear in the log-probs, and with tokens that have no gradient; perhaps with a bonus for entropy, not linear either."""
     ratio = (log_probs + 4).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+    if bonus:
+        loss = loss - bonus * (entropy**2).sum()
     known = ratio.detach()
     metrics = {"entropy": entropy.sum(), "clipped": (known > 1.2).double().sum(), "ratio/max": known.max()}
     return LossSums(loss=loss, metrics=metrics)
@@ -38,32 +41,57 @@ def test_log_probs_entropy_and_gradient_are_those_of_a_log_softmax(chunk_tokens:
     log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens)
     exact: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(log_probs_T, expected_T, **exact)
-    torch.testing.assert_close(entropy_T, -(log_p_TV.exp() * log_p_TV).sum(1), **exact)
-    assert not entropy_T.requires_grad
+    expected_entropy_T = -(log_p_TV.exp() * log_p_TV).sum(1)
+    torch.testing.assert_close(entropy_T, expected_entropy_T, **exact)
     weight_T = weight_T.double()
-    pairs = zip(*(gradients((x * weight_T).sum(), hidden_TH, head_VH) for x in (log_probs_T, expected_T)), strict=True)
-    for ours, expected in pairs:
-        torch.testing.assert_close(ours, expected, **exact)
+    for uses in ((1, 0), (0, 1), (2, -3)):
+        losses = [
+            sum(use * (x * weight_T.roll(i)).sum() for i, (use, x) in enumerate(zip(uses, pair, strict=True)) if use)
+            for pair in ((log_probs_T, entropy_T), (expected_T, expected_entropy_T))
+        ]
+        pairs = zip(*(list(torch.autograd.grad(x, (hidden_TH, head_VH), retain_graph=True)) for x in losses), strict=True)
+        for ours, expected in pairs:
+            assert expected.norm() > 0.1
+            torch.testing.assert_close(ours, expected, **exact)
+
+
+def test_an_entropy_of_nearly_one_token_has_a_finite_gradient() -> None:
+    # p underflows to 0, whose logarithm is not finite: p log p is 0 there, and so is the gradient
+    hidden_TH = torch.tensor([[200.0, 0.0], [0.0, 0.0]], requires_grad=True)
+    head_VH = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]], requires_grad=True)
+    for is_local in (True, False):
+        targets_T = torch.tensor([0, 1])
+        if is_local:
+            loss, _, _ = token_local_loss(
+                hidden_TH, head_VH, targets_T, lambda _, __, entropy: LossSums(entropy.sum(), {}), chunk_tokens=2
+            )
+        else:
+            loss = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=2)[1].sum()
+        assert loss.item() == pytest.approx(math.log(3))
+        for gradient in gradients(loss, hidden_TH, head_VH):
+            assert gradient.isfinite().all() and gradient.abs().max() < 1e-6  # the uniform one is at its maximum
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bonus", [0.0, 0.7])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, 100])
-def test_a_token_local_loss_is_that_of_the_log_probs_of_all_tokens(dtype: torch.dtype, chunk_tokens: int) -> None:
+def test_a_token_local_loss_is_that_of_the_log_probs_of_all_tokens(dtype: torch.dtype, chunk_tokens: int, bonus: float) -> None:
     hidden_TH, head_VH, targets_T, weight_T = make_inputs(dtype)
     log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=chunk_tokens)
-    sums = clipped(log_probs_T, entropy_T, weight_T)
+    sums = clipped(log_probs_T, entropy_T, weight_T, bonus)
     total, metrics, own_log_probs_T = token_local_loss(
         hidden_TH,
         head_VH,
         targets_T,
-        lambda part, log_probs_C, entropy_C: clipped(log_probs_C, entropy_C, weight_T[part]),
+        lambda part, log_probs_C, entropy_C: clipped(log_probs_C, entropy_C, weight_T[part], bonus),
         chunk_tokens=chunk_tokens,
     )
     assert own_log_probs_T.equal(log_probs_T) and not own_log_probs_T.requires_grad
     assert own_log_probs_T.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(total, sums.loss)
+    assert not any(value.requires_grad for value in metrics.values())
     assert metrics.keys() == sums.metrics.keys() and metrics["clipped"] == sums.metrics["clipped"] > 0
-    torch.testing.assert_close(metrics["entropy"], sums.metrics["entropy"])
+    torch.testing.assert_close(metrics["entropy"], sums.metrics["entropy"].detach())
     assert metrics["ratio/max"] == sums.metrics["ratio/max"]
     # scaled, since what comes from above must reach gradients that were made before
     pairs = zip(*(gradients(3 * loss, hidden_TH, head_VH) for loss in (total, sums.loss)), strict=True)
@@ -130,3 +158,30 @@ def test_no_logits_of_all_tokens_are_made_and_a_token_local_loss_makes_them_once
         loss.backward()
     assert 0 < watch.largest <= head_VH.numel() < num_tokens * vocabulary_size
     assert watch.logits == (1 if is_local else 2) * num_tokens // chunk_tokens
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_entropy_that_no_loss_uses_costs_no_operation(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", lambda p: (made.append(p.shape), real(p))[1])
+    hidden_TH, head_VH, targets_T, _ = make_inputs()
+    for uses_entropy in (False, True):
+        made.clear()
+        weight = 0.5 if uses_entropy else None
+        backward(is_local, hidden_TH, head_VH, targets_T, weight)
+        assert made == ([(length, V) for length in (4, 5, 4, 5, 5)] if uses_entropy else [])
+
+
+def backward(is_local: bool, hidden_TH: torch.Tensor, head_VH: torch.Tensor, targets_T: torch.Tensor, weight: float | None) -> None:
+    """In chunks of at most 5 tokens; the entropy is in the metrics, and with a weight in the loss."""
+
+    def loss(_: slice, log_probs: torch.Tensor, entropy: torch.Tensor) -> LossSums:
+        total = log_probs.sum() if weight is None else log_probs.sum() + weight * entropy.sum()
+        return LossSums(total, {"entropy": entropy.sum()})
+
+    if is_local:
+        total, _, _ = token_local_loss(hidden_TH, head_VH, targets_T, loss, chunk_tokens=5)
+    else:
+        total = loss(slice(None), *log_probs_and_entropy(hidden_TH, head_VH, targets_T, chunk_tokens=5)).loss
+    total.backward()

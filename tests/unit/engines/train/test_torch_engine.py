@@ -51,7 +51,7 @@ async def test_a_loss_sees_the_micro_batch_and_the_policy_itself_as_old(
     assert batch.rollout_logprobs_T.tolist() == micro_batch.rollout_logprobs.values.tolist()
     assert batch.ref_logprobs_T is None
     assert batch.old_logprobs_T.equal(batch.logprobs_T) and not batch.old_logprobs_T.requires_grad
-    assert batch.logprobs_T.requires_grad and not batch.entropy_T.requires_grad
+    assert batch.logprobs_T.requires_grad and batch.entropy_T.requires_grad
     assert all(getattr(batch, f"{n}_T").dtype == torch.float32 for n in ("logprobs", "entropy", "mask", "advantages"))
     assert micro_batch.logical_tokens == 3 * 6 + 9 and result.physical_tokens == 6 + 9  # the prompt once
     assert result.loss_tokens == micro_batch.loss_mask.values.sum()

@@ -57,8 +57,9 @@ def packed_cases() -> list[Packed]:
 
 
 def sums_of(part: slice, log_probs_C: Tensor, entropy_C: Tensor) -> LossSums:
-    """Positive and not linear, so that nothing cancels out."""
-    return LossSums((log_probs_C * log_probs_C.detach().cos().add(1.5)).sum().neg(), {"entropy": entropy_C.sum()})
+    """Positive and not linear, so that nothing cancels out; the entropies have a gradient as well."""
+    loss = (log_probs_C * log_probs_C.detach().cos().add(1.5)).sum().neg() + 0.3 * (entropy_C * entropy_C.detach().cos()).sum()
+    return LossSums(loss, {"entropy": entropy_C.sum()})
 
 
 def loss_of(hidden_PH: Tensor, head_VH: Tensor, packed: Packed, chunk_tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:

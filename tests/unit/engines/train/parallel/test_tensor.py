@@ -65,7 +65,7 @@ def test_a_rank_keeps_its_share_alone(ranks: Processes) -> None:
             assert share == 1.0 if name.endswith("norm.weight") else 0.2 < share < 0.27, name
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-13), ("float32", 1e-4), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 5e-4), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("sizes", [[25, 25, 25, 25], [26, 26, 26, 23], [1, 40, 2, 60], [50, 51]])
 def test_log_probs_over_shards_are_those_of_the_whole_head(
     ranks: Processes, sizes: list[int], dtype: str, tolerance: float

@@ -47,6 +47,7 @@ class Clipped:
         gains_T = (batch.advantages_T * ratio_T).minimum(batch.advantages_T * ratio_T.clamp(0.8, 1.2))
         if batch.ref_logprobs_T is not None:
             gains_T = gains_T - 0.1 * (batch.logprobs_T - batch.ref_logprobs_T) ** 2
+        gains_T = gains_T + 0.1 * batch.entropy_T
         return LossSums(
             loss=-(batch.mask_T * gains_T).sum(),
             metrics={

@@ -1,0 +1,133 @@
+"""Which columns of a data set make the prompt, and which one is the answer: named in the configuration, or found.
+
+| layout | prompt | answer |
+|---|---|---|
+| GSM8K | `question` | `answer` |
+| DeepScaleR, AIME | `problem` | `answer`, else `solution` |
+| TRL | `prompt`, text or messages | `answer`, `solution`, `label` or `ground_truth` |
+| verl | `prompt`, messages | `reward_model.ground_truth` |
+
+Names are found in any case (`Problem`). Whatever else a row has stays in it, for the scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Final
+
+from asyncflow.data.datasets import Row
+from asyncflow.types import UserError
+
+READY_PROMPT: Final = "prompt"
+"""A column of this name is a prompt as it stands: text, or a conversation."""
+QUESTIONS: Final = ("question", "problem")
+"""A column of these is a question, which becomes a prompt by a line end behind it."""
+ANSWERS: Final = ("answer", "solution", "label", "ground_truth")
+ANSWER: Final = "answer"
+"""The column that a scorer finds the answer in, whatever the data set calls it."""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where a data set's prompts and answers are. A prompt is `template` filled in, or else what column `prompt` holds; `answer` is
+    None where no column was found."""
+
+    template: str | None
+    prompt: str | None
+    answer: str | None
+
+    def prompt_of(self, row: Row) -> str | list[Message]:
+        """A row's prompt: text, or a conversation as messages. Raises `LookupError` naming a column that is not there."""
+        if self.template is not None:
+            return self.template.format_map(row)
+        assert self.prompt is not None
+        value = _value(row, self.prompt)
+        if _is_conversation(value):
+            return [dict(message) for message in value]
+        if not isinstance(value, str):
+            raise TypeError(f"column {self.prompt!r} is neither text nor a list of messages with role and content")
+        return value if _last(self.prompt).lower() == READY_PROMPT else f"{value}\n"
+
+    def example_of(self, row: Row) -> Row:
+        """What a scorer sees of a row: all of its columns, and the answer in `ANSWER`."""
+        return dict(row) if self.answer in (None, ANSWER) else {**row, ANSWER: _value(row, self.answer or "")}
+
+
+def find_columns(
+    rows: Sequence[Row], path: str, *, template: str | None = None, prompt: str | None = None, answer: str | None = None
+) -> Columns:
+    """The columns of a data set, with what the configuration says of them. Every row has them.
+
+    Raises `UserError` where a row lacks a column, or none is found for the prompt, naming those that there are.
+    """
+    first = rows[0]
+    if template is None and prompt is None:
+        prompt = _found(first, (READY_PROMPT, *QUESTIONS))
+        if prompt is None:
+            raise UserError(
+                f"{path} has none of the columns {', '.join((READY_PROMPT, *QUESTIONS))}, but {_named(first)}: say by "
+                f"data.prompt_column, or by data.prompt_template, which make the prompt"
+            )
+    if answer is None:
+        is_verl = isinstance(first.get("reward_model"), Mapping) and "ground_truth" in first["reward_model"]
+        answer = "reward_model.ground_truth" if is_verl else _found(first, ANSWERS)
+    columns = Columns(template, prompt, answer)
+    needed = template_columns(template) if template is not None else [prompt or ""]
+    for number, row in enumerate(rows, 1):
+        for column in [*needed, *([answer] if answer is not None else [])]:
+            try:
+                _value(row, column)
+            except LookupError as error:
+                raise UserError(f"row {number} of {path} has no column {column!r}; it has {_named(row)}") from error
+        try:
+            columns.prompt_of(row)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UserError(f"row {number} of {path} makes no prompt: {error}") from error
+    return columns
+
+
+def template_columns(template: str) -> list[str]:
+    """The columns that a prompt template names. Raises `UserError` if it is no template."""
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise UserError(f"data.prompt_template {template!r} cannot be parsed: {error}; write {{{{ for a literal brace") from error
+    odd = [name for name in fields if not name or any(mark in name for mark in ".[")]
+    if odd:  # an attribute of Python's, or a position
+        raise UserError(f"data.prompt_template {template!r} names {odd[0]!r}, which is no column; write {{{{ for a literal brace")
+    return fields
+
+
+def _found(row: Row, names: Sequence[str]) -> str | None:
+    """The first of the names that the row has, spelled as it spells it."""
+    spelled = {column.lower(): column for column in reversed(list(row))}
+    return next((name if name in row else spelled[name] for name in names if name in spelled), None)
+
+
+def _value(row: Row, column: str) -> Any:
+    """What a column holds; `a.b` is the field b of the column a, where no column is called that."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise LookupError(column)
+        value = value[part]
+    return value
+
+
+def _last(column: str) -> str:
+    return column.rpartition(".")[2]
+
+
+def _is_conversation(value: Any) -> bool:
+    has_messages = isinstance(value, list) and bool(value)
+    return has_messages and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
+
+
+def _named(row: Row) -> str:
+    return ", ".join(sorted(row)) or "none"

@@ -1,0 +1,54 @@
+"""A sequence classifier with one label, as a reward: the logit that it gives a prompt with its response.
+
+consumes: token ids
+waits for: nothing but the call before it (one compute thread, which is also the engine's lock)
+is unblocked by: each call as it comes
+
+One sequence at a time and nothing padded, so that a reward does not depend on what it happens to be computed with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from asyncflow.engines.devices import check_device
+from asyncflow.threads import ComputeThread
+from asyncflow.types import Array, UserError
+
+
+class RewardModelEngine:
+    """Implements `ClassifierEngine`."""
+
+    def __init__(self, model_path: Path | str, *, device: str, dtype: str, num_threads: int) -> None:
+        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be computed here."""
+        check_device(device, "reward.model.device")
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                str(model_path), dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(f"the reward model {model_path} cannot be loaded: {error}") from error
+        if model.config.num_labels != 1:
+            raise UserError(f"the reward model {model_path} has {model.config.num_labels} labels: a reward is one number")
+        self._model = model.to(device).eval().requires_grad_(False)
+        self._device = torch.device(device)
+        self._longest = getattr(model.config, "max_position_embeddings", None)
+        self._thread = ComputeThread("reward-model", setup=lambda: torch.set_num_threads(num_threads))
+
+    async def score(self, token_ids: Array) -> float:
+        """See `ClassifierEngine.score`."""
+        if not len(token_ids) or (self._longest is not None and len(token_ids) > self._longest):
+            raise ValueError(f"{len(token_ids)} tokens, and the reward model takes 1 to {self._longest}")
+        return await self._thread.run(self._score, token_ids)
+
+    async def close(self) -> None:
+        """See `ClassifierEngine.close`."""
+        self._thread.close()
+
+    @torch.inference_mode()
+    def _score(self, token_ids: Array) -> float:
+        ids_BT = torch.from_numpy(token_ids).to(self._device)[None]
+        return float(self._model(input_ids=ids_BT, use_cache=False).logits[0, 0])

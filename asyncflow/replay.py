@@ -1,0 +1,242 @@
+"""A step of a run, trained again from its kept batch: the run's own loops, without anybody who generates.
+
+    RUN/batches/step-s      --+
+    RUN/checkpoints/step-c  --+--> a run of the steps c to s in a scratch folder --> metrics, fingerprints --> beside the run's own
+    (or the model it began with)
+
+Rows enter the queue complete, as those do that an earlier life of a run has left, so ledger, schedule, turns and engines are what
+they were. Where engines that sample are not deterministic, this is how a step can be looked at again.
+
+consumes: a run's folder, which it leaves as it is
+waits for: the trainers
+is unblocked by: their last commit
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncflow.build.fleet import workers
+from asyncflow.build.life import Begun, Life, Prepare
+from asyncflow.build.prepare import Prepared
+from asyncflow.build.record import RecordState
+from asyncflow.build.resume import DriverState, Resumed, SavedPrompt, metrics_of
+from asyncflow.build.workers import JobFile
+from asyncflow.checkpoint.folder import Checkpoints
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.config import Config, dump, load, parse
+from asyncflow.job import Job, Listener
+from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, RunDir
+from asyncflow.settings import apply_override
+from asyncflow.telemetry.batches import joined, kept_steps, read_batch
+from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
+from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.types import Batch, RunError, UserError
+from asyncflow.workflows.samples import Prompt
+
+TRAINING = ("policy/", "importance_weight/", "mismatch/", "reward/", "response_length/", "staleness/", "rows/trained", "rows/empty")
+"""Metrics that follow from a batch and the weights before it."""
+_NOT_NEEDED = ("rollout/", "reward", "reference")  # workers whose columns are in the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is trained again. `first`: the step whose weights are loaded, from `checkpoint`, or from the model the run began with;
+    `batches`: by step, up to the one asked for. `is_exact`: the weights are those before the first of them."""
+
+    step: int
+    first: int
+    checkpoint: Path | None
+    model: Path
+    batches: Mapping[int, Batch]
+    is_exact: bool
+    weights_of: int
+
+    def line(self) -> str:
+        """What is said of it."""
+        weights = (
+            f"the checkpoint {self.checkpoint}"
+            if self.checkpoint is not None
+            else f"the model that the run began with, {self.model}"
+        )
+        between = [str(step) for step in self.batches if step < self.step]
+        before = f", and trains step{'s' * (len(between) > 1)} {', '.join(between)} before it" if between else ""
+        return f"replay of step {self.step}: begins with {weights}{before}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The replay beside the run. `metrics`: by name, the run's (None if it has none) and the replay's; `tensors`: those whose bits
+    differ after the step, None where the run kept no fingerprints; `losses`: (micro-batches with the same loss, all), or None."""
+
+    metrics: Mapping[str, tuple[float | None, float]]
+    tensors: tuple[str, ...] | None
+    losses: tuple[int, int] | None
+
+    @property
+    def is_equal(self) -> bool:
+        """To the bit, in all that there is to compare."""
+        same = all(
+            theirs is None or theirs == mine or (theirs != theirs and mine != mine) for theirs, mine in self.metrics.values()
+        )
+        return same and not self.tensors and (self.losses is None or self.losses[0] == self.losses[1])
+
+
+def plan_replay(run_dir: Path, step: int) -> Plan:
+    """What of a run's folder a step is trained again from. Raises `UserError` where its batch was not kept."""
+    if not RunDir(run_dir).is_run():
+        raise UserError(f"{run_dir} holds no run")
+    kept = kept_steps(run_dir)
+    if step not in kept:
+        there = f"kept are steps {', '.join(map(str, kept))}" if kept else "none is kept: set telemetry.keep_batches before the run"
+        raise UserError(f"{run_dir} has no batch of step {step}; {there}")
+    checkpoints, model = Checkpoints(RunDir(run_dir).checkpoints, 1), _model_of(run_dir)
+    first, checkpoint = 0, None
+    for version in reversed([version for version in checkpoints.versions() if version <= step]):
+        try:
+            checkpoints.check(version)
+        except RunError:
+            continue
+        first, checkpoint = version, checkpoints.path(version)
+        break
+    is_exact = all(between in kept for between in range(first, step))
+    steps = range(first, step + 1) if is_exact else [step]
+    return Plan(step, steps[0], checkpoint, model, {s: read_batch(run_dir, s) for s in steps}, is_exact, first)
+
+
+def replay_config(run_dir: Path, plan: Plan, scratch: Path, overrides: Sequence[str] = ()) -> Config:
+    """The run's configuration, for its steps to be trained again on this machine."""
+    tree = load(run_dir / CONFIG_FILE).model_dump(mode="json")
+    tree["run"] |= {"name": "replay", "dir": str(scratch), "steps": plan.step + 1, "overwrite": True}
+    tree["model"]["path"] = str(plan.model)
+    tree["rollout"] |= {"num_workers": 1, "engine": "slots"}
+    tree["telemetry"] |= {"trackers": [], "samples_per_step": 0, "fingerprints": True, "keep_batches": 0}
+    tree["eval"]["path"] = None
+    tree |= {"queue": {}, "weight_sync": {}, "checkpoint": {"keep": 0}, "cluster": "local"}
+    for override in overrides:
+        apply_override(tree, override)
+    return parse(tree)
+
+
+def _model_of(run_dir: Path) -> Path:
+    try:
+        model = Path(msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile).model)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{run_dir / JOB_FILE} does not say which model the run began with: {error}") from error
+    initial = RunDir(run_dir).initial_model  # the run's folder may have been moved
+    model = initial if initial.is_dir() else model
+    if not (model / "config.json").is_file():
+        raise UserError(f"the model that the run began with, {model}, is not there any more")
+    return model
+
+
+class ReplayJob(Job):
+    """A run whose rows are there already."""
+
+    def __init__(self, config: Config, plan: Plan, listener: Listener | None = None) -> None:
+        super().__init__(config, listener)
+        self._plan = plan
+        self._life = ReplayLife(config, self.listener.says, plan)
+
+    def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
+        specs = workers(self.config, weights_dir, is_training=True, are_trainers_there=False)
+        return [spec for spec in specs if not spec.name.startswith(_NOT_NEEDED)]
+
+    async def start(self) -> None:
+        """See `Job.start`; then rows that the run had given up are given up again, as soon as their groups are admitted."""
+        await super().start()
+        assert self.driver is not None
+        for step, batch in self._plan.batches.items():
+            self.driver.beside(self._give_up_missing(step, batch))
+
+    async def _give_up_missing(self, step: int, batch: Batch) -> None:
+        driver, there = self.driver, set(batch.indices.tolist())
+        assert driver is not None
+        first_rows = [group << driver.shape.group_bits for group in batch.groups.tolist()]
+        missing = [row for first in first_rows for row in range(first, first + driver.shape.group_size) if row not in there]
+        if missing:
+            while not driver.ledger.ledger.is_open(step):
+                if driver.ledger.is_stopping:
+                    return
+                await asyncio.sleep(0.05)
+            why = "the run gave it up"
+            driver.ledger.give_up([DeadRow(row >> driver.shape.group_bits, row, why) for row in missing])
+            await driver.queue.filter(missing, why)
+
+    def _rescue_model(self, driver: Any) -> None:
+        """The model is of no use to anybody."""
+
+    def _write_report(self) -> None:
+        """Nor is a report."""
+
+
+class ReplayLife(Life):
+    """What a replay begins with, in a scratch folder: no data set, and rows that are complete."""
+
+    def __init__(self, config: Config, says: Callable[[str], None], plan: Plan) -> None:
+        super().__init__(config, says, resume=False)
+        self._plan = plan
+
+    async def begin(self, prepare: Prepare) -> Begun:
+        """See `Life.begin`."""
+        config, plan = self._config, self._plan
+        self._folder.claim(dump(config))
+        self.weights_dir = self._folder.make_weights_dir()
+        self.rows = {step: {} for step in range(plan.first)}  # what a run counts its steps by
+        steps = {step: _prompts_of(batch) for step, batch in plan.batches.items()}
+        prompts = [prompt for groups in steps.values() for prompt in groups.values()]
+        longest = max(len(prompt.ids) for prompt in prompts) + config.rollout.max_new_tokens
+        prepared = Prepared(plan.model, prompts, [], config.model.max_context_tokens or longest)
+        state = DriverState(
+            version=plan.first,
+            config="",
+            data="",
+            position=0,
+            pushed=[],
+            steps={s: {group: SavedPrompt(p.ids.tolist(), {}) for group, p in groups.items()} for s, groups in steps.items()},
+            record=RecordState(),
+        )
+        checkpoint = str(plan.checkpoint.resolve()) if plan.checkpoint is not None else ""
+        self.tell_workers(
+            JobFile(str(plan.model.resolve()), prepared.max_context, str(self.weights_dir), first=plan.first, checkpoint=checkpoint)
+        )
+        folder = plan.checkpoint or self._folder.path
+        return Begun(prepared, Resumed(folder, state, joined([_rows_alone(batch) for batch in plan.batches.values()])))
+
+
+def _prompts_of(batch: Batch) -> dict[int, Prompt]:
+    """By group, in the order in which they were trained."""
+    ids = batch.ragged("prompt_ids")
+    return {group: Prompt(ids[i], {}) for i, group in enumerate(batch.groups.tolist())}
+
+
+def _rows_alone(batch: Batch) -> Batch:
+    """Without the columns of groups."""
+    columns = {name: values for name, values in batch.columns.items() if name != "prompt_ids"}
+    return Batch(batch.indices, np.empty(0, np.int64), columns)
+
+
+def compare(run_dir: Path, replayed: Path, plan: Plan, row: Mapping[str, float]) -> Comparison:
+    """What came of the step in the run, and what comes of it now. `row`: the replay's metrics."""
+    of_run = next((other for other in metrics_of(run_dir) if other["step"] == plan.step), {})
+    metrics = {name: (of_run.get(name), value) for name, value in row.items() if name.startswith(TRAINING)}
+    theirs = _print_of(run_dir, plan.step) if (run_dir / FINGERPRINTS_FILE).exists() else None
+    mine = _print_of(replayed, plan.step)
+    if theirs is None or mine is None:
+        return Comparison(metrics, None, None)
+    names = sorted(theirs.tensors.keys() | mine.tensors.keys())
+    different = tuple(name for name in names if theirs.tensors.get(name) != mine.tensors.get(name))
+    losses = [(group.group, i, loss) for group in theirs.groups for i, loss in enumerate(group.losses)]
+    now = {(group.group, i, loss) for group in mine.groups for i, loss in enumerate(group.losses)}
+    return Comparison(metrics, different, (sum(loss in now for loss in losses), len(losses)))
+
+
+def _print_of(run_dir: Path, step: int) -> StepPrint | None:
+    return next((line for line in read_fingerprints(run_dir / FINGERPRINTS_FILE) if line.step == step), None)

@@ -1,0 +1,175 @@
+"""One sample in a process of its own: a fork of the one that the scorers were built in, which ends with the sample.
+
+consumes: a sample
+waits for: the child's answer, at most `deadline_seconds`
+is unblocked by: the answer, the child's end, too much of output, or the deadline
+
+Whatever scoring did, to modules, to globals, to a cache, is gone with the child; so are processes that it started, for the child
+has a process group of its own. What the child prints is kept here, the end of it, as its last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from asyncflow.rewards.messages import Failed, Reply, Scored, frame
+from asyncflow.rewards.processes import die_with_parent, limit_memory, limit_output
+
+LAST_WORDS_BYTES: Final = 4096
+MAX_ANSWER_BYTES: Final = 1 << 20
+LOOK_AGAIN_SECONDS: Final = 0.02  # for the child's end, where the kernel does not tell of it
+
+_decoder = msgspec.msgpack.Decoder(Scored | Failed)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one sample."""
+
+    deadline_seconds: float
+    memory_bytes: int
+    output_bytes: int
+
+
+def in_child(work: Callable[[], Reply], limits: Limits, who: str, not_for_child: tuple[int, ...]) -> Reply:
+    """What `work` says, called in a fork of this process. `not_for_child`: file descriptors that the child does not get."""
+    answers, answer = os.pipe()
+    words, word = os.pipe()
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        for descriptor in (answers, words, *not_for_child):
+            os.close(descriptor)
+        _score(work, limits, own, answer, word)
+    os.close(answer)
+    os.close(word)
+    with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: whoever comes first
+        os.setpgid(child, child)
+    watch = _Watch(child, answers, words, limits, who)
+    try:
+        return watch.reply()
+    finally:
+        watch.end()
+
+
+def _score(work: Callable[[], Reply], limits: Limits, parent: int, answer: int, word: int) -> None:
+    """The child. It never returns: what comes after the fork is its parent's to do."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        die_with_parent(parent)
+        os.dup2(word, 1)
+        os.dup2(word, 2)
+        limit_memory(limits.memory_bytes)
+        limit_output(limits.output_bytes)
+        own = os.getpid()
+        reply = frame(work())
+        if os.getpid() == own:  # else it is a child that the scorer forked and that came back: the answer is not its to give
+            while reply:
+                reply = reply[os.write(answer, reply) :]
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        os._exit(status & 0xFF)
+
+
+class _Watch:
+    """The parent's view of a child."""
+
+    def __init__(self, child: int, answers: int, words: int, limits: Limits, who: str) -> None:
+        self._child, self._answers, self._words = child, answers, words
+        self._limits, self._who = limits, who
+        self._deadline = time.monotonic() + limits.deadline_seconds
+        self._received, self._last_words, self._printed = bytearray(), bytearray(), 0
+        self._ended = os.pidfd_open(child) if hasattr(os, "pidfd_open") else None
+        os.set_blocking(answers, False)
+        os.set_blocking(words, False)
+        self._poll = select.poll()
+        for descriptor in (answers, words, self._ended):
+            if descriptor is not None:
+                self._poll.register(descriptor, select.POLLIN)
+
+    def reply(self) -> Reply:
+        """The child's answer, or why there is none."""
+        while True:
+            has_ended = self._wait()
+            self._read_words()
+            is_whole = self._read_answer()
+            if is_whole:
+                with contextlib.suppress(msgspec.DecodeError):
+                    return _decoder.decode(memoryview(self._received)[4:])
+            if is_whole or len(self._received) > MAX_ANSWER_BYTES:
+                return self._failed("invalid", "sent what is no answer")
+            if self._printed > self._limits.output_bytes:
+                return self._failed("output", f"printed more than {self._limits.output_bytes} bytes and was killed")
+            if has_ended:
+                return self._death()
+            if time.monotonic() >= self._deadline:
+                seconds = f"{self._limits.deadline_seconds:g} s"
+                return self._failed("timeout", f"gave no answer within {seconds} and was killed")
+
+    def end(self) -> None:
+        """Kill what is left of the child's group, and let the child go. Its id is not free before that."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child, signal.SIGKILL)
+        os.waitpid(self._child, 0)
+        for descriptor in (self._answers, self._words, self._ended):
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _wait(self) -> bool:
+        """Until there is something to read, the child has ended, or its time is over. Whether it has ended."""
+        seconds = max(0.0, self._deadline - time.monotonic())
+        self._poll.poll(1000 * (seconds if self._ended is not None else min(seconds, LOOK_AGAIN_SECONDS)))
+        return os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def _read_answer(self) -> bool:
+        """Whether there is a whole frame."""
+        self._received += self._read(self._answers, MAX_ANSWER_BYTES)
+        length = int.from_bytes(self._received[:4], "big")
+        return len(self._received) >= 4 and 4 + min(length, MAX_ANSWER_BYTES) <= len(self._received)
+
+    def _read_words(self) -> None:
+        words = self._read(self._words, 1 << 16)
+        self._printed += len(words)
+        self._last_words = (self._last_words + words)[-LAST_WORDS_BYTES:]
+
+    def _read(self, descriptor: int, most: int) -> bytes:
+        try:
+            found = os.read(descriptor, most)
+        except BlockingIOError:
+            return b""
+        if not found:  # its end: nothing to be told of any more
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(descriptor)
+        return found
+
+    def _death(self) -> Failed:
+        how = os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT)
+        assert how is not None
+        if how.si_code == os.CLD_EXITED:
+            return self._failed("exited", f"exited with status {how.si_status}")
+        # Nobody here has killed it yet, so a SIGKILL is the kernel's, and its reason is memory.
+        kind = "memory" if how.si_status == signal.SIGKILL else "exited"
+        return self._failed(kind, f"was killed by {signal.Signals(how.si_status).name}")
+
+    def _failed(self, kind: str, what: str) -> Failed:
+        self._read_words()
+        words = self._last_words.decode(errors="replace").strip()
+        return Failed(kind, f"{self._who}: its process {what}" + (f"; its last words: {words}" if words else ""))

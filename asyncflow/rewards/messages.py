@@ -1,0 +1,60 @@
+"""What a reward pool and its workers say to each other: a 4-byte big-endian length and a msgpack message."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from asyncflow.rewards.base import Part, Sample
+
+MAX_FRAME_BYTES = 1 << 28
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """What to build. `memory_bytes`: the address space that scoring may add to what the built scorers already have;
+    `output_bytes`: what scoring a sample may print, and write to a file."""
+
+    parts: list[Part]
+    deadline_seconds: float
+    memory_bytes: int
+    output_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The scorers are built. `has_deadline`: the worker itself ends a sample in time, and lives on."""
+
+    has_deadline: bool
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """A scorer cannot be imported or built; `message` follows "the scorer ..."."""
+
+    scorer: str
+    message: str
+
+
+class Scored(msgspec.Struct, frozen=True, tag=True):
+    """What the parts gave, in order, and their weighted sum, which is finite. None: nothing to say."""
+
+    reward: float | None
+    parts: list[float | None]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """No reward: `kind` as `RewardFailure` has it."""
+
+    kind: str
+    message: str
+
+
+Reply = Ready | Broken | Scored | Failed
+Message = TypeVar("Message", Setup, Sample)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """The message as it goes over a pipe. Raises `ValueError` if it is too large for one frame."""
+    payload = msgspec.msgpack.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(payload)} bytes does not fit a frame of {MAX_FRAME_BYTES}")
+    return len(payload).to_bytes(4, "big") + payload

@@ -1,0 +1,88 @@
+"""Reward functions as they are written elsewhere, called with one sample.
+
+    AsyncFlow   f(sample)                                                            -> float | None
+    TRL         f(prompts, completions, **columns)                                   -> [float | None]
+    verl        f(data_source, solution_str, ground_truth, extra_info)               -> float | {"score": float, ...}
+
+Told apart by the names of their parameters; each may be `async`. Options of the configuration are further arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asyncflow.rewards.answers import reference
+from asyncflow.rewards.base import Sample
+
+# What TRL leaves out of the columns that it hands over.
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+class Adapted(NamedTuple):
+    """A reward function: what to call with a sample, and where the reward is in what it returns, or what comes of awaiting that."""
+
+    call: Callable[[Sample], Any]
+    reward_in: Callable[[Any], Any]
+
+
+def adapted(target: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
+    """`target` with its options, to be called with a sample."""
+    parameters = _parameters(target)
+    bound = functools.partial(target, **options) if options else target
+    if "completions" in parameters:
+        return Adapted(functools.partial(_as_trl, bound, parameters), _only_one)
+    if "solution_str" in parameters:
+        return Adapted(functools.partial(_as_verl, bound, parameters), _score_in)
+    return Adapted(bound, lambda returned: returned)
+
+
+def _only_one(returned: Any) -> Any:
+    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
+        raise ValueError(f"for one completion it must return a list of one reward, not {returned!r:.100}")
+    return returned[0]
+
+
+def _score_in(returned: Any) -> Any:
+    """verl takes a mapping with a score and whatever else is to be shown."""
+    return returned["score"] if isinstance(returned, Mapping) else returned
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):  # a callable of C code that does not say
+        return {}
+
+
+def _takes(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that a function has parameters for; all, if it takes any."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _as_trl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], sample: Sample) -> Any:
+    """A batch of one. A row whose `prompt` is a list of messages is conversational, and so is the completion then."""
+    prompt, completion = sample.example.get("prompt"), sample.response
+    is_conversational = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    columns = {name: [value] for name, value in sample.example.items() if name not in _NOT_COLUMNS}
+    batch = {
+        "prompts": [prompt if is_conversational else sample.prompt],
+        "completions": [[{"role": "assistant", "content": completion}] if is_conversational else completion],
+        "completion_ids": [list(sample.token_ids)],
+    }
+    return function(**_takes(parameters, {**columns, **batch}))
+
+
+def _as_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], sample: Sample) -> Any:
+    extra = sample.example.get("extra_info")
+    arguments = {
+        "data_source": sample.example.get("data_source", "unknown"),
+        "solution_str": sample.response,
+        "ground_truth": reference(sample),
+        "extra_info": dict(extra) if isinstance(extra, Mapping) else {},
+    }
+    return function(**_takes(parameters, arguments))

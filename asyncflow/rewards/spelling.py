@@ -1,0 +1,360 @@
+r"""Numbers as people, models and LaTeX write them, exactly.
+
+    $1,234.50    \frac{3}{4}    1 1/2    75\%    3 \times 10^{4}    0.\overline{3}    twelve    2.5 million    18 dollars
+
+`quantity` reads a text that is one number, perhaps with a sign of currency, a percent sign or a unit, and nothing else. No text is
+executed: a recursive descent over a small grammar, in exact fractions, with bounds on every exponent.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+MAX_CHARACTERS: Final = 200
+MAX_EXPONENT: Final = 64
+MAX_DIGITS: Final = 60
+MAX_DEPTH: Final = 20
+
+
+class Quantity(NamedTuple):
+    """`unit`: what stands beside the number, in one spelling, "" if nothing does. A percentage is its number, not a hundredth."""
+
+    value: Fraction
+    unit: str = ""
+    is_percent: bool = False
+
+
+def quantity(text: str) -> Quantity | None:
+    """The number that a text is. None: it is none, or more than one."""
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = plain(text)
+    if "=" in text:  # x = 5
+        if _MORE_THAN_ONE.search(text):
+            return None
+        text = text.rpartition("=")[2].strip()
+    found = _without_unit(text)
+    if found is None:
+        return None
+    text, unit, is_percent = found
+    value = _spelled_out(text) if text and text[0].isalpha() else _value(text)
+    return None if value is None else Quantity(value, unit, is_percent)
+
+
+def are_equal(found: Quantity, expected: Quantity, *, relative_tolerance: float = 0.0) -> bool:
+    """Whether they are the same. A unit counts where both have one, and where it may be the name of a variable that was expected;
+    where one alone is a percentage, 50% is 50 and 0.5."""
+    if found.unit != expected.unit and ((found.unit and expected.unit) or (len(expected.unit) == 1 and expected.unit.isalpha())):
+        return False
+    if _close(found.value, expected.value, relative_tolerance):
+        return True
+    if found.is_percent == expected.is_percent:
+        return False
+    percent, other = (found, expected) if found.is_percent else (expected, found)
+    return _close(percent.value / 100, other.value, relative_tolerance)
+
+
+def plain(text: str) -> str:
+    """A text without what LaTeX, Markdown and typography put around an answer, its fractions as (a)/(b)."""
+    text = _SUPERSCRIPTS.sub(lambda found: f"^({unicodedata.normalize('NFKC', found[0])})", text)
+    text = _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])}", text)
+    text = unicodedata.normalize("NFKC", text)
+    for pattern, replacement in _TYPOGRAPHY:
+        text = pattern.sub(replacement, text)
+    for _ in range(MAX_DEPTH):  # from the inside out
+        text, count = _WRAPPED.subn(r"\1", text)
+        text, others = _FRACTION.subn(_as_ratio, text)
+        if not count + others:
+            break
+    text = " ".join(text.split())
+    while len(text) > 1 and (text[0], text[-1]) in _AROUND:
+        text = text[1:-1].strip()
+    return _TRAILING.sub("", text).strip()
+
+
+# -- units ----------------------------------------------------------------------------------------------------------------------
+
+_SAME_UNITS: Final = {
+    "$": ("dollar", "usd", "us$", "us dollar", "u s dollar", "buck"),
+    "€": ("euro", "eur"),
+    "£": ("pound sterling", "gbp"),
+    "¥": ("yen", "jpy", "yuan", "cny"),
+    "₹": ("rupee", "inr"),
+    "¢": ("cent",),
+    "°": ("degree", "deg"),
+    "°c": ("degree celsius", "degrees celsius", "celsius"),
+    "°f": ("degree fahrenheit", "degrees fahrenheit", "fahrenheit"),
+    "mm": ("millimeter", "millimetre"),
+    "cm": ("centimeter", "centimetre"),
+    "m": ("meter", "metre"),
+    "km": ("kilometer", "kilometre"),
+    "in": ("inch", "inche"),
+    "ft": ("foot", "feet"),
+    "mi": ("mile",),
+    "yd": ("yard",),
+    "g": ("gram", "gramme"),
+    "kg": ("kilogram", "kilo"),
+    "lb": ("pound",),
+    "oz": ("ounce",),
+    "l": ("liter", "litre"),
+    "s": ("second", "sec"),
+    "min": ("minute",),
+    "h": ("hour", "hr"),
+    "mph": ("mile per hour", "miles per hour", "mi/h"),
+    "km/h": ("kilometer per hour", "kilometers per hour", "kph", "kmh"),
+}
+_UNIT_OF: Final = {other: unit for unit, others in _SAME_UNITS.items() for other in others} | {unit: unit for unit in _SAME_UNITS}
+_CURRENCY_FIRST = re.compile(r"([-+]?)\s*(US\$|[$€£¥₹]|(?:USD|EUR|GBP|JPY|CNY|INR)\b)\s*", re.IGNORECASE)
+_PERCENT = re.compile(r"(?:%|\s*(?:percent|per cent|pct|percentage points?)\.?)$", re.IGNORECASE)
+# Words that follow a number, with quotients, a power and dots among them. An exponent (1e-3) is none.
+_UNIT = re.compile(
+    r"(?<=[\d).])\s*(?![eE][-+]?\d)"
+    r"(?P<unit>(?:[°¢$€£¥₹][CF]?|[A-Za-z][A-Za-z.\-']*)(?:(?:\s+|\s*/\s*)[A-Za-z][A-Za-z.\-']*){0,4}(?:\^?\(?[23]\)?)?)$"
+)
+# What a number is multiplied by, or joined with, is no unit of it.
+_NO_UNITS: Final = frozenset(
+    ["pi", "sin", "cos", "tan", "log", "exp", "sqrt", "mod", "and", "or", "to", "not", "theta", "alpha", "beta", "lambda"]
+)
+_SCALE: Final = {"hundred": 10**2, "thousand": 10**3, "k": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+
+
+def _without_unit(text: str) -> tuple[str, str, bool] | None:
+    """A number alone, its unit, and whether it is a percentage. A scale stays with the number, as a product. None: what stands
+    beside the number is more than a unit."""
+    units: list[str | None] = []
+    if found := _CURRENCY_FIRST.match(text):
+        units.append(_one_spelling(found[2]))
+        text = found[1] + text[found.end() :]
+    shorter = _PERCENT.sub("", text)
+    is_percent, text = shorter != text, shorter.strip()
+    if not is_percent and (found := _UNIT.search(text)):
+        first, _, rest = found["unit"].partition(" ")
+        if first.lower() in _SCALE:
+            text = f"({text[: found.start()].strip()})*{_SCALE[first.lower()]}"
+        else:
+            rest, text = found["unit"], text[: found.start()]
+        if rest:
+            units.append(_one_spelling(rest))
+    if None in units or len(set(units)) > 1:
+        return None
+    return text.strip(), (units[0] or "") if units else "", is_percent
+
+
+def _one_spelling(unit: str) -> str | None:
+    """The name of a unit, however it is written. None: it is no unit, but perhaps a variable."""
+    unit = re.sub(r"[\s.()]+", " ", unit.lower()).strip().removeprefix("of ")
+    unit = unit.replace("square ", "sq ").replace("cubic ", "cu ")
+    if found := re.fullmatch(r"(.+?)\s?\^?\s?([23])", unit):  # m^2, cm2
+        unit = f"{'sq' if found[2] == '2' else 'cu'} {found[1].strip()}"
+    if not unit or _NO_UNITS & set(unit.split()):
+        return None
+    whole = _UNIT_OF.get(unit) or _UNIT_OF.get(_singular(unit))
+    if whole is not None:
+        return whole
+    words = [_UNIT_OF.get(word) or _UNIT_OF.get(_singular(word)) or _singular(word) for word in unit.split()]
+    is_short = all(len(word) < 3 and word not in _UNIT_OF and word not in ("sq", "cu") for word in words)
+    return None if is_short else " ".join(words)
+
+
+def _singular(word: str) -> str:
+    return re.sub(r"(?<=[a-rt-z][a-rt-z])s$", "", word)
+
+
+# -- typography -----------------------------------------------------------------------------------------------------------------
+
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+_SUPERSCRIPTS = re.compile("[⁺⁻]?[⁰¹²³⁴-⁹]+")
+_TYPOGRAPHY: Final = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"[\u2212\u2010-\u2015\uFE63]", "-"),
+        (r"[\u2044\u2215]", "/"),
+        (r"\u00d7|\\times|\\cdot|\\ast|·", "*"),
+        (r"\u00f7|\\div(?![a-z])", "/"),
+        (r"\\!", ""),
+        (r"\\[,;:> ]|\\q?quad|~|\\(?:left|right|displaystyle|bigl|bigr|big)(?![a-z])", " "),
+        (r"\\\$|\\text(?:dollar|sterling)", "$"),
+        (r"\\%", "%"),
+        (r"\\#", "#"),
+        (r"\{,\}", ","),
+        (r"(?<=\d),[ ](?=\d{3}(?!\d))", ","),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", "*"),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\u00ba", "°"),
+        (r"\\[dtc]frac", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\[()\[\]]", ""),
+        (r"\$\$", ""),
+        (r"\*\*+|__+|`", ""),
+        (r"\\(?:approx|sim)|≈", "="),
+        (r"\\pi|π", " pi"),
+    )
+]
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|boxed|fbox|mathit|textit|rm|bf|operatorname|emph)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"(?P<whole>\d\s*)?\\frac\s*\{(?P<above>[^{}]*)\}\s*\{(?P<below>[^{}]*)\}")
+_AROUND: Final = (("$", "$"), ('"', '"'), ("'", "'"), ("*", "*"))
+_MORE_THAN_ONE = re.compile(r"[<>!≤≥≠;]|,\s*[A-Za-z]")
+_TRAILING = re.compile(r"[\s.,;:?]+$")  # an exclamation mark is a factorial
+
+
+def _as_ratio(found: re.Match[str]) -> str:
+    ratio = f"(({found['above']})/({found['below']}))"
+    return f"{found['whole'].strip()} {ratio}" if found["whole"] else ratio
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------------------
+
+# Thousands end where commas, or thin or plain spaces, say so; or full stops, of which there are two or more.
+_NUMBER = re.compile(
+    r"""(?P<grouped>\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ ]\d{3})+(?![\d/])|\d{1,3}(?:_\d{3})+(?!\d)) (?P<more>\.\d+)?
+    | (?P<stops>\d{1,3}(?:\.\d{3}){2,}(?!\d))
+    | (?P<repeating>\d*\.\d*)\\overline\{(?P<again>\d+)\}
+    | (?P<simple>\d+\.?\d*|\.\d+) (?:[eE](?P<exponent>[-+]?\d{1,3}))?""",
+    re.VERBOSE,
+)
+
+
+class _NoNumber(Exception):
+    pass
+
+
+def _value(text: str) -> Fraction | None:
+    if sum(character.isdigit() for character in text) > MAX_DIGITS:
+        return None
+    try:
+        return _Expression(text).whole()
+    except (_NoNumber, ZeroDivisionError, RecursionError):
+        return None
+
+
+class _Expression:
+    """sum: product, then + or - and another; product: power, then * or / and another; power: signed atom, then ^ and a whole
+    number; atom: a number, a mixed number (1 1/2), or a sum in brackets."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._depth = text.replace("{", "(").replace("}", ")").replace("\\overline(", "\\overline{"), 0, 0
+        if "\\overline{" in self._text:
+            self._text = re.sub(r"(\\overline\{\d+)\)", r"\1}", self._text)
+
+    def whole(self) -> Fraction:
+        value = self._sum()
+        self._space()
+        if self._at < len(self._text):
+            raise _NoNumber
+        return value
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while sign := self._one_of("+-"):
+            value += self._product() * (1 if sign == "+" else -1)
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._power()
+        while operator := self._one_of("*/"):
+            other = self._power()
+            value = value * other if operator == "*" else value / other
+        return value
+
+    def _power(self) -> Fraction:
+        sign = -1 if self._one_of("+-") == "-" else 1
+        base = self._atom()
+        if not self._one_of("^"):
+            return sign * base
+        exponent = self._power()
+        if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+            raise _NoNumber
+        return sign * Fraction(base ** int(exponent))
+
+    def _atom(self) -> Fraction:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _NoNumber
+        if self._one_of("("):
+            value = self._sum()
+            if not self._one_of(")"):
+                raise _NoNumber
+        else:
+            value = self._number()
+            value += self._mixed(value)
+        self._depth -= 1
+        return value
+
+    def _number(self) -> Fraction:
+        self._space()
+        found = _NUMBER.match(self._text, self._at)
+        if found is None:
+            raise _NoNumber
+        self._at = found.end()
+        if found["grouped"]:
+            return Fraction(re.sub(r"[,_ ]", "", found["grouped"]) + (found["more"] or ""))
+        if found["stops"]:
+            return Fraction(found["stops"].replace(".", ""))
+        if found["again"]:
+            once, again = found["repeating"], found["again"]
+            shift = 10 ** len(once.partition(".")[2])
+            return Fraction(once + "0") + Fraction(int(again), (10 ** len(again) - 1) * shift)
+        exponent = int(found["exponent"] or 0)
+        if abs(exponent) > MAX_EXPONENT:
+            raise _NoNumber
+        return Fraction(found["simple"].rstrip(".") or "0") * Fraction(10) ** exponent
+
+    def _mixed(self, whole: Fraction) -> Fraction:
+        """The fraction behind a whole number: 1 1/2."""
+        found = re.compile(r"[ ]+(?:and )?\(*([1-9]\d*)\)*/\(*(\d+)\)*").match(self._text, self._at)
+        if found is None or whole.denominator != 1:
+            return Fraction(0)
+        part = Fraction(int(found[1]), int(found[2]))
+        if part >= 1:
+            raise _NoNumber
+        self._at = found.end()
+        return part
+
+    def _one_of(self, characters: str) -> str:
+        self._space()
+        if self._at < len(self._text) and self._text[self._at] in characters:
+            self._at += 1
+            return self._text[self._at - 1]
+        return ""
+
+    def _space(self) -> None:
+        while self._at < len(self._text) and self._text[self._at] == " ":
+            self._at += 1
+
+
+def _close(found: Fraction, expected: Fraction, relative_tolerance: float) -> bool:
+    if found == expected:
+        return True
+    return relative_tolerance > 0 and abs(found - expected) <= Fraction(relative_tolerance) * abs(expected)
+
+
+# -- words ----------------------------------------------------------------------------------------------------------------------
+
+_SMALL: Final = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
+    *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS: Final = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_WORDS: Final = {word: i for i, word in enumerate(_SMALL)} | {word: 10 * i for i, word in enumerate(_TENS, 2)}
+
+
+def _spelled_out(text: str) -> Fraction | None:
+    """`twenty-one`, `a hundred and five`, `three thousand two hundred`."""
+    total = group = 0
+    has_number = False
+    for word in re.split(r"[\s-]+", text.lower()):
+        if word in ("and", "a") and word != text.lower():
+            continue
+        if word in _WORDS:
+            group, has_number = group + _WORDS[word], True
+        elif word == "hundred":
+            group, has_number = max(group, 1) * 100, True
+        elif word in _SCALE and word != "k":
+            total, group, has_number = total + max(group, 1) * _SCALE[word], 0, True
+        else:
+            return None
+    return Fraction(total + group) if has_number else None

@@ -1,0 +1,116 @@
+"""Every algorithm trains, and so does one from outside: the page's example, by its file and by an installed package's name."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from asyncflow.algorithms import ALGORITHMS
+from asyncflow.trainer import Trainer
+from asyncflow.user_file import import_file
+from tests.conftest import MODEL, ROOT
+from tests.e2e.commands import command_line, rows, write_config
+from tests.unit.algorithms.batches import random_batch, scored_group
+
+Small = Callable[..., dict[str, Any]]
+
+RUNS: list[dict[str, Any]] = [
+    {"name": "cispo"},
+    {"name": "dapo", "overlong_length": 48, "overlong_buffer": 16, "overlong_filter": True},
+    {"name": "dr_grpo", "loss_constant": 48},
+    {"name": "grpo", "entropy_coefficient": 0.01, "kl_coefficient": 0.05, "kl_estimator": "k2"},
+    {"name": "gspo"},
+    {"name": "reinforce_plus_plus", "kl_coefficient": 0.05},
+    {"name": "reinforce_plus_plus", "baseline": "group", "kl_coefficient": 0.05},
+    {"name": "rloo", "kl_coefficient": 0.05},
+]
+METRICS = ("policy/kl", "policy/entropy", "policy/clip_ratio", "policy/rollout_kl", "policy/loss", "policy/grad_norm")
+
+
+def test_each_algorithm_is_run() -> None:
+    assert {run["name"] for run in RUNS} == ALGORITHMS.keys() - {"ppo"}
+
+
+@pytest.mark.parametrize("algorithm", RUNS, ids=lambda run: "-".join(str(value) for value in run.values()))
+def test_an_algorithm_trains(small: Small, tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    is_ahead = "kl_coefficient" in algorithm and (algorithm["name"] == "rloo" or algorithm.get("baseline") is None)
+    reference = "task" if is_ahead and algorithm["name"] != "grpo" else "fused"
+    tree = small(cluster="inline", algorithm=algorithm, train={"reference": reference})
+    with Trainer.from_config(tree) as trainer:
+        while trainer.step() is not None:
+            pass
+    check_learned(tmp_path / "runs" / "test", has_reference="kl_coefficient" in algorithm)
+
+
+def check_learned(run: Path, *, has_reference: bool = False) -> None:
+    """Two updates, with all metrics, of a policy that moves away from its reference, if it has one."""
+    steps = rows(run / "metrics.jsonl")
+    assert len(steps) == 2 and not any(step["train/skipped"] for step in steps if "train/skipped" in step)
+    for step in steps:
+        assert all(math.isfinite(step[name]) for name in METRICS) and step["policy/grad_norm"] > 0
+    assert steps[0]["policy/entropy"] > 0 and steps[0]["policy/kl"] == pytest.approx(0, abs=1e-6)
+    assert (steps[1]["policy/kl"] > 1e-8) is has_reference
+    before, after = (load_file(folder / "model.safetensors") for folder in (MODEL, run / "model"))
+    assert any((before[name] != after[name]).any() for name in before)
+
+
+def example() -> str:
+    """The page's algorithm."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    (source,) = (block for block in blocks if "class SAPO" in block)
+    return str(source)
+
+
+def test_the_example_says_what_the_paper_says(tmp_path: Path) -> None:
+    (tmp_path / "sapo.py").write_text(example())
+    algorithm = import_file(tmp_path / "sapo.py").SAPO(negative=1.5)
+    batch = random_batch(1)
+    sums = algorithm.loss(batch)
+    (gradient_T,) = torch.autograd.grad(sums.loss, batch.logprobs_T)
+    for t, (advantage, mask) in enumerate(zip(batch.advantages_T.tolist(), batch.mask_T.tolist(), strict=True)):
+        ratio = math.exp(batch.logprobs_T[t].item() - batch.old_logprobs_T[t].item())
+        tau = 1.0 if advantage > 0 else 1.5
+        p = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert gradient_T[t].item() == pytest.approx(-mask * 4 * p * (1 - p) * ratio * advantage)
+    assert sums.metrics["policy/clip_ratio"] == 0
+    assert algorithm.advantages(scored_group([1.0, 0.0])).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
+
+
+def test_an_algorithm_from_a_file_trains(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "sapo.py").write_text(example())
+    own = {"path": f"{tmp_path / 'sapo.py'}:SAPO", "negative": 1.5, "entropy_coefficient": 0.01}
+    with Trainer.from_config(small(cluster="inline", algorithm=own)) as trainer:
+        assert [trainer.step() is not None for _ in range(3)] == [True, True, False]
+    check_learned(tmp_path / "runs" / "test")
+
+
+def test_an_algorithm_of_an_installed_package_trains(small: Small, tmp_path: Path) -> None:
+    """As a user does it, with a process for each worker."""
+    information = tmp_path / "site" / "sapo_package-1.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sapo_package\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[asyncflow.algorithms]\nsapo = sapo_package:SAPO\n")
+    (information.parent / "sapo_package.py").write_text(example())
+    config = write_config(tmp_path, small(algorithm={"name": "sapo", "negative": 1.5}))
+    path = os.pathsep.join(filter(None, [str(information.parent), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        command_line("train", config),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    check_learned(tmp_path / "runs" / "test")
+    without = subprocess.run(command_line("train", config), capture_output=True, text=True, timeout=60, check=False)
+    assert without.returncode == 2 and "'sapo' is not known; choose one of cispo, dapo" in without.stderr + without.stdout

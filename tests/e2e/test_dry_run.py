@@ -1,0 +1,44 @@
+"""`asyncflow train CONFIG --dry-run`: what would run, what it would take, and that nothing is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.e2e.commands import run_command, write_config
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes" / "papers").glob("*.yaml")))
+def test_a_papers_recipe_passes_without_model_and_network(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = f"recipes/papers/{recipe}.yaml"
+    command = run_command("train", path, "--dry-run", f"run.dir={tmp_path}")
+    assert command.returncode == 0, command.stderr
+    for said in (
+        "parameters; GiB per device",
+        "optimiser state",
+        "activations",
+        "keys and values",
+        "not read",
+        "nothing was started",
+    ):
+        assert said in command.stdout, said
+    refused = run_command("train", path, f"run.dir={tmp_path}", "cluster=local", "rollout.num_workers=1")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_that_are_left_out_are_counted(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"question": "one " * (20 if n < 3 else 2), "answer": "1"}) + "\n" for n in range(9)))
+    tree = small(data={"path": str(data), "max_prompt_tokens": 12}, eval={"path": str(data), "num_prompts": 4})
+    command = run_command("train", write_config(tmp_path, tree), "--dry-run")
+    assert command.returncode == 0, command.stderr
+    assert "data       6 prompts to train on, 1 held out" in command.stdout
+    assert "data       3 of 9 prompts have more than data.max_prompt_tokens = 12 tokens: left out" in command.stdout
+    assert "data       3 of 4 held-out prompts have more than" in command.stdout

@@ -1,0 +1,96 @@
+"""`asyncflow eval` from the command line: its figures, its files, and any rollout engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncflow.cli.eval import _config
+from asyncflow.types import UserError
+from tests.conftest import MODEL, ROOT
+from tests.e2e.commands import run_command
+
+
+def test_an_evaluation_and_its_files(tmp_path: Path) -> None:
+    data = tmp_path / "test.jsonl"
+    problems = [
+        {"problem": f"Tom has {n} coins. Tom finds 3. How many coins does Tom have?", "solution": str(n + 3)} for n in range(2, 12)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in problems))
+    command = run_command(
+        "eval", MODEL, data, "rollout.max_new_tokens=32", "--samples", "4", "--temperature", "0.8", "--out", tmp_path / "out"
+    )
+    assert command.returncode == 0, command.stderr
+    tree = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    sampled, greedy = tree["prompts"]["sampled"], tree["prompts"]["greedy"]
+    assert [p["prompt"] for p in sampled] == list(range(10)) and {len(p["rewards"]) for p in sampled} == {4}
+    assert {len(p["rewards"]) for p in greedy} == {1}
+    mean = sum(sum(p["rewards"]) for p in sampled) / 40
+    figures = tree["figures"]
+    assert figures["accuracy/sampled"] == pytest.approx(mean) == pytest.approx(figures["pass@1/sampled"])
+    assert figures["pass@1/sampled"] <= figures["pass@2/sampled"] <= figures["pass@4/sampled"]
+    assert figures["interval/sampled/low"] <= mean <= figures["interval/sampled/high"]
+    assert tree["settings"]["temperature"] == 0.8 and len(tree["samples"]) == 20
+    assert {s["answer"] for s in tree["samples"]} == {row["solution"] for row in problems}
+    assert f"mean@4 {mean:.4f}" in command.stdout and "10 prompts" in command.stdout
+    assert "Tom finds 3." in (tmp_path / "out" / "evaluation.html").read_text()
+
+
+def test_the_same_twice_is_the_same(tmp_path: Path) -> None:
+    shown = [
+        run_command("eval", MODEL, "generated:arithmetic", "--prompts", "8", "--samples", "2", "run.seed=3", "rollout.num_slots=8")
+        for _ in range(2)
+    ]
+    assert shown[0].returncode == 0, shown[0].stderr
+    assert shown[0].stdout == shown[1].stdout
+
+
+def test_an_engine_of_ones_own(tmp_path: Path) -> None:
+    """By its path: this one says that it is there."""
+    engine = tmp_path / "mine.py"
+    engine.write_text(
+        "from asyncflow.engines.rollout.engine import SlotEngine\n"
+        "class Mine(SlotEngine):\n"
+        "    def __init__(self, *, mark, **options):\n"
+        "        super().__init__(**options)\n"
+        "        open(mark, 'w').write('generated here')\n"
+    )
+    command = run_command(
+        "eval",
+        MODEL,
+        "generated:arithmetic",
+        "--prompts",
+        "4",
+        "--engine",
+        f"{engine}:Mine",
+        f"rollout.engine.mark={tmp_path / 'mark'}",
+    )
+    assert command.returncode == 0, command.stderr
+    assert (tmp_path / "mark").read_text() == "generated here"
+
+
+def test_what_is_evaluated_is_the_held_out_split_unless_said_otherwise() -> None:
+    def splits(*overrides: str, config: Path | None = None) -> tuple[str, str]:
+        parsed = _config("m", "openai/gsm8k", list(overrides), config, "scratch", {}, None)
+        return parsed.data.split, parsed.eval.split
+
+    recipe = ROOT / "recipes" / "papers" / "qwen2.5-7b-gsm8k.yaml"
+    assert splits() == splits(config=recipe) == ("test", "test")
+    assert splits("data.split=dev") == splits("eval.split=dev") == ("dev", "dev")
+    assert _config("m", "d.jsonl", [], None, "s", {}, None).eval.num_prompts is None
+    assert _config("m", "generated:arithmetic", [], None, "s", {}, None).eval.num_prompts == 256
+
+
+def test_options_are_the_configurations_keys() -> None:
+    recipe = ROOT / "recipes" / "papers" / "qwen2.5-7b-gsm8k.yaml"
+    given = {"eval.samples_per_prompt": 16, "rollout.temperature": 0.6}
+    parsed = _config("m", "d.jsonl", [], recipe, "s", given, "vllm")
+    assert parsed.eval.samples_per_prompt == 16 and parsed.rollout.temperature == 0.6
+    assert parsed.rollout.engine.options == {"instances": 1, "tensor_parallel": 2}, "the engine's options in the configuration stay"
+    assert _config("m", "d.jsonl", [], recipe, "s", {}, "slots").rollout.engine.options == {}
+    with pytest.raises(UserError, match="and an option of the command both say that"):
+        _config("m", "d.jsonl", ["rollout.temperature=1.0"], None, "s", given, None)
+    with pytest.raises(UserError, match="given by the command's own arguments"):
+        _config("m", "d.jsonl", ["eval.path=x"], None, "s", {}, None)

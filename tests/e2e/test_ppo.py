@@ -1,0 +1,82 @@
+"""PPO with a critic on the command line: six tasks on the queue, and timing changes no bit of either model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncflow.telemetry.trace import read_spans
+from tests.e2e.commands import rows, run_command, write_config
+
+TASKS = {"generate", "reward", "reference", "values", "forward_backward", "critic_update"}
+
+
+def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    prints: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for schedule in ("periodic", "synchronous"):
+        tree = small(
+            run={"name": schedule, "steps": 3},
+            schedule=schedule,
+            reward={"place": "task"},
+            train={
+                "accumulate": "exact", "reference": "task", "old": "step_start", "epochs": 2, "mini_batches": 2,
+                "critic": {"learning_rate": 1e-3},
+            },
+            telemetry={"fingerprints": True, "trackers": []},
+            algorithm={"name": "ppo", "kl_coefficient": 0.05, "held_steps": 1},
+        )  # fmt: skip
+        folder = tmp_path / f"config-{schedule}"
+        folder.mkdir()
+        command = run_command("train", write_config(folder, tree))
+        assert command.returncode == 0, command.stderr
+        run_dir = tmp_path / "runs" / schedule
+        prints[schedule] = {name: lines(run_dir / name) for name in ("fingerprints.jsonl", "fingerprints.critic.jsonl")}
+    assert prints["periodic"] == prints["synchronous"]
+    policy, critic = (prints["periodic"][name] for name in ("fingerprints.jsonl", "fingerprints.critic.jsonl"))
+    assert [line["step"] for line in policy] == [line["step"] for line in critic] == [0, 1, 2]
+    assert all(len(group["losses"]) == 2 for line in policy for group in line["groups"])  # an epoch each
+    weights = [{n: h for n, h in line["tensors"].items() if n.startswith("weights/")} for line in (*policy, *critic)]
+    assert weights[0] != weights[1] != weights[2] and weights[3] != weights[4] != weights[5]
+
+    run_dir = tmp_path / "runs" / "periodic"
+    events = json.loads((run_dir / "trace.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    assert {event.get("name") for event in events} >= TASKS
+    spans = read_spans(run_dir / "spans.jsonl")
+    valued = sorted((s.step, s.version, s.group) for s in spans if s.task == "values" and s.rows)
+    assert [(step, version) for step, version, _ in valued] == [(step, step) for step, _, _ in valued]  # before its update
+    assert len({group for _, _, group in valued}) == 3 * tree["train"]["prompts_per_step"]
+    metrics = rows(run_dir / "metrics.jsonl")
+    assert [row["policy/grad_norm"] > 0 for row in metrics] == [False, True, True]  # the policy is held for a step
+    assert all(row["critic/grad_norm"] > 0 for row in metrics) and metrics[0]["critic/value"] == 0 != metrics[2]["critic/value"]
+    assert (run_dir / "critic" / "value_head.safetensors").is_file() and (run_dir / "critic" / "config.json").is_file()
+
+
+def test_a_run_with_a_critic_goes_on_as_if_it_had_not_ended(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    def run(name: str, steps: int, *options: str) -> list[list[dict[str, Any]]]:
+        tree = small(
+            run={"name": name, "steps": steps},
+            train={"accumulate": "exact", "critic": {"learning_rate": 1e-3}},
+            telemetry={"fingerprints": True, "trackers": []},
+            checkpoint={"keep": 1},
+            algorithm="ppo",
+        )
+        command = run_command("train", write_config(tmp_path, tree), *options)
+        assert command.returncode == 0, command.stderr
+        run_dir = tmp_path / "runs" / name
+        return [lines(run_dir / file) for file in ("fingerprints.jsonl", "fingerprints.critic.jsonl")]
+
+    whole = run("whole", 3)
+    assert run("parts", 2) == [each[:2] for each in whole]
+    assert [*(tmp_path / "runs" / "parts" / "checkpoints" / "step-000002" / "critic").glob("*.safetensors")]
+    assert run("parts", 3, "--resume") == whole
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Of fingerprints, the groups of each in the order of their numbers."""
+    found = rows(path)
+    for line in found:
+        line["groups"].sort(key=lambda group: group["group"])
+    return found

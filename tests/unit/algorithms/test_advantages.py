@@ -1,0 +1,236 @@
+"""Every algorithm's advantages: numbers worked by hand, and numpy written apart from the code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncflow.algorithms import ALGORITHMS, functional
+from asyncflow.algorithms.dapo import DAPO
+from asyncflow.algorithms.dr_grpo import DrGRPO
+from asyncflow.algorithms.grpo import GRPO
+from asyncflow.algorithms.policy_loss import PolicyLoss
+from asyncflow.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from asyncflow.algorithms.rloo import RLOO
+from asyncflow.registry import build
+from asyncflow.types import Advantages, Array, Ragged, ScoredGroup, UserError
+from tests.unit.algorithms.batches import scored_group
+
+
+def dense(advantages: Advantages) -> Array:
+    assert not isinstance(advantages, Ragged) and advantages.dtype == np.float32
+    return advantages
+
+
+def test_rloo_compares_with_the_others() -> None:
+    # 3 against (0 + 0) / 2; 0 against (3 + 0) / 2
+    assert dense(RLOO().advantages(scored_group([3.0, 0.0, 0.0]))).tolist() == [3.0, -1.5, -1.5]
+
+
+def test_dr_grpo_divides_by_no_deviation() -> None:
+    assert dense(DrGRPO(loss_constant=8).advantages(scored_group([3.0, 0.0, 0.0]))).tolist() == [2.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.7] * 7, [1.0], []])
+def test_a_group_with_nothing_to_compare_has_exactly_no_advantage(rewards: list[float]) -> None:
+    algorithms: list[PolicyLoss] = [GRPO(), RLOO(), DrGRPO(loss_constant=8), DAPO()]
+    for algorithm in algorithms:
+        assert dense(algorithm.advantages(scored_group(rewards))).tolist() == [0.0] * len(rewards)
+
+
+@pytest.mark.parametrize("function", [functional.centred_advantages, functional.leave_one_out_advantages])
+def test_rewards_that_are_no_numbers_or_of_several_groups_are_refused(function: Any) -> None:
+    with pytest.raises(ValueError, match="must be finite"):
+        function(np.array([math.nan, 1.0], np.float32))
+    with pytest.raises(ValueError, match="one axis"):
+        function(np.zeros((2, 3), np.float32))
+
+
+@pytest.mark.parametrize("num_rows", [2, 5, 16])
+def test_advantages_agree_with_numpy(num_rows: int) -> None:
+    rewards = np.random.default_rng(num_rows).normal(size=num_rows).astype(np.float32).astype(float)
+    others = [np.mean([r for j, r in enumerate(rewards) if j != i]) for i in range(num_rows)]
+    group = scored_group(rewards.tolist())
+    np.testing.assert_allclose(dense(RLOO().advantages(group)), rewards - others, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dense(DrGRPO(loss_constant=1).advantages(group)), rewards - np.mean(rewards), rtol=1e-5, atol=1e-6)
+
+
+def test_leaving_one_out_is_unbiased_and_dividing_by_the_deviation_is_not() -> None:
+    """Two tokens to choose from, rewards 0 and 1, groups of three: all groups, each by its probability."""
+    p = np.array([0.3, 0.7])
+    score = np.array([[1, 0], [0, 1]]) - p  # d log softmax / d logits of either choice
+    wanted = (p[:, None] * score * np.array([[0.0], [1.0]])).sum(0)  # of the expected reward
+    found = {}
+    for algorithm in (RLOO(), DrGRPO(loss_constant=1), GRPO()):
+        total = np.zeros(2)
+        for choices in itertools.product((0, 1), repeat=3):
+            advantages = dense(algorithm.advantages(scored_group([float(c) for c in choices])))
+            total += np.prod(p[list(choices)]) * (advantages[:, None] * score[list(choices)]).mean(0)
+        found[type(algorithm)] = total
+    np.testing.assert_allclose(found[RLOO], wanted, rtol=1e-6)
+    np.testing.assert_allclose(found[DrGRPO], wanted * 2 / 3, rtol=1e-6)  # (R - 1) / R: its own reward is in the mean
+    assert abs(found[GRPO] / wanted - 1).max() > 0.1
+
+
+# Overlong responses.
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (500, -1.0)]
+)
+def test_the_overlong_penalty_worked_by_hand(length: int, penalty: float) -> None:
+    # as the paper's 20,480 and 4,096, a thousand times shorter
+    assert functional.overlong_penalty(np.array([length]), longest=20, buffer=4).tolist() == [penalty]
+
+
+def test_dapo_takes_the_penalty_off_the_reward_before_it_compares() -> None:
+    group = scored_group([1.0, 1.0, 0.0], lengths=[10, 18, 20])
+    algorithm = DAPO(overlong_length=20, overlong_buffer=4)
+    assert dense(algorithm.rewards(group)).tolist() == [1.0, 0.5, -1.0]
+    shaped = np.array([1.0, 0.5, -1.0])
+    wanted = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
+    np.testing.assert_allclose(dense(algorithm.advantages(group)), wanted, rtol=1e-6)
+    np.testing.assert_array_equal(dense(DAPO().advantages(group)), dense(GRPO().advantages(group)))
+
+
+def test_the_overlong_filter_takes_no_gradient_from_what_the_limit_ended() -> None:
+    group = scored_group([1.0, 0.0, 0.0], truncated=[0, 0, 1])
+    plain, filtered = dense(DAPO().advantages(group)), dense(DAPO(overlong_filter=True).advantages(group))
+    assert plain[2] != 0 and filtered.tolist() == [plain[0], plain[1], 0.0]
+
+
+# A KL term in the reward.
+
+ROLLOUT = [[-1.0, -2.0, -0.5], [-1.5, -0.25]]
+REFERENCE = [[-1.5, -1.0, -0.5], [-2.5, 7.0]]
+MASK = [[1, 1, 1], [1, 0]]  # the last token is a tool's: the policy has no say in it
+
+
+def of_kl(rewards: list[float], *, reference: Any = REFERENCE) -> ScoredGroup:
+    return scored_group(rewards, mask=MASK, rollout=ROLLOUT, reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kl"),
+    [
+        # log s = -0.5, 1, 0 and -1
+        ("k1", [[0.5, -1.0, 0.0], [1.0]]),
+        ("k2", [[0.125, 0.5, 0.0], [0.5]]),
+        ("k3", [[math.exp(-0.5) - 0.5, math.e - 2, 0.0], [math.exp(-1)]]),
+    ],
+)
+def test_the_kl_term_of_whole_responses_is_taken_off_the_rewards(estimator: Any, kl: list[list[float]]) -> None:
+    algorithms: list[PolicyLoss] = [
+        RLOO(kl_coefficient=0.1, kl_estimator=estimator),
+        GRPO(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward"),
+        DAPO(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward", overlong_length=9, overlong_buffer=6),
+    ]
+    shaped = np.array([2.0 - 0.1 * sum(kl[0]), 1.0 - 0.1 * sum(kl[1])])
+    for algorithm in algorithms:
+        np.testing.assert_allclose(dense(algorithm.rewards(of_kl([2.0, 1.0]))), shaped, rtol=1e-6)
+    difference = shaped[0] - shaped[1]
+    np.testing.assert_allclose(dense(algorithms[0].advantages(of_kl([2.0, 1.0]))), [difference, -difference], rtol=1e-5)
+    np.testing.assert_allclose(dense(algorithms[1].advantages(of_kl([2.0, 1.0]))), [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"ppo", "reinforce_plus_plus"}))
+def test_rewards_are_compared_after_the_kl_term(name: str) -> None:
+    own = {"loss_constant": 8} if name == "dr_grpo" else {}
+    plain: PolicyLoss = build("algorithm", name, own, ALGORITHMS)
+    shaping: PolicyLoss = build(
+        "algorithm", name, {**own, "kl_coefficient": 0.5, "kl_place": "reward", "kl_estimator": "k1"}, ALGORITHMS
+    )
+    rollout, reference = [[-1.0, -2.0]] * 3, [[-1.0, -2.0], [-2.0, -2.0], [0.0, -4.0]]  # k1: 0, 1, 1
+    found = shaping.advantages(scored_group([1.0, 1.0, 0.0], lengths=[2] * 3, rollout=rollout, reference=reference))
+    assert dense(found).tolist() == dense(plain.advantages(scored_group([1.0, 0.5, -0.5], lengths=[2] * 3))).tolist()
+    assert dense(found).tolist() != dense(plain.advantages(scored_group([1.0, 1.0, 0.0], lengths=[2] * 3))).tolist()
+
+
+def test_a_kl_term_in_the_reward_needs_the_reference_ahead() -> None:
+    for algorithm in (RLOO(kl_coefficient=0.1), ReinforcePlusPlus(kl_coefficient=0.1)):
+        assert algorithm.needs_reference_ahead
+        with pytest.raises(UserError, match=r"set train\.reference=task"):
+            algorithm.advantages(of_kl([1.0, 0.0], reference=None))
+    for other in (RLOO(), ReinforcePlusPlus(), ReinforcePlusPlus(baseline="group", kl_coefficient=0.1), GRPO(kl_coefficient=0.1)):
+        assert not other.needs_reference_ahead
+        other.advantages(of_kl([1.0, 0.0], reference=None))
+
+
+# REINFORCE++: a statistic of the step.
+
+
+def step_of(algorithm: ReinforcePlusPlus, groups: list[ScoredGroup]) -> list[Advantages]:
+    own = [algorithm.advantages(group) for group in groups]
+    sums = [algorithm.statistics(group, advantages) for group, advantages in zip(groups, own, strict=True)]
+    total = [math.fsum(column) for column in zip(*sums, strict=True)]
+    return [algorithm.normalised(advantages, total) for advantages in own]
+
+
+def test_returns_to_go_worked_by_hand() -> None:
+    assert functional.returns_to_go(2.0, np.array([0.25, -0.5, 1.0])).tolist() == [1.25, 1.5, 1.0]
+
+
+def test_reinforce_plus_plus_worked_by_hand() -> None:
+    # rewards 3 and 0 of one token each, and 1 of two: mean 5/4, mean square 11/4, variance 19/16
+    groups = [scored_group([3.0, 0.0], lengths=[1, 1]), scored_group([1.0], lengths=[2])]
+    algorithm = ReinforcePlusPlus()
+    assert algorithm.waits_for_batch and not GRPO().waits_for_batch
+    assert [*algorithm.statistics(groups[1], algorithm.advantages(groups[1]))] == [2.0, 2.0, 2.0]
+    first, second = step_of(algorithm, groups)
+    deviation = (19 / 16) ** 0.5
+    np.testing.assert_allclose(dense(first), [1.75 / deviation, -1.25 / deviation], rtol=1e-5)
+    np.testing.assert_allclose(dense(second), [-0.25 / deviation], rtol=1e-5)
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_reinforce_plus_plus_agrees_with_numpy(baseline: Any, kl: float) -> None:
+    generator = np.random.default_rng(3)
+    groups = []
+    for _ in range(4):
+        lengths = generator.integers(1, 9, 5)
+        mask, rollout, reference = [], [], []
+        for length in lengths:
+            mask.append((generator.random(length) > 0.3).astype(int))
+            rollout.append(-generator.random(length))
+            reference.append(np.where(mask[-1] > 0, -generator.random(length), math.nan))
+        groups.append(scored_group(generator.normal(size=5).tolist(), mask=mask, rollout=rollout, reference=reference))
+    options: dict[str, Any] = {"kl_place": "reward"} if kl else {}
+    algorithm = ReinforcePlusPlus(baseline=baseline, kl_coefficient=kl, kl_estimator="k1", **options)
+    found = step_of(algorithm, groups)
+
+    returns, masks = [], []  # token by token, by two loops
+    for group in groups:
+        base = np.mean(group.rewards.astype(float)) if baseline == "group" else 0.0
+        for i, reward in enumerate(group.rewards.astype(float)):
+            own_mask = group.loss_mask[i]
+            assert group.ref_logprobs is not None
+            for t in range(len(own_mask)):
+                later = [u for u in range(t, len(own_mask)) if own_mask[u]]
+                penalty = sum(float(group.rollout_logprobs[i][u]) - float(group.ref_logprobs[i][u]) for u in later)
+                returns.append(reward - base - kl * penalty)
+                masks.append(own_mask[t])
+    values = np.array(returns)
+    counted = values[np.array(masks) > 0]
+    wanted = (values - counted.mean()) / (counted.std() + 1e-6)
+    tokens = []
+    for group, advantages in zip(groups, found, strict=True):
+        assert isinstance(advantages, Ragged) == bool(kl)
+        tokens.append(advantages.values if isinstance(advantages, Ragged) else np.repeat(advantages, group.response_lengths))
+    np.testing.assert_allclose(np.concatenate(tokens), wanted, rtol=2e-5, atol=2e-6)
+    of_counted = np.concatenate(tokens)[np.array(masks) > 0].astype(float)
+    assert abs(of_counted.mean()) < 1e-6 and of_counted.std() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.0, -7.3])
+def test_a_step_of_equal_rewards_has_next_to_no_advantage(reward: float) -> None:
+    found = step_of(ReinforcePlusPlus(), [scored_group([reward] * 3, lengths=[1, 2, 9]), scored_group([reward], lengths=[5])])
+    assert all(abs(dense(advantages)).max() < 1e-6 for advantages in found)
+
+
+def test_a_step_without_a_token_to_train_on_has_no_advantage() -> None:
+    assert dense(step_of(ReinforcePlusPlus(), [scored_group([1.0, 2.0], mask=[[0], [0, 0]])])[0]).tolist() == [0.0, 0.0]

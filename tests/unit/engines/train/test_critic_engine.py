@@ -1,0 +1,149 @@
+"""The critic's engine: its values, its gradient against a plain computation, its state and its files."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from asyncflow.algorithms.ppo import PPO
+from asyncflow.engines.base import MicroBatch
+from asyncflow.engines.train.critic_engine import TorchCritic
+from asyncflow.engines.train.model.value_model import HEAD, HEAD_FILE
+from asyncflow.types import Ragged, RunError, UserError
+from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, train_options
+
+CRITIC = PPO(value_clip=None).critic
+
+
+def critic(path: Path, **changes: Any) -> TorchCritic:
+    return TorchCritic(path, train_options(**{"learning_rate": 1e-3, **changes}))
+
+
+def of_critic(batch: MicroBatch, seed: int = 3) -> MicroBatch:
+    """With values, and returns for advantages."""
+    rng, count = np.random.default_rng(seed), len(batch.response_ids.values)
+    values = Ragged(rng.normal(size=count).astype(np.float32), batch.response_ids.offsets)
+    return replace(batch, advantages=rng.normal(size=count).astype(np.float32), values=values)
+
+
+async def stepped(engine: TorchCritic, batch: MicroBatch) -> float:
+    await engine.begin_step()
+    (result,) = await engine.forward_backward([batch], CRITIC)
+    assert not (await engine.optim_step(result.loss_tokens)).skipped
+    return result.loss_sum
+
+
+async def test_values_are_0_at_first_and_become_the_returns(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:
+    engine, batch = critic(model_path("qwen2-tiny"), learning_rate=5e-3), of_critic(make_micro_batch())
+    first = await engine.values(batch.prompt_ids, batch.response_ids)
+    assert not first.values.any() and first.values.dtype == np.float32 and first.lengths.tolist() == [5, 1, 9, 5]
+    losses = [await stepped(engine, batch) for _ in range(40)]
+    assert losses[-1] < 0.3 * losses[0]  # the first tokens of all responses have one state, and returns of their own
+    await engine.close()
+
+
+@pytest.mark.parametrize("lengths", [(5, 1, 9, 5), (2, 3)])
+async def test_values_and_gradient_are_those_of_each_response_alone(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, lengths: tuple[int, ...]
+) -> None:
+    """With transformers' own model, a pass for each response, and a head of another sort of numbers than 0."""
+    path = model_path("qwen2-tiny")
+    engine, batch = critic(path), of_critic(make_micro_batch(lengths=lengths, num_prompt_tokens=30))
+    head_H = torch.linspace(-1, 1, 128)
+    with torch.no_grad():
+        engine.model.parameters[HEAD].copy_(head_H[None])
+    plain = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    loss, values = torch.zeros(()), []
+    for i, response in enumerate(batch.response_ids):
+        tokens = torch.tensor([*batch.prompt_ids, *response])
+        states = plain(tokens[None], use_cache=False).last_hidden_state[0]
+        own = states[len(batch.prompt_ids) - 1 : -1] @ head_H
+        start, end = batch.response_ids.offsets[i : i + 2]
+        mask, returns = torch.tensor(batch.loss_mask[i]), torch.tensor(batch.advantages[start:end])
+        loss = loss + 0.5 * (mask * (own - returns) ** 2).sum()
+        values.append(own.detach())
+    loss.backward()
+    (result,) = await engine.forward_backward([batch], CRITIC)
+    assert result.loss_sum == pytest.approx(loss.item(), rel=1e-4) and result.loss_tokens == int(batch.loss_mask.values.sum())
+    computed = await engine.values(batch.prompt_ids, batch.response_ids)
+    torch.testing.assert_close(torch.tensor(computed.values), torch.cat(values), rtol=1e-4, atol=1e-4)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(engine.model.parameters[f"model.{name}"].grad, parameter.grad, rtol=1e-3, atol=1e-3)
+    await engine.close()
+
+
+async def test_a_loaded_critic_goes_on_to_the_bit(model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path) -> None:
+    engines = [critic(model_path("qwen2-tiny"), accumulate="exact", warmup_steps=4) for _ in range(2)]
+    batch = of_critic(make_micro_batch())
+    await stepped(engines[0], batch)
+    await engines[0].begin_step()
+    await (await engines[0].save_state(tmp_path / "state"))
+    await engines[1].load_state(tmp_path / "state")
+    for engine in engines:
+        await stepped(engine, batch)
+    prints = [await engine.fingerprint() for engine in engines]
+    assert prints[0] == prints[1] and f"optimizer/{HEAD}/exp_avg" in prints[0]
+    with pytest.raises(RunError, match=r"has no weights/.*was written by a run with another model"):
+        await critic(model_path("qwen3-tiny")).load_state(tmp_path / "state")
+
+
+async def test_a_saved_critic_is_one_to_start_from(model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path) -> None:
+    engine, batch = critic(model_path("qwen2-tiny")), of_critic(make_micro_batch())
+    await stepped(engine, batch)
+    await engine.save(tmp_path / "saved")
+    other = critic(tmp_path / "saved")
+    expected, found = [await each.values(batch.prompt_ids, batch.response_ids) for each in (engine, other)]
+    assert expected.values.any() and (expected.values == found.values).all()
+    assert [*load_file(tmp_path / "saved" / HEAD_FILE)] == [HEAD]
+    (tmp_path / "saved" / HEAD_FILE).unlink()
+    other = critic(tmp_path / "saved")
+    assert not (await other.values(batch.prompt_ids, batch.response_ids)).values.any()
+
+
+def test_a_head_of_another_model_is_refused(model_path: ModelPath, tmp_path: Path) -> None:
+    shutil.copytree(model_path("qwen2-tiny"), tmp_path / "other")
+    save_file({HEAD: torch.zeros(1, 7)}, tmp_path / "other" / HEAD_FILE)
+    with pytest.raises(UserError, match=r"value head of shape \(1, 7\), and the model needs \(1, 128\)"):
+        critic(tmp_path / "other")
+
+
+async def test_what_is_not_finite_adds_nothing(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:
+    engine, batch = critic(model_path("qwen2-tiny")), of_critic(make_micro_batch())
+    bad = replace(batch, advantages=np.full_like(batch.advantages, np.nan))
+    before = await engine.fingerprint()
+    (result,) = await engine.forward_backward([bad], CRITIC)
+    assert not result.is_finite
+    await engine.forward_backward([batch], CRITIC)
+    clean = critic(model_path("qwen2-tiny"))
+    await clean.forward_backward([batch], CRITIC)
+    assert (await engine.optim_step(5)).grad_norm == (await clean.optim_step(5)).grad_norm > 0
+    assert await engine.fingerprint() == await clean.fingerprint() != before
+    await engine.forward_backward([bad], CRITIC)
+    before = await engine.fingerprint()
+    assert (await engine.optim_step(5)).skipped and await engine.fingerprint() == before
+    with pytest.raises(ValueError, match="has no values"):
+        await engine.forward_backward([replace(batch, values=None)], CRITIC)
+    with pytest.raises(ValueError, match="cannot be divided by 0"):
+        await engine.optim_step(0)
+    await engine.close()
+
+
+async def test_bfloat16_and_recomputed_activations(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:
+    batch, norms = of_critic(make_micro_batch()), []
+    variants: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}, {"dtype": "bfloat16"}]
+    for options in variants:
+        engine = critic(model_path("qwen2-tiny"), **options)
+        with torch.no_grad():
+            engine.model.parameters[HEAD].fill_(0.05)
+        await engine.forward_backward([batch], CRITIC)
+        norms.append((await engine.optim_step(20)).grad_norm)
+        await engine.close()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] == pytest.approx(norms[2], rel=0.05)

@@ -1,0 +1,52 @@
+"""The result of `asyncflow eval`, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncflow.telemetry.accuracy import Responses, figures
+from asyncflow.telemetry.evaluation import EvaluationResult, lines_of, result_of, write_evaluation
+
+
+def result(response: str = "#### 4") -> EvaluationResult:
+    sampled = [
+        Responses(0, np.array([1.0, 0.0]), np.array([5, 25]), np.array([False, True])),
+        Responses(1, np.array([0.0, 0.0]), np.array([7, 9]), np.array([False, False])),
+    ]
+    row = figures("sampled", sampled, correct_from=1.0, num_samples=2)
+    kept: dict[str, Any] = {"prompt_number": 0, "kind": "sampled", "prompt": "2+2?", "answer": "4", "response": response}
+    samples = [{**kept, "reward": 1.0, "finish_reason": "stop"}]
+    return result_of(
+        "models/m", "test.jsonl", {"temperature": 0.7, "seed": None}, {"step": 0, **row}, {"sampled": sampled}, samples
+    )
+
+
+def test_the_json_has_every_reward(tmp_path: Path) -> None:
+    json_path, _ = write_evaluation(tmp_path / "made" / "here", result(), correct_from=1.0)
+    tree = json.loads(json_path.read_text())
+    assert tree["prompts"]["sampled"][0] == {"prompt": 0, "rewards": [1.0, 0.0], "lengths": [5, 25], "truncated": [False, True]}
+    assert tree["figures"]["pass@2/sampled"] == 0.5 and "step" not in tree["figures"]
+    assert tree["intervals"] == {"sampled": "Wilson's interval, with prompts as clusters"}
+    assert (tree["model"], tree["data"], tree["settings"]["temperature"]) == ("models/m", "test.jsonl", 0.7)
+
+
+def test_the_page_shows_figures_lengths_and_samples(tmp_path: Path) -> None:
+    page = write_evaluation(tmp_path, result(), correct_from=1.0)[1].read_text()
+    for shown in ("models/m on test.jsonl", "0.250", "50.0%", "25.0%", "#### 4", "1 of 2", "its end token", "1 to 3", "25 to 27"):
+        assert shown in page, shown
+    assert "http" not in page.replace("http-equiv", "") and "<script" not in page
+
+
+def test_what_a_model_said_is_text(tmp_path: Path) -> None:
+    page = write_evaluation(tmp_path, result("</div><script>alert(1)</script>" + "x" * 5000), correct_from=1.0)[1].read_text()
+    assert "<script" not in page and "&lt;script&gt;alert(1)" in page and "characters)" in page
+
+
+def test_the_terminal_has_a_line_for_each_kind() -> None:
+    (line,) = lines_of(result())
+    assert line.startswith("sampled  mean@2 0.2500 [")
+    assert "pass@1 0.2500  pass@2 0.5000  length 11.5 (at most 25)  truncated 25.0%  of 2 prompts" in line
