@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 
@@ -105,19 +106,26 @@ class Recorder:
         self._sink(msgspec.convert({**times, **fields}, Span))
 
 
-class SharedLane(Recorder):
-    """The lane of a worker whose loops share one engine, for each of them to use as if it were its own.
+@dataclass(slots=True, eq=False)
+class _Work:
+    """Of one loop on a lane that it shares."""
 
-    The engine does one thing after another, so the lane shows what was begun first of what has not ended. Where nothing is, it is
-    waiting for what was said last.
+    task: str
+    fields: dict[str, str | int]
+    is_shown: bool = False
+
+
+class SharedLane(Recorder):
+    """The lane of a worker that does several things at once, for each of its loops to use as if it were its own.
+
+    The lane shows what was begun first of what has not ended. Where nothing is, it is waiting for what was said last.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.worker, self.device, self.clock = recorder.worker, recorder.device, recorder.clock
         self._recorder = recorder
-        self._under_way: list[tuple[str, dict[str, str | int]]] = []
+        self._under_way: list[_Work] = []
         self._waits = "rows"
-        self._shown: dict[str, str | int] = {}  # of what the lane was given last, which is counted once
 
     @property
     def state(self) -> tuple[str, str, float]:
@@ -132,13 +140,15 @@ class SharedLane(Recorder):
     @contextmanager
     def busy(self, task: str, **fields: str | int) -> Iterator[None]:
         """See `Recorder.busy`."""
-        work = (task, fields)
+        work = _Work(task, fields)
         self._under_way.append(work)
         self._show()
         try:
             yield
         finally:
-            self._under_way = [other for other in self._under_way if other is not work]
+            self._under_way.remove(work)
+            if not work.is_shown:  # what was begun before it outlasts it, and has its rows with its own
+                self._recorder.add(**{name: int(fields[name]) for name in COUNTS if name in fields})
             self._show()
 
     def beside(self, task: str, start: float, **fields: str | int) -> None:
@@ -148,6 +158,6 @@ class SharedLane(Recorder):
     def _show(self) -> None:
         if not self._under_way:
             self._recorder.waiting(self._waits)
-        elif self._under_way[0][1] is not self._shown:
-            self._shown = self._under_way[0][1]
-            self._recorder.enter(self._under_way[0][0], **self._shown)
+        elif not (first := self._under_way[0]).is_shown:
+            first.is_shown = True
+            self._recorder.enter(first.task, **first.fields)

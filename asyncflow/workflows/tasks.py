@@ -8,13 +8,12 @@ is unblocked by: the task before it
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from asyncflow.engines.base import LogProbEngine
 from asyncflow.rewards.base import RewardFailure, Sample, Score
-from asyncflow.telemetry.spans import Recorder
+from asyncflow.telemetry.spans import Recorder, SharedLane
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, Batch, GroupMeta
 from asyncflow.workflows.ledger import LedgerService
@@ -29,10 +28,11 @@ async def serve(
     task: str, queue: TransferQueueClient, ledger: LedgerService, work: Work, spans: Recorder, *, at_once: int = 1
 ) -> None:
     """Until the task is closed or the run is stopping. So many leases are worked on side by side."""
-    free, lane = asyncio.Semaphore(at_once), _Lane(spans, task)
+    free, lane = asyncio.Semaphore(at_once), SharedLane(spans)
 
     async def work_on(leased: Leased) -> None:
-        with lane.working(leased, has_fields=at_once == 1):
+        meta, rows, tokens = leased.lease.groups[0], len(leased.batch), len(leased.batch.ragged("response_ids").values)
+        with lane.busy(task, step=meta.step, group=meta.group, rows=rows, tokens=tokens):
             outputs, failures = await work(leased)
         if outputs is not None:
             await queue.complete(leased.lease, outputs)
@@ -53,36 +53,6 @@ async def serve(
             if meta.purpose == "train" and not await ledger.may_start(task, meta.step):
                 return
             under_way.create_task(work_on(leased))
-
-
-class _Lane:
-    """A worker's lane while it works on several leases: busy as long as it has one."""
-
-    def __init__(self, spans: Recorder, task: str) -> None:
-        self._spans, self._task, self._num_under_way, self._cause = spans, task, 0, "rows"
-
-    def waiting(self, cause: str) -> None:
-        """What it waits for when it has none."""
-        self._cause = cause
-        if not self._num_under_way:
-            self._spans.waiting(cause)
-
-    @contextlib.contextmanager
-    def working(self, leased: Leased, *, has_fields: bool) -> Iterator[None]:
-        """On this lease. With several the lane is of no one step, and each lease has a span beside it."""
-        meta, start = leased.lease.groups[0], self._spans.clock()
-        counts = {"rows": len(leased.batch), "tokens": len(leased.batch.ragged("response_ids").values)}
-        fields = {"step": meta.step, "group": meta.group}
-        self._num_under_way += 1
-        self._spans.enter(self._task, **counts, **(fields if has_fields else {}))
-        try:
-            yield
-        finally:
-            self._num_under_way -= 1
-            if not self._num_under_way:
-                self._spans.waiting(self._cause)
-            if not has_fields:
-                self._spans.beside(f"{self._task}_group", start, rows=counts["rows"], **fields)
 
 
 def refer(engine: LogProbEngine, shape: Shape) -> Work:

@@ -26,7 +26,12 @@ def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> 
         "data": {"path": "generated:arithmetic"},
         "schedule": MODES[mode] | ({"max_staleness": rng.randint(1, 3)} if MODES[mode]["name"] == "bounded" else {}),
         "algorithm": {"name": "grpo", "kl_coefficient": rng.choice((0.0, 0.1))},
-        "reward": {"place": rng.choice(("rollout", "task")), "deadline_seconds": 3.0, "num_workers": rng.randint(1, 4)},
+        "reward": {
+            "place": rng.choice(("rollout", "task")),
+            "deadline_seconds": 3.0,
+            "num_workers": rng.randint(1, 4),
+            "max_failed_fraction": 1.0,
+        },
         "rollout": {
             "num_workers": workers,
             "num_slots": rng.choice((2, 4, 16)),

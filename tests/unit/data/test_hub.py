@@ -65,7 +65,7 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
 
 def test_an_empty_folder_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="the data set .*empty cannot be read: "):
+    with pytest.raises(UserError, match=r"the data set .*empty cannot be read: "):
         read(tmp_path / "empty")
 
 
