@@ -69,7 +69,7 @@ def find_columns(
         prompt = _found(first, (READY_PROMPT, *QUESTIONS))
         if prompt is None:
             raise UserError(
-                f"{path} has none of the columns {', '.join((READY_PROMPT, *QUESTIONS))}, but {_named(first)}: say by "
+                f"{path}: none of the columns {', '.join((READY_PROMPT, *QUESTIONS))}, but {_named(first)}: say by "
                 f"data.prompt_column, or by data.prompt_template, which make the prompt"
             )
     if answer is None:

@@ -12,19 +12,20 @@ import pytest
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import RunError, UserError
+from asyncflow.workflows.ledger.steps import Ledger
 from tests.e2e.commands import rows
 
 
-def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = small(run={"steps": 4}, cluster="inline", telemetry={"samples_per_step": 4})
     with Trainer.from_config(tree) as trainer:
         first = trainer.step()
         assert first is not None and first["rows/trained"] == 16
         assert trainer.weight_sync_notify() == 1
         with pytest.raises(RunError, match=r"version 2 is not served by all within 0\.1 s: rollout/0 serves 1"):
-            trainer._call(_too_far(trainer))
+            trainer._call(_too_far(trainer, monkeypatch))
         trainer.push_prompts([{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(4)])
-        with pytest.raises(UserError, match="no column 'question'"):
+        with pytest.raises(UserError, match="pushed prompts: none of the columns prompt, question, problem, but answer"):
             trainer.push_prompts([{"answer": "1"}])
         assert [trainer.step() is not None for _ in range(3)] == [True] * 3
         assert trainer.step() is None
@@ -54,14 +55,12 @@ def test_workers_join_and_leave_a_run_by_hand(small: Callable[..., dict[str, Any
     assert lanes == {"rollout/0", "rollout/1", "trainer/0"}
 
 
-async def _too_far(trainer: Trainer) -> None:
+async def _too_far(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = trainer._started.driver
     assert driver is not None
-    driver.ledger.ledger.committed += 1
-    try:
+    with monkeypatch.context() as patched:
+        patched.setattr(Ledger, "committed", driver.ledger.ledger.committed + 1)
         await trainer._weights_arrived(0.1)
-    finally:
-        driver.ledger.ledger.committed -= 1
 
 
 def test_a_delayed_run_by_hand_is_as_far_ahead_as_one_that_runs_by_itself(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncflow.build.driver import Driver
-from asyncflow.cluster.base import Cluster, WorkerSpec
+from asyncflow.cluster.base import Cluster, Settle, WorkerSpec
 from asyncflow.cluster.inline import InlineCluster
 from asyncflow.config import parse
 from asyncflow.job import Job
@@ -41,9 +41,9 @@ class FullCluster(InlineCluster):
         self.started += [spec.name for spec in workers]
         await super().start(workers)
 
-    async def stop(self, grace_seconds: float) -> list[str]:
+    async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
         self.was_stopped = True
-        return await super().stop(grace_seconds)
+        return await super().stop(grace_seconds, settle)
 
 
 class WaitingJob(Job):

@@ -152,6 +152,7 @@ class Ledger:
         self._book_of_group: dict[int, tuple[str, int]] = {}
         self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
         self._committed = dict.fromkeys(self.trained, first)
+        self._last_totals: dict[str, list[StepTotals]] = {task: [] for task in self.trained}
 
     @property
     def committed(self) -> int:
@@ -329,14 +330,19 @@ class Ledger:
 
     def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
         """Whether nothing of the update is left to consume."""
-        return not self._pass(step, task, update).members
+        return step < self._committed[task] or not self._pass(step, task, update).members
 
     def consume_evaluation(self, version: int, rows: Iterable[int]) -> None:
         """An evaluation has read these rows; with the last of them nothing of it is kept."""
         self._remove(self._open_book("eval", version).passes["eval"][0], rows)
 
     def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals:
-        """The figures of an update that is closed; a `ValueError` while members are missing."""
+        """The figures of an update that is closed; a `ValueError` while members are missing.
+
+        Those of the step that the task committed last are kept: ranks that make no update together (a held step) may ask later.
+        """
+        if self._last_totals[task] and self._last_totals[task][0].step == step:
+            return self._last_totals[task][update]
         book, one = self._open_book("train", step), self._pass(step, task, update)
         if one.members:
             rows = sorted(chain(*one.members.values()))
@@ -349,6 +355,7 @@ class Ledger:
         if step != self._committed[task]:
             raise ValueError(f"step {step} cannot be committed after {self._committed[task]} steps")
         self._committed[task] += 1
+        self._last_totals[task] = totals
         if all(committed > step for committed in self._committed.values()):
             self.forget("train", step)
         return totals

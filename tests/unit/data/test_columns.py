@@ -74,7 +74,7 @@ def test_what_is_named_comes_before_what_is_found() -> None:
         (
             [{"text": "a", "id": 1}],
             {},
-            "d has none of the columns prompt, question, problem, but id, text: say by data.prompt_column",
+            "d: none of the columns prompt, question, problem, but id, text: say by data.prompt_column",
         ),
         ([{"question": "a"}, {"id": 2}, {}], {}, "row 2 of d has no column 'question'; it has id"),
         ([{"question": "a"}, {}], {}, "row 2 of d has no column 'question'; it has none"),

@@ -116,6 +116,7 @@ def test_steps_commit_in_order_and_once_closed() -> None:
     ledger.consume(0, consumed(0, 1))
     assert ledger.commit(0)[0].sequences == 2 and ledger.committed == 1
     assert not ledger.is_open(0)
+    assert ledger.is_consumed(0) and ledger.totals(0).sequences == 2  # for a rank that asks when the first one has committed
     ledger.commit(1)
     assert ledger.committed == 2 and ledger.missing() == [] and ledger._book_of_group == {}
 
