@@ -120,10 +120,10 @@ def fastest(python: Path, folder: Path) -> dict[str, Any]:
 
 def held_out(model: Path, folder: Path) -> float:
     """Sampled accuracy of a saved model on problems that no run trains on."""
-    out = folder / "eval.json"
-    command = [sys.executable, "-m", "asyncflow", "eval", str(model), "generated:arithmetic", "--json", str(out)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-    return float(json.loads(out.read_text())["accuracy/sampled"])
+    out = folder / "evaluation"
+    command = [sys.executable, "-m", "asyncflow", "eval", str(model), "generated:arithmetic", "--config", str(RECIPE)]
+    subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    return float(json.loads((out / "evaluation.json").read_text())["figures"]["accuracy/sampled"])
 
 
 def table(seen: dict[str, Seen]) -> None:

@@ -30,6 +30,7 @@ RUNS: dict[str, list[str]] = {
     "reinforce_plus_plus, baseline": ["algorithm={name: reinforce_plus_plus, baseline: group}"],
     "gspo": ["algorithm=gspo"],
     "cispo": ["algorithm=cispo"],
+    "ppo": ["algorithm=ppo", "train.critic.learning_rate=1e-3", "train.critic.warmup_steps=5"],
 }
 """Names for the table, and what is changed of the recipe."""
 
