@@ -224,7 +224,8 @@ class TransferQueueClient:
 
     async def renew(self, lease: Lease) -> None:
         """Put one lease's deadline off, for those who do not run `renew_held`. Raises `StaleToken`."""
-        await self._controller(lease.token.task).renew(lease.token)
+        if await self._controller(lease.token.task).renew([lease.token]):
+            raise StaleToken(f"lease {lease.token.lease} of task {lease.token.task!r} is over")
 
     async def withdraw(self, task: str) -> None:
         """Have this worker's parked requests answered with None."""

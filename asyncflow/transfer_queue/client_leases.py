@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from asyncflow.transfer_queue.controller import Controller, Handed
-from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
+from asyncflow.transfer_queue.leases import Lease, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transport import ConnectionLost
 
@@ -86,13 +86,14 @@ class ClientLeases:
     async def _renew_held(self, task: TaskSpec) -> None:
         while True:
             await asyncio.sleep(task.lease_seconds / 3)
-            for token in [token for token in self.held if token.task == task.name]:
-                try:
-                    await self._controller(task.name).renew(token)
-                except StaleToken:  # expired all the same: its rows are somebody else's by now
-                    self.held.pop(token, None)
-                except ConnectionLost as error:
-                    log.warning("a lease of task %r could not be renewed: %s", task.name, error)
+            held = [token for token in self.held if token.task == task.name]
+            try:
+                over = await self._controller(task.name).renew(held) if held else []
+            except ConnectionLost as error:
+                log.warning("the leases of task %r could not be renewed: %s", task.name, error)
+                continue
+            for token in over:  # expired all the same: its rows are somebody else's by now
+                self.held.pop(token, None)
 
     # -- giving back --------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import msgspec
 from asyncflow.registry import build
 from asyncflow.transfer_queue.batches import WireBatch, read_lease
 from asyncflow.transfer_queue.following import Following
-from asyncflow.transfer_queue.leases import DeadRow, Lease, Token, Want
+from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.sampler import SAMPLERS
 from asyncflow.transfer_queue.sampler.base import Sampler
@@ -158,9 +158,18 @@ class Controller:
         self._give_back(token)
 
     @remote
-    async def renew(self, token: Token) -> None:
-        """Put the lease's deadline off by `lease_seconds`. Raises `StaleToken`."""
-        self.table.leases.renew(token, _now())
+    async def renew(self, tokens: list[Token]) -> list[Token]:
+        """Put the leases' deadlines off by `lease_seconds`. Returns those that are over.
+
+        In one message: who holds thousands would not get round in time.
+        """
+        now, over = _now(), list[Token]()
+        for token in tokens:
+            try:
+                self.table.leases.renew(token, now)
+            except StaleToken:
+                over.append(token)
+        return over
 
     @remote
     async def status(self) -> TaskStatus:

@@ -107,10 +107,10 @@ async def test_a_stale_token_is_refused_as_such(client: TransferQueueClient) -> 
     await put(client, 0, 1)
     lease = (await leased(client)).lease
     controller = client._controller("rollout")
-    await controller.renew(lease.token)
-    with pytest.raises(StaleToken, match="lease 1 of task 'rollout' is over"):
-        await controller.renew(Token("rollout", "earlier", lease.token.lease))
     earlier = msgspec.structs.replace(lease, token=Token("rollout", "earlier", lease.token.lease))
+    assert await controller.renew([lease.token, earlier.token]) == [earlier.token]
+    with pytest.raises(StaleToken, match="lease 1 of task 'rollout' is over"):
+        await client.renew(earlier)
     assert (await client.complete(earlier, outputs(*lease.indices))).tolist() == [False, False]
     await client.fail(lease, lease.indices, "given back")
     with pytest.raises(StaleToken):

@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.transfer_queue.client_leases import ClientLeases
 from asyncflow.transfer_queue.controller import Controller, Handed
-from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
+from asyncflow.transfer_queue.leases import Lease, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import Column
 from tests.builders import meta, turns
@@ -41,10 +41,9 @@ class Asked:
     async def give_back(self, token: Token) -> None:
         self.heard.append(f"back {token.lease}")
 
-    async def renew(self, token: Token) -> None:
-        self.heard.append(f"renew {token.lease}")
-        if token.lease in self.stale:
-            raise StaleToken("it is over")
+    async def renew(self, tokens: list[Token]) -> list[Token]:
+        self.heard += [f"renew {token.lease}" for token in tokens]
+        return [token for token in tokens if token.lease in self.stale]
 
     async def withdraw(self) -> None:
         self.heard.append("withdraw")

@@ -256,12 +256,11 @@ async def test_a_lease_that_is_not_renewed_expires_by_itself_and_one_that_is_doe
     waiting = await parked(ask(f.controller, ONE))
     for _ in range(4):
         await asyncio.sleep(0.08)
-        await f.controller.renew(held.token)
+        assert await f.controller.renew([held.token]) == []
     assert not waiting.done()
     again = await answer(waiting)
     assert again is not None and again.rows == [rows(0)] and again.attempts == [[1, 1]]
-    with pytest.raises(StaleToken):
-        await f.controller.renew(held.token)
+    assert await f.controller.renew([held.token]) == [held.token]
     assert f.table.num_redelivered == f.table.leases.num_expired == 2
     for group in (1, 2):
         await f.ready(meta(group))
@@ -308,7 +307,8 @@ async def test_tokens_of_another_task_or_life_settle_nothing(follows: Any) -> No
     await f.ready(meta(0))
     lease = await leased(f.controller)
     earlier = Token("t", "earlier", lease.token.lease)
-    for call in (f.controller.renew(earlier), f.controller.check(earlier, [0]), f.controller.fail(earlier, [0], "x")):
+    assert await f.controller.renew([earlier, lease.token]) == [earlier]
+    for call in (f.controller.check(earlier, [0]), f.controller.fail(earlier, [0], "x")):
         with pytest.raises(StaleToken, match="is over"):
             await call
     with pytest.raises(StaleToken, match="does not hold row 5"):
