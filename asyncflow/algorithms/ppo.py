@@ -17,22 +17,22 @@ weights with the policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from asyncflow.algorithms import functional
 from asyncflow.algorithms.base import Critic, Normaliser
-from asyncflow.algorithms.policy_loss import PolicyLoss, SharedOptions, check_above_zero
+from asyncflow.algorithms.policy_loss import SharedOptions, check_above_zero
+from asyncflow.algorithms.standardised import StandardisedLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
-from asyncflow.types import Advantages, Array, LossSums, Ragged, ScoredGroup, UserError, ValueBatch
+from asyncflow.types import Array, LossSums, Ragged, ScoredGroup, UserError, ValueBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class PPO(PolicyLoss):
+class PPO(StandardisedLoss):
     """See the module's head."""
 
     def __init__(
@@ -94,18 +94,6 @@ class PPO(PolicyLoss):
     def advantages(self, group: ScoredGroup) -> Ragged:
         """A of the module's head, a number for each token."""
         return self.estimates(group)[0]
-
-    def statistics(self, group: ScoredGroup, advantages: Advantages) -> Sequence[float]:
-        """The group's masked tokens, and the sums of A and of A^2 over them."""
-        assert isinstance(advantages, Ragged)
-        return functional.moments(advantages.values, group.loss_mask.values > 0)
-
-    def normalised(self, advantages: Advantages, sums: Sequence[float]) -> Ragged:
-        """See `functional.standardised`."""
-        assert isinstance(advantages, Ragged)
-        count, total, squares = sums
-        standardised = functional.standardised(advantages.values, count, total, squares, self.advantage_epsilon)
-        return Ragged(standardised, advantages.offsets)
 
 
 class ValueLoss(Critic):

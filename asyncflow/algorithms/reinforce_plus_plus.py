@@ -14,20 +14,18 @@ training overlaps its generation. Two runs are still equal to the bit, since the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, Unpack, get_args
 
-import numpy as np
-
 from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import PolicyLoss, SharedOptions, check_above_zero, check_choice
+from asyncflow.algorithms.policy_loss import SharedOptions, check_above_zero, check_choice
+from asyncflow.algorithms.standardised import StandardisedLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Advantages, Ragged, ScoredGroup
 
 Baseline = Literal["none", "group"]
 
 
-class ReinforcePlusPlus(PolicyLoss):
+class ReinforcePlusPlus(StandardisedLoss):
     """See the module's head."""
 
     waits_for_batch = True
@@ -58,16 +56,3 @@ class ReinforcePlusPlus(PolicyLoss):
             return rewards
         returns = [functional.returns_to_go(float(reward), of_row) for reward, of_row in zip(rewards, kl, strict=True)]
         return Ragged.from_arrays(returns, "float32")
-
-    def statistics(self, group: ScoredGroup, advantages: Advantages) -> Sequence[float]:
-        """The group's masked tokens, and the sums of G and of G^2 over them."""
-        if isinstance(advantages, Ragged):
-            return functional.moments(advantages.values, group.loss_mask.values > 0)
-        return functional.moments(advantages, np.array([(mask > 0).sum() for mask in group.loss_mask]))
-
-    def normalised(self, advantages: Advantages, sums: Sequence[float]) -> Advantages:
-        """A of the module's head, see `functional.standardised`."""
-        count, total, squares = sums
-        values = advantages.values if isinstance(advantages, Ragged) else advantages
-        standardised = functional.standardised(values, count, total, squares, self.advantage_epsilon)
-        return Ragged(standardised, advantages.offsets) if isinstance(advantages, Ragged) else standardised
