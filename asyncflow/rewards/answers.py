@@ -24,9 +24,9 @@ _HASH = re.compile(r"####[ \t]*([^\n]*)")
 # A box with braces or with one character, an escaped character, a brace.
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s{\\]))|\\.|[{}]", re.DOTALL)
 _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
-# A full stop ends the phrase, unless a digit follows.
+# A full stop ends the phrase, unless a digit follows, and so does a reason. Possessive: it must not be tried in other ways.
 _PHRASE = re.compile(
-    r"(?:answer\s*(?:is|are|=|:)|answer\**\s*:)\s*:?\s*((?:[^.\n]|\.(?=\d))+)",
+    r"(?:answer\s*+(?:is|are|=|:)|answer\*++\s*+:)\s*+(?::\s*+)?+((?:(?!\s(?:because|since)\s)[^.\n]|\.(?=\d))++)",
     re.IGNORECASE,
 )
 

@@ -6,27 +6,31 @@ r"""1 where the answer means what the reference means, 0 otherwise: numbers exac
 
 math-verify has sympy's parser read the response, which is code that evaluates text; and it bounds its own work by a signal, which
 no thread but the main one can have. Here it runs in a process that ends with the sample, under the deadline of the reward, and
-its own time limits are off: what takes too long is a failure and never a quiet 0.
+its own time limits are off: what takes too long is a failure and never a quiet 0. Nor is what it has no memory or no stack for:
+it catches such errors and says "not equal", so that here it is asked what it has caught (caught.py).
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
 from asyncflow.rewards.answers import answer_in, check_marks, reference, reference_answer
 from asyncflow.rewards.base import Sample
+from asyncflow.rewards.caught import first_caught, forget_caught, import_telling
 from asyncflow.rewards.numeric import ANSWER_MARKS
 from asyncflow.rewards.processes import memory_share
-from asyncflow.rewards.spelling import Quantity, are_equal, plain, quantity
+from asyncflow.rewards.spelling import Quantity, are_equal, is_range, plain, quantity, sides_of
 
 # Parsed once when the scorer is built: what a process learns at its first formula, each sample's would have to learn again.
 _WARM_UP: Final = (r"\frac{1}{2}", r"x^2+\sqrt{3}", r"(1, 2]", r"\{1, 2\}", r"\begin{pmatrix}1\\2\end{pmatrix}", "x=5", "2*x/3")
 MAX_CHARACTERS: Final = 1000
+# A reference of which equations may be the parts: (1, 2), x = 2 or x = 3.
+_SEVERAL = re.compile(r"[=,]|\b(?:or|and)\b|\\pm|±")
 MUCH_MEMORY: Final = 0.25
-"""math-verify catches a `MemoryError` in many places, and goes on to "not equal". So this is no answer after a comparison that took
+"""A `MemoryError` may also be caught below math-verify, where nobody tells. So "not equal" is no answer after a comparison that took
 more than this share of what there is: what asked for too much had at least that before, since things grow by doubling."""
 
 
@@ -49,7 +53,9 @@ class Maths:
         self._answer_column, self._require_end = answer_column, require_end
         self._tolerance, self._decimals = relative_tolerance, decimals
         try:
-            self._verifier: Any = importlib.import_module("math_verify")
+            self._verifier: Any = import_telling(
+                "math_verify", ("math_verify", "latex2sympy2_extended"), without=["latex2sympy2_extended.gen"]
+            )
         except ImportError as error:
             raise ImportError("the scorer maths needs math-verify: pip install 'asyncflow-rl[maths]'") from error
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
@@ -68,17 +74,28 @@ class Maths:
         return float(bool(answer) and self._is_right(str(answer), expected))
 
     def _is_right(self, answer: str, expected: str) -> bool:
-        if plain(answer) == plain(expected):
+        if answer == expected:
             return True
-        number, number_expected = quantity(answer), quantity(expected)
-        if isinstance(number, Quantity) and isinstance(number_expected, Quantity):
-            return are_equal(number, number_expected, relative_tolerance=self._tolerance)
         if len(answer) > MAX_CHARACTERS:
             return False
-        is_same = self._is_same(answer, expected)
-        if not is_same and memory_share() > MUCH_MEMORY:
+        if plain(answer) == plain(expected):
+            return True
+        number, number_expected = quantity(answer), quantity(expected, is_reference=True)
+        if isinstance(number, Quantity) and isinstance(number_expected, Quantity):
+            return are_equal(number, number_expected, relative_tolerance=self._tolerance)
+        if is_range(answer) or is_range(expected):  # math-verify would subtract
+            return False
+        sides = [answer] if number_expected is None and _SEVERAL.search(expected) else sides_of(answer)
+        if sides != [answer]:  # math-verify would look at the last one alone
+            return all(self._is_right(side, expected) for side in sides)
+        forget_caught()
+        if self._is_same(answer, expected):
+            return True
+        if memory_share() > MUCH_MEMORY:
             raise MemoryError
-        return is_same
+        if (kind := first_caught()) is not None:
+            raise kind("inside math-verify, which went on to 'not equal'")
+        return False
 
     def _is_same(self, answer: str, expected: str) -> bool:
         found, right = self._parsed(answer), self._parsed(expected)

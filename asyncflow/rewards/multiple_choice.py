@@ -32,7 +32,8 @@ class MultipleChoice:
         self._choices, letters = choices.upper(), re.escape(choices)
         self._marks = check_marks(marks)
         self._answer_column, self._require_end = answer_column, require_end
-        around = r"[\s*_($\[\"'{]*(?:\\text(?:bf)?\s*\{)?\s*(?:(?:option|choice|answer)\s+)?[(\[]?"
+        # Possessive: a run of spaces must not be divided in all ways.
+        around = r"[\s*_($\[\"'{]*+(?:\\text(?:bf)?\s*+\{)?+\s*+(?:(?:option|choice|answer)\s++)?+[(\[]?+"
         self._letter = re.compile(rf"{around}([{letters}])(?=\s*$|\s*[).:,;\]}}*$\"'-])", re.IGNORECASE)
 
     def __call__(self, sample: Sample) -> float:

@@ -46,7 +46,7 @@ class Numeric:
 
     def _expected(self, sample: Sample) -> Quantity:
         right = reference(sample, self._answer_column)
-        expected = quantity(reference_answer(right))
+        expected = quantity(reference_answer(right), is_reference=True)
         if expected is None:
             raise ValueError(f"no number to compare with: {right!r:.400}")
         return expected

@@ -3,7 +3,7 @@ r"""Numbers as people, models and LaTeX write them, exactly.
     $1,234.50    \frac{3}{4}    1 1/2    75\%    3 \times 10^{4}    0.\overline{3}    twelve    2.5 million    18 dollars
 
 `quantity` reads a text that is one number, perhaps with a sign of currency, a percent sign or a unit, and nothing else. No text is
-executed: a recursive descent over a small grammar, in exact fractions, with bounds on every exponent.
+executed: a recursive descent over a small grammar, in exact fractions, with bounds on every exponent and every value.
 """
 
 from __future__ import annotations
@@ -17,44 +17,73 @@ MAX_CHARACTERS: Final = 200
 MAX_EXPONENT: Final = 64
 MAX_DIGITS: Final = 60
 MAX_DEPTH: Final = 20
+MAX_BITS: Final = 4096
+"""Of a value's numerator and of its denominator."""
+ROUGHLY: Final = Fraction(1, 20)
+"""How far apart two sides of an ≈ may be."""
 
 
 class Quantity(NamedTuple):
-    """`unit`: what stands beside the number, in one spelling, "" if nothing does. A percentage is its number, not a hundredth."""
+    """`unit`: what stands beside the number, in one spelling, "" if nothing does, and `written`, as it stands there. A percentage is
+    its number, not a hundredth."""
 
     value: Fraction
     unit: str = ""
     is_percent: bool = False
+    written: str = ""
 
 
-def quantity(text: str) -> Quantity | None:
-    """The number that a text is. None: it is none, or more than one."""
+def quantity(text: str, *, is_reference: bool = False) -> Quantity | None:
+    """The number that a text is. None: it is none, or more than one. Of a chain of equations it is the last side, if those before
+    it are names, or the same number. `10, 100` is one number, carelessly grouped, but as a reference it is two."""
     if len(text) > MAX_CHARACTERS:
         return None
     text = plain(text)
-    if "=" in text:  # x = 5
-        if _MORE_THAN_ONE.search(text):
-            return None
-        text = text.rpartition("=")[2].strip()
-    found = _without_unit(text)
-    if found is None:
+    if not is_reference:
+        text = _SPACED_GROUPS.sub(lambda found: found[0].replace(" ", ""), text)
+    *before, (_, last) = _sides(text)
+    number = None if is_range(last) else _number_in(last)
+    if number is None or (before and _MORE_THAN_ONE.search(text)):
         return None
-    text, unit, is_percent = found
-    value = _spelled_out(text) if text and text[0].isalpha() else _value(text)
-    return None if value is None else Quantity(value, unit, is_percent)
+    is_rough = False
+    for sign, side in reversed(before):
+        is_rough = is_rough or sign == "≈"
+        if not _may_come_before(side, number, is_rough=is_rough):
+            return None
+    return number
 
 
 def are_equal(found: Quantity, expected: Quantity, *, relative_tolerance: float = 0.0) -> bool:
-    """Whether they are the same. A unit counts where both have one, and where it may be the name of a variable that was expected;
-    where one alone is a percentage, 50% is 50 and 0.5."""
-    if found.unit != expected.unit and ((found.unit and expected.unit) or (len(expected.unit) == 1 and expected.unit.isalpha())):
+    """Whether they are the same. A unit counts where both have one, and where it may be the name of a variable that was expected,
+    a letter by itself; where one alone is a percentage, 50% is 50 and 0.5."""
+    may_be_variable = len(expected.written) == 1 and expected.written.isalpha()
+    if found.unit != expected.unit and ((found.unit and expected.unit) or may_be_variable):
         return False
-    if _close(found.value, expected.value, relative_tolerance):
-        return True
-    if found.is_percent == expected.is_percent:
+    return _is_same_amount(found, expected, Fraction(relative_tolerance))
+
+
+def is_range(text: str) -> bool:
+    """Whether a text is two or more bare numbers with a dash between them, which is no subtraction: `20-30`, `20-30 minutes`."""
+    found = _without_unit(plain(text)) if len(text) <= MAX_CHARACTERS else None
+    return found is not None and _RANGE.fullmatch(found.text) is not None
+
+
+def sides_of(text: str) -> list[str]:
+    """The sides of a chain of equations, but for those that are names of what the others are: of `x = 5` it is `5`. One at least."""
+    *before, (_, last) = _sides(text)
+    return [*(side for _, side in before if side and not is_name(side)), last]
+
+
+def is_name(text: str) -> bool:
+    r"""Whether a side of an equation names what the other one is, and is no number and no sentence: `x`, `m + n`, `f(2)`, `(x, y)`,
+    `\cos \theta`, `total cost`."""
+    text = _BELONGS_TO_NAME.sub("", text).strip()
+    if any(character.isdigit() for character in text) or ("," in text and (text[0], text[-1]) != ("(", ")")):
         return False
-    percent, other = (found, expected) if found.is_percent else (expected, found)
-    return _close(percent.value / 100, other.value, relative_tolerance)
+    words = [word.lower() for word in _WORD.findall(text)]
+    if not words or any(word in _NO_NAMES or word in _WORDS for word in words):
+        return False
+    return sum(len(word) > 1 and word[0] != "\\" for word in words) <= MAX_WORDS
 
 
 def plain(text: str) -> str:
@@ -72,7 +101,67 @@ def plain(text: str) -> str:
     text = " ".join(text.split())
     while len(text) > 1 and (text[0], text[-1]) in _AROUND:
         text = text[1:-1].strip()
-    return _TRAILING.sub("", text).strip()
+    return text.rstrip(" .,;:?")  # an exclamation mark is a factorial
+
+
+# -- sides of an equation -------------------------------------------------------------------------------------------------------
+
+MAX_WORDS: Final = 3
+"""Of a name."""
+_SIGN = re.compile(r"(?<![<>!:=])=(?!=)|≈|[()]")
+# An index, an argument, a prime.
+_BELONGS_TO_NAME = re.compile(r"_\{?\w+\}?|(?<=[A-Za-z}])\([^()]*\)|'")
+_WORD = re.compile(r"\\?[^\W\d_]+")
+_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
+_RANGE = re.compile(r"\d[\d,.]*(?:\s*-\s*\d[\d,.]*)+")
+
+
+def _sides(text: str) -> list[tuple[str, str]]:
+    """The sides of a chain of equations, each with the sign behind it, "" at the end. What is in brackets, P(X = 2), is one side."""
+    has_pairs = text.count("(") == text.count(")")
+    sides, begin, depth = [], 0, 0
+    for found in _SIGN.finditer(text):
+        if found[0] in "()":
+            depth += has_pairs * (1 if found[0] == "(" else -1)
+        elif depth <= 0:
+            sides.append((found[0], text[begin : found.start()].strip()))
+            begin = found.end()
+    return [*sides, ("", text[begin:].strip())]
+
+
+def _may_come_before(side: str, number: Quantity, *, is_rough: bool) -> bool:
+    """Whether a side of an equation leaves it at that number: a name, nothing, the same amount, or another unit's."""
+    found = _number_in(side) or _sum_of_quantities(side)
+    if found is None:
+        return not side or is_name(side) or (is_rough and not _LONG_WORD.search(side))
+    if found.unit and number.unit and found.unit != number.unit:  # 2 hours = 120 minutes
+        return True
+    return _is_same_amount(found, number, ROUGHLY if is_rough else Fraction(0))
+
+
+def _sum_of_quantities(text: str) -> Quantity | None:
+    """`$5 + $3`, `5 apples + 3 apples`: the number alone."""
+    bare = _ONE_UNIT.sub(lambda found: found[0] if _one_spelling(found[1]) is None else "", _CURRENCY.sub("", text))
+    value = _value(bare)
+    return None if value is None else Quantity(value)
+
+
+def _number_in(text: str) -> Quantity | None:
+    """The number that one side is, as it is written in digits or in words."""
+    found = _without_unit(text.strip())
+    if found is None:
+        return None
+    value = _spelled_out(found.text) if found.text and found.text[0].isalpha() else _value(found.text)
+    return None if value is None else Quantity(value, found.unit, found.is_percent, found.written)
+
+
+def _is_same_amount(found: Quantity, expected: Quantity, relative_tolerance: Fraction) -> bool:
+    if _close(found.value, expected.value, relative_tolerance):
+        return True
+    if found.is_percent == expected.is_percent:
+        return False
+    percent, other = (found, expected) if found.is_percent else (expected, found)
+    return _close(percent.value / 100, other.value, relative_tolerance)
 
 
 # -- units ----------------------------------------------------------------------------------------------------------------------
@@ -108,6 +197,8 @@ _SAME_UNITS: Final = {
 }
 _UNIT_OF: Final = {other: unit for unit, others in _SAME_UNITS.items() for other in others} | {unit: unit for unit in _SAME_UNITS}
 _CURRENCY_FIRST = re.compile(r"([-+]?)\s*(US\$|[$€£¥₹]|(?:USD|EUR|GBP|JPY|CNY|INR)\b)\s*", re.IGNORECASE)
+_CURRENCY = re.compile(r"(?:US)?[$€£¥₹]")
+_ONE_UNIT = re.compile(r"(?<=\d)\s*([A-Za-z]+)(?![A-Za-z(])")
 _PERCENT = re.compile(r"(?:%|\s*(?:percent|per cent|pct|percentage points?)\.?)$", re.IGNORECASE)
 # Words that follow a number, with quotients, a power and dots among them. An exponent (1e-3) is none.
 _UNIT = re.compile(
@@ -121,10 +212,26 @@ _NO_UNITS: Final = frozenset(
 _SCALE: Final = {"hundred": 10**2, "thousand": 10**3, "k": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 
-def _without_unit(text: str) -> tuple[str, str, bool] | None:
-    """A number alone, its unit, and whether it is a percentage. A scale stays with the number, as a product. None: what stands
-    beside the number is more than a unit."""
+# What joins a sentence, and words for numbers, are in no name.
+_NO_NAMES: Final = frozenset(
+    ["and", "or", "nor", "not", "no", "never", "because", "since", "so", "but", "if", "unless", "than", "know", *_SCALE]
+)
+
+
+class _Alone(NamedTuple):
+    """A number's own text, and its unit in one spelling and as it is written."""
+
+    text: str
+    unit: str
+    is_percent: bool
+    written: str
+
+
+def _without_unit(text: str) -> _Alone | None:
+    """A number alone, and what its unit is. A scale stays with the number, as a product. None: what stands beside the number is more
+    than a unit."""
     units: list[str | None] = []
+    written = ""
     if found := _CURRENCY_FIRST.match(text):
         units.append(_one_spelling(found[2]))
         text = found[1] + text[found.end() :]
@@ -137,10 +244,11 @@ def _without_unit(text: str) -> tuple[str, str, bool] | None:
         else:
             rest, text = found["unit"], text[: found.start()]
         if rest:
+            written = rest
             units.append(_one_spelling(rest))
     if None in units or len(set(units)) > 1:
         return None
-    return text.strip(), (units[0] or "") if units else "", is_percent
+    return _Alone(text.strip(), (units[0] or "") if units else "", is_percent, written)
 
 
 def _one_spelling(unit: str) -> str | None:
@@ -174,15 +282,15 @@ _TYPOGRAPHY: Final = [
         (r"[\u2044\u2215]", "/"),
         (r"\u00d7|\\times|\\cdot|\\ast|·", "*"),
         (r"\u00f7|\\div(?![a-z])", "/"),
+        (r"(?<=\d),\s*\\[,;:! ]\s*(?=\d{3}(?!\d))", ","),
         (r"\\!", ""),
         (r"\\[,;:> ]|\\q?quad|~|\\(?:left|right|displaystyle|bigl|bigr|big)(?![a-z])", " "),
         (r"\\\$|\\text(?:dollar|sterling)", "$"),
         (r"\\%", "%"),
         (r"\\#", "#"),
         (r"\{,\}", ","),
-        (r"(?<=\d),[ ](?=\d{3}(?!\d))", ","),
         (r"(?<=\d)\s*[xX]\s*(?=10\s*\^)", "*"),
-        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\u00ba", "°"),
+        (r"\^\s*+(?:\{\s*+)?\\circ(?:\s*+\})?|\\degree|\u00ba", "°"),
         (r"\\[dtc]frac", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
@@ -190,7 +298,7 @@ _TYPOGRAPHY: Final = [
         (r"\\[()\[\]]", ""),
         (r"\$\$", ""),
         (r"\*\*+|__+|`", ""),
-        (r"\\(?:approx|sim)|≈", "="),
+        (r"\\(?:approx|sim)(?![a-z])", "≈"),
         (r"\\pi|π", " pi"),
     )
 ]
@@ -198,7 +306,8 @@ _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|boxed|fbox|mathit|te
 _FRACTION = re.compile(r"(?P<whole>\d\s*)?\\frac\s*\{(?P<above>[^{}]*)\}\s*\{(?P<below>[^{}]*)\}")
 _AROUND: Final = (("$", "$"), ('"', '"'), ("'", "'"), ("*", "*"))
 _MORE_THAN_ONE = re.compile(r"[<>!≤≥≠;]|,\s*[A-Za-z]")
-_TRAILING = re.compile(r"[\s.,;:?]+$")  # an exclamation mark is a factorial
+# Thousands with a space behind each comma.
+_SPACED_GROUPS = re.compile(r"(?<![\d,.])\d{1,3}(?:,[ ]\d{3})+(?![\d,])")
 
 
 def _as_ratio(found: re.Match[str]) -> str:
@@ -250,14 +359,14 @@ class _Expression:
     def _sum(self) -> Fraction:
         value = self._product()
         while sign := self._one_of("+-"):
-            value += self._product() * (1 if sign == "+" else -1)
+            value = _bounded(value + self._product() * (1 if sign == "+" else -1))
         return value
 
     def _product(self) -> Fraction:
         value = self._power()
         while operator := self._one_of("*/"):
             other = self._power()
-            value = value * other if operator == "*" else value / other
+            value = _bounded(value * other if operator == "*" else value / other)
         return value
 
     def _power(self) -> Fraction:
@@ -266,7 +375,7 @@ class _Expression:
         if not self._one_of("^"):
             return sign * base
         exponent = self._power()
-        if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+        if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT or abs(exponent) * _bits(base) > MAX_BITS:
             raise _NoNumber
         return sign * Fraction(base ** int(exponent))
 
@@ -326,10 +435,18 @@ class _Expression:
             self._at += 1
 
 
-def _close(found: Fraction, expected: Fraction, relative_tolerance: float) -> bool:
-    if found == expected:
-        return True
-    return relative_tolerance > 0 and abs(found - expected) <= Fraction(relative_tolerance) * abs(expected)
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if _bits(value) > MAX_BITS:
+        raise _NoNumber
+    return value
+
+
+def _close(found: Fraction, expected: Fraction, relative_tolerance: Fraction) -> bool:
+    return found == expected or abs(found - expected) <= relative_tolerance * abs(expected)
 
 
 # -- words ----------------------------------------------------------------------------------------------------------------------
@@ -343,18 +460,25 @@ _WORDS: Final = {word: i for i, word in enumerate(_SMALL)} | {word: 10 * i for i
 
 
 def _spelled_out(text: str) -> Fraction | None:
-    """`twenty-one`, `a hundred and five`, `three thousand two hundred`."""
+    """`twenty-one`, `a hundred and five`, `three thousand two hundred`. None for numbers in a row: `two three`, `four and three`."""
+    words = re.split(r"[\s-]+", text.lower())
+    if words == ["zero"]:
+        return Fraction(0)
     total = group = 0
-    has_number = False
-    for word in re.split(r"[\s-]+", text.lower()):
-        if word in ("and", "a") and word != text.lower():
-            continue
-        if word in _WORDS:
-            group, has_number = group + _WORDS[word], True
-        elif word == "hundred":
-            group, has_number = max(group, 1) * 100, True
-        elif word in _SCALE and word != "k":
-            total, group, has_number = total + max(group, 1) * _SCALE[word], 0, True
+    before, scale = "", max(_SCALE.values()) + 1  # the kind of the word before, and what the next scale is below
+    for word in words:
+        if word == "a" and before in ("", "scale", "and"):
+            before = "a"
+        elif word == "and" and before in ("hundred", "scale"):
+            before = "and"
+        elif word in _TENS and before in ("", "hundred", "scale", "and"):
+            group, before = group + _WORDS[word], "ten"
+        elif 0 < _WORDS.get(word, 0) < (10 if before == "ten" else 20) and before in ("", "ten", "hundred", "scale", "and"):
+            group, before = group + _WORDS[word], "small"
+        elif word == "hundred" and before in ("", "a", "small", "ten") and group < 100:
+            group, before = max(group, 1) * 100, "hundred"
+        elif 1000 <= _SCALE.get(word, 0) < scale and word != "k" and before in ("", "a", "small", "ten", "hundred"):
+            total, group, before, scale = total + max(group, 1) * _SCALE[word], 0, "scale", _SCALE[word]
         else:
             return None
-    return Fraction(total + group) if has_number else None
+    return None if before in ("a", "and") else Fraction(total + group)

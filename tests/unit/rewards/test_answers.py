@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from typing import Any
@@ -12,8 +13,9 @@ from asyncflow.rewards.answers import MARKS, answer_in, reference, reference_ans
 from asyncflow.rewards.base import Sample, Scorer
 from asyncflow.rewards.final_answer import FinalAnswer
 from asyncflow.rewards.maths import Maths
+from asyncflow.rewards.multiple_choice import MultipleChoice
 from asyncflow.rewards.numeric import Numeric
-from asyncflow.rewards.spelling import quantity
+from asyncflow.rewards.spelling import plain, quantity
 from tests.conftest import gsm8k_folder
 from tests.unit.rewards import spellings
 
@@ -111,11 +113,19 @@ def test_awkward_spellings_of_numbers_without_sympy(answer: str, right: str, is_
 
 
 BOMBS = ["9" * 10_000, "9" * 190, "2^99999", "10^10^10", "(" * 100 + "1" + ")" * 100, "1e999", "-" * 199 + "1"]
+BOMBS += ["((((9^64)^64)^64)^64)", "(9^32)^64", "(1/9^32)^64", "*".join(["9^64"] * 21), "/".join(["9^64"] * 22)]
+BOMBS += ["+".join(f"1/({i}^64)" for i in range(79, 97))]
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_number_that_would_be_too_large_is_none(bomb: str) -> None:
+    start = time.process_time()
     assert quantity(bomb) is None
+    assert time.process_time() - start < 0.2
+
+
+def test_a_number_that_is_only_large_is_one() -> None:
+    assert quantity("(9^32)^32") == (9**1024, "", False, "")
 
 
 LONG = ["\\boxed{", "\\boxed{1}", "{", "}", "<answer>", "</answer>", "#### 1 ", "#", "the answer is ", "answer", "1,", "1 "]
@@ -126,6 +136,67 @@ def test_a_model_that_repeats_itself_costs_no_time(word: str) -> None:
     text, start = word * (200_000 // len(word)), time.process_time()
     Numeric()(Sample("", text, {"answer": "1"}, True))
     assert time.process_time() - start < 1.0
+
+
+# A mark, then a run of something, then what does not fit.
+RUNS = ["answer is" + "\n" * 50_000, "answer:" + " " * 50_000 + "\n", "answer" + " " * 50_000, "answer is (" + " " * 50_000 + "x"]
+RUNS += [
+    "#### " + "." * 50_000 + "x",
+    "#### ^" + " " * 50_000 + "x",
+    "#### " + '"' * 100_000,
+    r"\boxed{\text{" + " " * 50_000 + "x}}",
+]
+
+
+@pytest.mark.parametrize("name", ["numeric", "maths", "multiple_choice"])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_costs_no_time(maths: Maths, name: str, run: str) -> None:
+    scorer: Scorer = {"numeric": Numeric(), "maths": maths, "multiple_choice": MultipleChoice()}[name]
+    right, start = ("B" if name == "multiple_choice" else "1"), time.process_time()
+    assert scored(scorer, run, right) == 0.0
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize("run", ["." * 50_000 + "x", "^" + " " * 50_000 + "x", "^{" + " " * 50_000 + "x"])
+def test_plain_looks_at_a_run_once(run: str) -> None:
+    start = time.process_time()
+    plain(run)
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(("text", "answer"), [("The answer is 12 because 10 + 3 = 13.", "12"), ("answer: 5 since it is", "5")])
+def test_a_reason_is_no_part_of_the_answer(text: str, answer: str) -> None:
+    assert answer_in(text) == answer
+
+
+@pytest.mark.parametrize("several", ["10, 100", "20-30", "I do not know = 5", "4, x = 5"])
+def test_a_reference_that_is_not_one_number_is_none(several: str) -> None:
+    assert quantity(several, is_reference=True) is None
+    with pytest.raises(ValueError, match="no number to compare with"):
+        scored(Numeric(), "#### 10100", several)
+
+
+# What math-verify has no stack for, and says "not equal" of.
+DEEP = ["-" * 300 + "x", "|" * 60 + "x" + "|" * 60]
+
+
+@pytest.mark.parametrize("deep", DEEP)
+def test_what_math_verify_has_no_stack_for_is_a_failure_and_no_0(maths: Maths, deep: str) -> None:
+    with pytest.raises(RecursionError, match="not equal"):
+        scored(maths, rf"\boxed{{{deep}}}", "y")
+    assert scored(maths, r"\boxed{x+2}", "y") == 0.0 and scored(maths, r"\boxed{x+1}", "1+x") == 1.0
+
+
+def test_what_math_verify_finds_equal_all_the_same_is_right(maths: Maths, monkeypatch: pytest.MonkeyPatch) -> None:
+    grader = importlib.import_module("math_verify.grader")
+
+    def no_room(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(grader, "simplify", no_room)
+    assert scored(maths, r"\boxed{x+1}", "1+x") == 1.0
+    with pytest.raises(MemoryError):
+        scored(maths, r"\boxed{\sin(x)}", r"\cos(x)")
 
 
 @pytest.mark.parametrize("unit", ["a" * 190, "a b c d e f " * 15, "a/" * 95, "a." * 95, "sq " * 60, "\\frac{" * 28, "\\text{" * 28])
