@@ -1,7 +1,7 @@
 """Other people's modules, imported so that one can ask what their `except` clauses have caught.
 
-A library that tries one way after another says `except Exception: pass`, and so makes a `MemoryError` or a `RecursionError` into "it
-is not so". Here each clause of its modules first notes what it caught; then the modules do what they did anyway.
+A library that tries one way after another says `except Exception: pass`, and so makes a `MemoryError` or a `RecursionError` into
+"it is not so". Here each clause of its modules first notes what it caught; then the modules do what they did anyway.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _caught: list[type[MemoryError] | type[RecursionError]] = []
 
 
 def import_telling(name: str, packages: Collection[str], *, without: Sequence[str] = ()) -> ModuleType:
-    """A module, after all modules of these packages have been imported so, but for those whose names begin as in `without`. One that
-    was imported in the usual way is imported anew. Raises `ImportError`."""
+    """A module. All modules of these packages are imported so, but for those whose names begin as in `without`; one that was imported
+    in the usual way is imported anew. Raises `ImportError`."""
 
     def is_meant(module: str) -> bool:
         return module.partition(".")[0] in packages and not module.startswith(tuple(without))

@@ -30,8 +30,8 @@ MAX_CHARACTERS: Final = 1000
 # A reference of which equations may be the parts: (1, 2), x = 2 or x = 3.
 _SEVERAL = re.compile(r"[=,]|\b(?:or|and)\b|\\pm|±")
 MUCH_MEMORY: Final = 0.25
-"""A `MemoryError` may also be caught below math-verify, where nobody tells. So "not equal" is no answer after a comparison that took
-more than this share of what there is: what asked for too much had at least that before, since things grow by doubling."""
+"""A `MemoryError` may also be caught below math-verify, where nobody tells. So "not equal" is no answer after a comparison that
+took more than this share of what there is: what asked for too much had at least that before, since things grow by doubling."""
 
 
 class Maths:

@@ -24,8 +24,8 @@ ROUGHLY: Final = Fraction(1, 20)
 
 
 class Quantity(NamedTuple):
-    """`unit`: what stands beside the number, in one spelling, "" if nothing does, and `written`, as it stands there. A percentage is
-    its number, not a hundredth."""
+    """`unit`: what stands beside the number, in one spelling, "" if nothing does; `written`: as it stands there. A percentage is its
+    number, not a hundredth."""
 
     value: Fraction
     unit: str = ""
@@ -69,7 +69,7 @@ def is_range(text: str) -> bool:
 
 
 def sides_of(text: str) -> list[str]:
-    """The sides of a chain of equations, but for those that are names of what the others are: of `x = 5` it is `5`. One at least."""
+    """The sides of a chain of equations without those that are names of what the others are: of `x = 5` it is `5`. One at least."""
     *before, (_, last) = _sides(text)
     return [*(side for _, side in before if side and not is_name(side)), last]
 
@@ -117,7 +117,7 @@ _RANGE = re.compile(r"\d[\d,.]*(?:\s*-\s*\d[\d,.]*)+")
 
 
 def _sides(text: str) -> list[tuple[str, str]]:
-    """The sides of a chain of equations, each with the sign behind it, "" at the end. What is in brackets, P(X = 2), is one side."""
+    """The sides of a chain of equations, each with the sign behind it, "" at the end. A sign in brackets, P(X = 2), divides none."""
     has_pairs = text.count("(") == text.count(")")
     sides, begin, depth = [], 0, 0
     for found in _SIGN.finditer(text):
@@ -228,8 +228,8 @@ class _Alone(NamedTuple):
 
 
 def _without_unit(text: str) -> _Alone | None:
-    """A number alone, and what its unit is. A scale stays with the number, as a product. None: what stands beside the number is more
-    than a unit."""
+    """A number alone, and what its unit is. A scale stays with the number, as a product. None: what stands beside the number is
+    more than a unit."""
     units: list[str | None] = []
     written = ""
     if found := _CURRENCY_FIRST.match(text):
@@ -460,7 +460,7 @@ _WORDS: Final = {word: i for i, word in enumerate(_SMALL)} | {word: 10 * i for i
 
 
 def _spelled_out(text: str) -> Fraction | None:
-    """`twenty-one`, `a hundred and five`, `three thousand two hundred`. None for numbers in a row: `two three`, `four and three`."""
+    """`twenty-one`, `a hundred and five`, `three thousand two hundred`. None of numbers in a row: `two three`, `four and three`."""
     words = re.split(r"[\s-]+", text.lower())
     if words == ["zero"]:
         return Fraction(0)
