@@ -23,7 +23,7 @@ _caught: list[type[MemoryError] | type[RecursionError]] = []
 
 
 def import_telling(name: str, packages: Collection[str], *, without: Sequence[str] = ()) -> ModuleType:
-    """A module. All modules of these packages are imported so, but for those whose names begin as in `without`; one that was imported
+    """A module. All modules of these packages are imported so, but for those whose names begin as in `without`; one that was there
     in the usual way is imported anew. Raises `ImportError`."""
 
     def is_meant(module: str) -> bool:

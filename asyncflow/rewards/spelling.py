@@ -24,8 +24,8 @@ ROUGHLY: Final = Fraction(1, 20)
 
 
 class Quantity(NamedTuple):
-    """`unit`: what stands beside the number, in one spelling, "" if nothing does; `written`: as it stands there. A percentage is its
-    number, not a hundredth."""
+    """`unit`: what stands beside the number, in one spelling, "" if nothing does; `written`: as it stands there. A percentage is
+    its number, not a hundredth."""
 
     value: Fraction
     unit: str = ""
@@ -117,7 +117,7 @@ _RANGE = re.compile(r"\d[\d,.]*(?:\s*-\s*\d[\d,.]*)+")
 
 
 def _sides(text: str) -> list[tuple[str, str]]:
-    """The sides of a chain of equations, each with the sign behind it, "" at the end. A sign in brackets, P(X = 2), divides none."""
+    """The sides of a chain of equations, each with the sign behind it, "" at the end. A sign in brackets is none: P(X = 2)."""
     has_pairs = text.count("(") == text.count(")")
     sides, begin, depth = [], 0, 0
     for found in _SIGN.finditer(text):
