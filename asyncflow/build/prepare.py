@@ -313,6 +313,8 @@ def reward_pool(config: Config, name: str) -> RewardPool:
         memory_bytes=reward.memory_bytes,
         output_bytes=reward.output_bytes,
         name=name,
+        prompt_column=config.data.prompt_column,
+        prompt_template=config.data.prompt_template,
     )
 
 

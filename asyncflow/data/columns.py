@@ -18,12 +18,11 @@ from string import Formatter
 from typing import Any, Final
 
 from asyncflow.data.datasets import Row
+from asyncflow.rows import QUESTIONS, READY_PROMPT
+from asyncflow.rows import found_in as _found
+from asyncflow.rows import value_in as _value
 from asyncflow.types import UserError
 
-READY_PROMPT: Final = "prompt"
-"""A column of this name is a prompt as it stands: text, or a conversation."""
-QUESTIONS: Final = ("question", "problem")
-"""A column of these is a question, which becomes a prompt by a line end behind it."""
 ANSWERS: Final = ("answer", "solution", "label", "ground_truth")
 ANSWER: Final = "answer"
 """The column that a scorer finds the answer in, whatever the data set calls it."""
@@ -100,24 +99,6 @@ def template_columns(template: str) -> list[str]:
     if odd:  # an attribute of Python's, or a position
         raise UserError(f"data.prompt_template {template!r} names {odd[0]!r}, which is no column; write {{{{ for a literal brace")
     return fields
-
-
-def _found(row: Row, names: Sequence[str]) -> str | None:
-    """The first of the names that the row has, spelled as it spells it."""
-    spelled = {column.lower(): column for column in reversed(list(row))}
-    return next((name if name in row else spelled[name] for name in names if name in spelled), None)
-
-
-def _value(row: Row, column: str) -> Any:
-    """What a column holds; `a.b` is the field b of the column a, where no column is called that."""
-    if column in row:
-        return row[column]
-    value: Any = row
-    for part in column.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise LookupError(column)
-        value = value[part]
-    return value
 
 
 def _last(column: str) -> str:

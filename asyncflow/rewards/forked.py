@@ -4,8 +4,9 @@ consumes: a sample
 waits for: the child's answer, at most `deadline_seconds`
 is unblocked by: the answer, the child's end, too much of output, or the deadline
 
-Whatever scoring did, to modules, to globals, to a cache, is gone with the child; so are processes that it started, for the child
-has a process group of its own. What the child prints is kept here, the end of it, as its last words.
+Whatever scoring did, to modules, to globals, to a cache, is gone with the child. So are processes that it started: the child has a
+process group of its own, and who left that becomes a child of this process when its parent ends. What the child prints is kept
+here, the end of it, as its last words.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from asyncflow.rewards.messages import Failed, Reply, Scored, frame
-from asyncflow.rewards.processes import die_with_parent, limit_memory, limit_output
+from asyncflow.rewards.processes import die_with_parent, end_children, limit_memory, limit_output
 
 LAST_WORDS_BYTES: Final = 4096
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -41,8 +42,11 @@ class Limits:
     output_bytes: int
 
 
-def in_child(work: Callable[[], Reply], limits: Limits, who: str, not_for_child: tuple[int, ...]) -> Reply:
-    """What `work` says, called in a fork of this process. `not_for_child`: file descriptors that the child does not get."""
+def in_child(
+    work: Callable[[], Reply], limits: Limits, who: str, not_for_child: tuple[int, ...], spared: Set[int] = frozenset()
+) -> Reply:
+    """What `work` says, called in a fork of this process. `not_for_child`: file descriptors that the child does not get. `spared`:
+    children of this process that live on; all others are killed at the end. Raises `TimeoutError` if some cannot be."""
     answers, answer = os.pipe()
     words, word = os.pipe()
     own = os.getpid()
@@ -60,6 +64,7 @@ def in_child(work: Callable[[], Reply], limits: Limits, who: str, not_for_child:
         return watch.reply()
     finally:
         watch.end()
+        end_children(spared)
 
 
 def _score(work: Callable[[], Reply], limits: Limits, parent: int, answer: int, word: int) -> None:

@@ -12,13 +12,18 @@ MAX_FRAME_BYTES = 1 << 28
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """What to build. `memory_bytes`: the address space that scoring may add to what the built scorers already have;
-    `output_bytes`: what scoring a sample may print, and write to a file."""
+    """What to build.
+
+    `memory_bytes`: the address space that scoring may add to what the built scorers already have; `output_bytes`: what scoring a
+    sample may print, and write to a file; `prompt_column`, `prompt_template`: what makes a row's prompt, where `data` says it.
+    """
 
     parts: list[Part]
     deadline_seconds: float
     memory_bytes: int
     output_bytes: int
+    prompt_column: str | None = None
+    prompt_template: str | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

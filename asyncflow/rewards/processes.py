@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import sys
+import time
+from collections.abc import Set
 from pathlib import Path
 
+END_SECONDS = 2.0  # SIGKILL to the end of all that a sample has left
+LOOK_AGAIN_SECONDS = 0.001
+
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 _space_at_limit: int | None = None  # bytes of address space that this process had when it was limited
 
@@ -22,6 +29,42 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(0)
+
+
+def adopt_orphans() -> None:
+    """Let this process become the parent of what its descendants leave behind, in whatever session that is. Linux only."""
+    if sys.platform != "linux" or not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> frozenset[int]:
+    """The processes that this one is the parent of, ended ones that nobody has waited for among them. None where /proc does not
+    tell them."""
+    found: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/children") as file:
+                found += file.read().split()
+    return frozenset(map(int, found))
+
+
+def end_children(spared: Set[int]) -> None:
+    """Kill the children of this process, but for some, and theirs as they become its own, and wait for the end of all. Raises
+    `TimeoutError` if that takes longer than `END_SECONDS`."""
+    deadline = time.monotonic() + END_SECONDS
+    while left := children() - spared:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{len(left)} processes that a scorer has started are still there {END_SECONDS:g} s after SIGKILL")
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_AGAIN_SECONDS)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def limit_memory(memory_bytes: int) -> None:

@@ -6,8 +6,8 @@ is unblocked by: the answer, the worker's end, or the deadline
 
 A worker has one sample at a time and is given the next one only after it answered or was replaced, so an answer can belong to no
 other sample: a caller that gives up leaves its sample to run out its deadline. A scorer is ended by SIGKILL, with everything it
-started in its worker's session; what left that (a daemon in a session of its own) is out of reach. Most workers end a sample in
-time by themselves (`forked.py`); one that does not is killed, and a new one started.
+started: by its worker, or where that has to be killed too, in its worker's session, so that a daemon in a session of its own is out
+of reach then. Most workers end a sample in time by themselves (`forked.py`); one that does not is killed, and a new one started.
 """
 
 from __future__ import annotations
@@ -175,19 +175,22 @@ class RewardPool:
         name: str,
         output_bytes: int = 1 << 20,
         start_seconds: float = 60.0,
+        prompt_column: str | None = None,
+        prompt_template: str | None = None,
     ) -> None:
         """`parts`: what a reward is the weighted sum of.
 
         `deadline_seconds`: for one sample, from the moment a worker takes it up. `memory_bytes`: what scoring may add to a worker's
         address space. `output_bytes`: what scoring a sample may print, and write to a file. `start_seconds`: for importing and
-        building the scorers. Raises `UserError` for a scorer's path of another shape, no parts, or no workers.
+        building the scorers. `prompt_column`, `prompt_template`: what makes a row's prompt, where `data` says it. Raises `UserError`
+        for a scorer's path of another shape, no parts, or no workers.
         """
         if num_workers < 1 or not parts:
             raise UserError(f"reward pool {name!r} needs at least one worker and one scorer, not {num_workers} and {len(parts)}")
         parts = [msgspec.structs.replace(part, scorer=_whole(part.scorer)) for part in parts]
         self.failures: Counter[str] = Counter()
         self._scorer = ", ".join(part.scorer for part in parts)
-        self._setup = frame(Setup(parts, deadline_seconds, memory_bytes, output_bytes))
+        self._setup = frame(Setup(parts, deadline_seconds, memory_bytes, output_bytes, prompt_column, prompt_template))
         self._num_workers = num_workers
         self._deadline_seconds = deadline_seconds
         self._start_seconds = start_seconds

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple
 
 from asyncflow.rewards.answers import reference
 from asyncflow.rewards.base import Sample
+from asyncflow.rows import QUESTIONS, READY_PROMPT, found_in, value_in
 
 # What TRL leaves out of the columns that it hands over.
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -28,21 +29,34 @@ class Adapted(NamedTuple):
     reward_in: Callable[[Any], Any]
 
 
-def adapted(target: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
-    """`target` with its options, to be called with a sample."""
+def adapted(
+    target: Callable[..., Any], options: Mapping[str, Any], prompt_column: str | None = None, prompt_template: str | None = None
+) -> Adapted:
+    """`target` with its options, to be called with a sample. `prompt_column`, `prompt_template`: what makes a row's prompt, where
+    `data` says it."""
     parameters = _parameters(target)
     bound = functools.partial(target, **options) if options else target
     if "completions" in parameters:
-        return Adapted(functools.partial(_as_trl, bound, parameters), _only_one)
+        prompt_of = functools.partial(_prompt_of, prompt_column, prompt_template)
+        return Adapted(functools.partial(_as_trl, bound, parameters, prompt_of), _only_one)
     if "solution_str" in parameters:
         return Adapted(functools.partial(_as_verl, bound, parameters), _score_in)
     return Adapted(bound, lambda returned: returned)
 
 
 def _only_one(returned: Any) -> Any:
-    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
+    """Of a list, an array, a tensor."""
+    is_one = isinstance(returned, Sized) and not isinstance(returned, str | bytes | Mapping) and _length(returned) == 1
+    if not is_one:
         raise ValueError(f"for one completion it must return a list of one reward, not {returned!r:.100}")
-    return returned[0]
+    return next(iter(returned))
+
+
+def _length(sized: Sized) -> int:
+    try:
+        return len(sized)
+    except TypeError:  # an array of no dimension says so only then
+        return -1
 
 
 def _score_in(returned: Any) -> Any:
@@ -64,13 +78,33 @@ def _takes(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, 
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _as_trl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], sample: Sample) -> Any:
-    """A batch of one. A row whose `prompt` is a list of messages is conversational, and so is the completion then."""
-    prompt, completion = sample.example.get("prompt"), sample.response
-    is_conversational = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+def _prompt_of(column: str | None, template: str | None, sample: Sample) -> Any:
+    """A row's prompt as the data set has it, text or messages, before a chat template. Where the row has none: what was generated
+    from, decoded."""
+    row = sample.example
+    try:
+        prompt = template.format_map(row) if template is not None else value_in(row, column or _known_column(row))
+    except LookupError:
+        return sample.prompt
+    return prompt if isinstance(prompt, str | list) else sample.prompt
+
+
+def _known_column(row: Mapping[str, Any]) -> str:
+    return found_in(row, (READY_PROMPT, *QUESTIONS)) or READY_PROMPT
+
+
+def _as_trl(
+    function: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
+    prompt_of: Callable[[Sample], Any],
+    sample: Sample,
+) -> Any:
+    """A batch of one. A row whose prompt is a list of messages is conversational, and so is the completion then."""
+    prompt, completion = prompt_of(sample), sample.response
+    is_conversational = not isinstance(prompt, str)
     columns = {name: [value] for name, value in sample.example.items() if name not in _NOT_COLUMNS}
     batch = {
-        "prompts": [prompt if is_conversational else sample.prompt],
+        "prompts": [prompt],
         "completions": [[{"role": "assistant", "content": completion}] if is_conversational else completion],
         "completion_ids": [list(sample.token_ids)],
     }

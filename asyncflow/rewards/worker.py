@@ -30,18 +30,21 @@ import msgspec
 from asyncflow.rewards.base import Part, Sample, weighted
 from asyncflow.rewards.forked import Limits, in_child
 from asyncflow.rewards.messages import Broken, Failed, Message, Ready, Reply, Scored, Setup, frame
-from asyncflow.rewards.processes import die_with_parent, limit_memory, limit_output
+from asyncflow.rewards.processes import adopt_orphans, children, die_with_parent, limit_memory, limit_output
 from asyncflow.rewards.signatures import Adapted, adapted
 from asyncflow.user_file import import_file
 
 MAX_TEXT = 2000  # characters of a scorer's own words that an answer carries
+MAX_REWARD = (2 - 2**-23) * 2.0**127  # the largest of float32
 
 
 class NoScorer(Exception):
     """Why there is no scorer to be had from a path and its options."""
 
 
-def build_scorer(path: str, options: dict[str, Any]) -> Adapted:
+def build_scorer(
+    path: str, options: dict[str, Any], prompt_column: str | None = None, prompt_template: str | None = None
+) -> Adapted:
     """The scorer at `package.module:Name` or `/path/file.py:Name`: a class built with the options, or a function bound to them."""
     place, _, name = path.rpartition(":")
     try:
@@ -58,7 +61,7 @@ def build_scorer(path: str, options: dict[str, Any]) -> Adapted:
             raise NoScorer(f"cannot be built with the options {options!r:.200}: {_words(error)}") from error
     if not callable(target):
         raise NoScorer("cannot be called: it must be a function, or a class with __call__(self, sample)")
-    return adapted(target, options)
+    return adapted(target, options, prompt_column, prompt_template)
 
 
 def answer(scorers: Sequence[Adapted], parts: Sequence[Part], sample: Sample) -> Scored | Failed:
@@ -75,11 +78,11 @@ def answer(scorers: Sequence[Adapted], parts: Sequence[Part], sample: Sample) ->
             return Failed("memory", f"scorer {part.scorer} ran out of memory")
         reward = _finite(value)
         if reward is None and value is not None:
-            return Failed("invalid", f"scorer {part.scorer} returned {_shown(value)}, which is no finite number")
+            return Failed("invalid", f"scorer {part.scorer} returned {_shown(value)}, which is no finite number of 32 bits")
         values.append(reward)
     total = weighted(values, [part.weight for part in parts])
-    if total is not None and not math.isfinite(total):
-        return Failed("invalid", f"the weighted sum of the rewards {values} is no finite number")
+    if total is not None and not _is_finite(total):
+        return Failed("invalid", f"the weighted sum of the rewards {values} is no finite number of 32 bits")
     return Scored(total, values)
 
 
@@ -96,11 +99,19 @@ def _awaited(value: Any) -> Any:
 
 
 def _finite(value: Any) -> float | None:
+    """A number of Python's, of numpy's, or an array's or tensor's only one."""
     try:
+        if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
+            value = item()
         reward = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:
-        reward = math.inf
-    return reward if math.isfinite(reward) else None
+    except (OverflowError, ValueError, RuntimeError, TypeError):  # too large, or more than one
+        return None
+    return reward if _is_finite(reward) else None
+
+
+def _is_finite(reward: float) -> bool:
+    """Rewards are stored as float32, in which larger numbers are infinite."""
+    return math.isfinite(reward) and abs(reward) <= MAX_REWARD
 
 
 def _shown(value: Any) -> str:
@@ -150,23 +161,26 @@ def main() -> None:
     scorers: list[Adapted] = []
     for part in setup.parts:
         try:
-            scorers.append(build_scorer(part.scorer, dict(part.options)))
+            scorers.append(build_scorer(part.scorer, dict(part.options), setup.prompt_column, setup.prompt_template))
         except NoScorer as reason:
             return send(Broken(part.scorer, str(reason)))
     is_stateless = all(getattr(scorer.call, "is_stateless", False) for scorer in scorers)
     if is_stateless:
         limit_memory(setup.memory_bytes)
         limit_output(setup.output_bytes)
+    else:
+        adopt_orphans()
     gc.collect()
     gc.freeze()  # a child's collector leaves what is built alone, and shared
     send(Ready(has_deadline=not is_stateless))
     limits = Limits(setup.deadline_seconds, setup.memory_bytes, setup.output_bytes)
     who = f"scorer {', '.join(part.scorer for part in setup.parts)}"
     pipes = requests.fileno(), replies.fileno()
+    own = children()  # what building the scorers has started
     samples = msgspec.msgpack.Decoder(Sample)
     while (sample := _receive(requests, samples)) is not None:
         work = functools.partial(answer, scorers, setup.parts, sample)
-        send(work() if is_stateless else in_child(work, limits, who, pipes))
+        send(work() if is_stateless else in_child(work, limits, who, pipes, own))
 
 
 if __name__ == "__main__":

@@ -57,8 +57,30 @@ def trl_chat(prompts, completions):
     assert prompts[0][-1]["role"] == "user"
     return [float(completions[0][0]["content"] == prompts[0][-1]["content"] and completions[0][0]["role"] == "assistant")]
 
+class Helped:
+    def __init__(self):
+        import subprocess
+        self.helper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def __call__(self, sample):
+        self.helper.stdin.write(sample.response.encode() + b"\\n")
+        self.helper.stdin.flush()
+        return float(self.helper.stdout.readline() == sample.response.encode() + b"\\n")
+
 def trl_two(completions, **kwargs):
     return [1.0, 2.0]
+
+def trl_says(prompts, completions, **columns):
+    return [float(repr(prompts[0]) == completions[0] if isinstance(prompts[0], str) else prompts[0][0]["content"] == "hi")
+            + 2 * (completions[0] == [{"role": "assistant", "content": "x"}])]
+
+def returns(completions, **columns):
+    import numpy as np
+    return eval(completions[0])
+
+def gives(sample):
+    import numpy as np
+    return eval(sample.response)
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth) + extra_info["index"], "acc": 1.0, "source": data_source}
@@ -79,12 +101,20 @@ async def open_pool(tmp_path: Path) -> AsyncIterator[Open]:
     file.write_text(GRADER)
     pools: list[RewardPool] = []
 
-    async def open_pool(*parts: str | Part, seconds: float = 5.0, workers: int = 1, **options: Any) -> RewardPool:
+    async def open_pool(
+        *parts: str | Part, seconds: float = 5.0, workers: int = 1, data: dict[str, str] | None = None, **options: Any
+    ) -> RewardPool:
         path = {**REWARDS}
         named = [part if isinstance(part, Part) else Part(part, path.get(part, f"{file}:{part}"), options) for part in parts]
         named = [Part(p.name, path.get(p.scorer, p.scorer.replace("GRADER", str(file))), p.options, p.weight) for p in named]
         pool = RewardPool(
-            named, num_workers=workers, deadline_seconds=seconds, memory_bytes=256 << 20, output_bytes=10_000, name="test"
+            named,
+            num_workers=workers,
+            deadline_seconds=seconds,
+            memory_bytes=256 << 20,
+            output_bytes=10_000,
+            name="test",
+            **(data or {}),
         )
         pools.append(pool)
         await pool.start()
@@ -149,6 +179,45 @@ async def test_what_a_sample_has_started_ends_with_it(open_pool: Open, tmp_path:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < give_up:
         await asyncio.sleep(0.01)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+# A daemon with a child: each in a session of its own, and neither anybody's child.
+DAEMON = """
+import os, subprocess, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        subprocess.Popen(["sleep", "61"], start_new_session=True, stdout=2, stderr=2)
+        open({place!r} + "/daemon", "w").write(str(os.getpid()))
+        time.sleep(60)
+    os._exit(0)
+os.wait()
+while not os.path.exists({place!r} + "/daemon"): time.sleep(0.001)
+"""
+
+
+def sleepers(pid: int) -> list[str]:
+    """The command lines of what is below a process."""
+    return [" ".join(process.cmdline()) for process in psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.skipif(not os.path.exists(f"/proc/self/task/{os.getpid()}/children"), reason="this kernel does not tell of children")
+async def test_a_daemon_that_a_sample_has_started_ends_with_it(open_pool: Open, tmp_path: Path) -> None:
+    pool = await open_pool("runs_it")
+    (worker,) = pool._workers
+    assert (await pool.score(sample(DAEMON.format(place=str(tmp_path)), answer="9"))).reward == 3.0
+    assert not psutil.pid_exists(int((tmp_path / "daemon").read_text()))
+    assert worker.is_alive and not sleepers(worker.pid), "its child is gone with it"
+    assert "sleep 61" not in [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert (await pool.score(sample("pass", answer="4"))).reward == 2.0
+
+
+async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> None:
+    pool = await open_pool("Helped")
+    (worker,) = pool._workers
+    for _ in range(3):
+        assert (await pool.score(sample("#"))).reward == 1.0
+        assert sleepers(worker.pid) == ["cat"]
 
 
 async def test_scorers_of_our_own_without_state_need_no_fork_and_are_killed_in_time(open_pool: Open) -> None:
@@ -221,6 +290,55 @@ async def test_trl_functions_are_taken_as_they_are(open_pool: Open) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say it"}]
     assert (await chat.score(sample("say it", prompt=messages))).reward == 1.0
     assert await kind(await open_pool("trl_two"), "9") == "raised"
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "row", "prompt"),
+    [
+        ({}, {"prompt": "The sky is"}, "The sky is"),
+        ({}, {"question": "How many?"}, "How many?"),
+        ({}, {"Problem": "How many?"}, "How many?"),
+        ({}, {"text": "How many?"}, "what?"),
+        ({}, {"prompt": None}, "what?"),
+        ({"prompt_column": "text"}, {"prompt": CHAT, "text": "How many?"}, "How many?"),
+        ({"prompt_column": "meta.text"}, {"meta": {"text": "How many?"}}, "How many?"),
+        ({"prompt_template": "{a} or {b}?"}, {"prompt": CHAT, "a": 1, "b": 2}, "1 or 2?"),
+        ({}, {"prompt": CHAT}, CHAT),
+        ({"prompt_column": "messages"}, {"prompt": "no", "messages": CHAT}, CHAT),
+        ({"prompt_column": "meta.messages"}, {"meta": {"messages": CHAT}}, CHAT),
+    ],
+)
+async def test_a_trl_function_gets_the_prompt_that_the_row_has(
+    open_pool: Open, data: dict[str, str], row: dict[str, Any], prompt: Any
+) -> None:
+    pool = await open_pool("trl_says", data=data)
+    response, reward = (repr(prompt), 1.0) if isinstance(prompt, str) else ("x", 3.0)
+    assert (await pool.score(sample(response, **row))).reward == reward
+
+
+async def test_a_reward_may_be_in_an_array_or_be_a_number_of_numpys(open_pool: Open) -> None:
+    pool = await open_pool("returns")
+    for text in ("[2]", "(2.0,)", "np.array([2])", "np.array([2.0], dtype=np.float16)", "[np.float32(2)]", "[np.array(2)]"):
+        assert (await pool.score(sample(text))).reward == 2.0, text
+    assert (await pool.score(sample("np.array([True])"))).reward == 1.0
+    assert await kind(pool, "np.array([None])") == await kind(pool, "[None]") == "skipped"
+    for text in ("np.array(2)", "np.array([1, 2])", "np.array([])", "2", "'2'", "b'2'", "{2: 1}", "None"):
+        assert await kind(pool, text) == "raised", text
+    for text in ("np.array([[1, 2]])", "['2']", "[np.array('2')]", "[np.nan]", "[1j]"):
+        assert await kind(pool, text) == "invalid", text
+
+
+async def test_a_reward_is_a_number_of_32_bits(open_pool: Open) -> None:
+    pool = await open_pool("gives")
+    for text, reward in (("np.bool_(True)", 1.0), ("np.False_", 0.0), ("3.4028234663852886e38", 3.4028234663852886e38)):
+        assert (await pool.score(sample(text))).reward == reward
+    for text in ("1e39", "-1e39", "3.5e38", "10**400", "np.inf"):
+        assert await kind(pool, text) == "invalid", text
+    two = await open_pool("gives", Part("again", "GRADER:gives"))
+    assert await kind(two, "3e38") == "invalid", "their sum is none"
 
 
 async def test_verl_functions_are_taken_as_they_are(open_pool: Open) -> None:

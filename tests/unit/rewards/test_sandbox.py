@@ -256,8 +256,7 @@ async def test_a_process_that_left_the_group_holds_nothing_up(open_pool: Open, t
     assert (await failure(pool, f"escape {tmp_path}/pids")).kind == "exited"
     assert time.monotonic() - start < DEADLINE_SECONDS / 2
     assert await pool.score(sample("number 1")) == 1.0
-    for pid in pids_in(tmp_path / "pids"):
-        os.kill(pid, signal.SIGKILL)
+    assert wait_until_gone(pids_in(tmp_path / "pids")) == []
 
 
 async def test_a_scorer_that_finds_the_pipes_of_its_worker_ends_its_worker(open_pool: Open) -> None:
