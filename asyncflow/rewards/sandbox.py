@@ -182,7 +182,7 @@ class RewardPool:
 
         `deadline_seconds`: for one sample, from the moment a worker takes it up. `memory_bytes`: what scoring may add to a worker's
         address space. `output_bytes`: what scoring a sample may print, and write to a file. `start_seconds`: for importing and
-        building the scorers. `prompt_column`, `prompt_template`: what makes a row's prompt, where `data` says it. Raises `UserError`
+        building the scorers. `prompt_column`, `prompt_template`: what makes a prompt, where `data` says it. Raises `UserError`
         for a scorer's path of another shape, no parts, or no workers.
         """
         if num_workers < 1 or not parts:

@@ -104,7 +104,7 @@ def _finite(value: Any) -> float | None:
         if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
             value = item()
         reward = float(value) if isinstance(value, numbers.Real) else math.nan
-    except (OverflowError, ValueError, RuntimeError, TypeError):  # too large, or more than one
+    except Exception:  # too large, more than one, or whatever an `item` that is not numpy's raises
         return None
     return reward if _is_finite(reward) else None
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncflow.build.prepare import prepare
+from asyncflow.build.prepare import prepare, reward_pool
 from asyncflow.build.prompts import left_out_lines, read_source, short_enough, source_of, tokenize
 from asyncflow.config import Config, parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.rewards.base import Sample
 from asyncflow.types import UserError
 from tests.conftest import MODEL
 
@@ -36,6 +37,19 @@ def config_of(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> Config
 
 def texts(config: Config, tokenizer: CheckpointTokenizer) -> list[str]:
     return [tokenizer.decode(prompt.ids) for prompt in tokenize(config, tokenizer, read_source(config, "train"))]
+
+
+async def test_a_trl_function_gets_what_the_configuration_calls_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text("def judge(prompts, completions): return [float(prompts == ['How many?'])]")
+    for data in ({"prompt_column": "text"}, {"prompt_template": "{text}"}):
+        given = {"model": {"path": str(MODEL)}, "data": {"path": "rows.jsonl", **data}}
+        config = parse({**given, "reward": {"scorer": {"path": f"{tmp_path}/judge.py:judge"}}})
+        pool = reward_pool(config, "test")
+        await pool.start()
+        try:
+            assert (await pool.score(Sample("", "", {"prompt": "no", "text": "How many?"}, True))).reward == 1.0
+        finally:
+            await pool.close()
 
 
 def test_text_is_taken_as_it_is_and_messages_go_through_the_chat_template(tmp_path: Path) -> None:
