@@ -33,6 +33,7 @@ from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
+from asyncflow.data.datasets import as_json
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.registry import build
 from asyncflow.run_dir import KEY_FILE, RunDir, control_socket
@@ -216,7 +217,7 @@ class Job:
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
         if self.driver is None:
             raise RunError("this run is over: it trains on no more prompts")
-        new, prepared = [dict(row) for row in rows], self._prepared
+        new, prepared = [*as_json(map(dict, rows), "the pushed prompts")], self._prepared
         if not new:
             return
         prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), source_of(self.config, new, "the pushed prompts"))

@@ -427,8 +427,6 @@ def _context(config: Config, model: Path, prompts: Sequence[Prompt]) -> int:
     """Tokens that the longest prompt and its response take. Raises `UserError` if the model, or the user, allows fewer."""
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i].ids))
     length, new = len(prompts[longest].ids), config.rollout.max_new_tokens
-    if length == 0:
-        raise UserError("every prompt is empty: what do data.prompt_template and data.prompt_column name?")
     limits = {
         "model.max_context_tokens": config.model.max_context_tokens,
         "the model's max_position_embeddings": read_json(model / "config.json").get("max_position_embeddings"),

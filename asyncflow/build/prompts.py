@@ -54,15 +54,23 @@ def source_of(config: Config, rows: Sequence[Row], name: str) -> Source:
 
 
 def tokenize(config: Config, tokenizer: CheckpointTokenizer, source: Source) -> list[Prompt]:
-    """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation."""
+    """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation.
+
+    Raises `UserError` naming the row whose prompt has no token: nothing could be generated behind it.
+    """
     columns, data = source.columns, config.data
     prompts = []
-    for row in source.rows:
+    for number, row in enumerate(source.rows, 1):
         prompt = columns.prompt_of(row)
         if isinstance(prompt, str) and not data.chat_template:
             ids = tokenizer.encode(prompt)
         else:
             ids = tokenizer.encode_chat(prompt, data.chat_template_options)
+        if not len(ids):
+            raise UserError(
+                f"the prompt of row {number} of {source.name} has no tokens: leave such rows out, or name what makes a prompt by "
+                f"data.prompt_column or data.prompt_template"
+            )
         prompts.append(Prompt(ids, columns.example_of(row)))
     return prompts
 

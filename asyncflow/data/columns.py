@@ -59,7 +59,7 @@ class Columns:
 def find_columns(
     rows: Sequence[Row], path: str, *, template: str | None = None, prompt: str | None = None, answer: str | None = None
 ) -> Columns:
-    """The columns of a data set, with what the configuration says of them. Every row has them.
+    """The columns of a data set, with what the configuration says of them. Every row has them, and none of them is null.
 
     Raises `UserError` where a row lacks a column, or none is found for the prompt, naming those that there are.
     """
@@ -79,9 +79,15 @@ def find_columns(
     for number, row in enumerate(rows, 1):
         for column in [*needed, *([answer] if answer is not None else [])]:
             try:
-                _value(row, column)
+                value = _value(row, column)
             except LookupError as error:
                 raise UserError(f"row {number} of {path} has no column {column!r}; it has {_named(row)}") from error
+            if value is None:
+                of_prompt = "data.prompt_column" if template is None else "data.prompt_template"
+                raise UserError(
+                    f"row {number} of {path} has null (or a number that is not finite) in column {column!r}: leave such rows out, or "
+                    f"name another column by {of_prompt if column in needed else 'data.answer_column'}"
+                )
         try:
             columns.prompt_of(row)
         except (TypeError, ValueError, LookupError, AttributeError) as error:

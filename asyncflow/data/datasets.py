@@ -40,19 +40,43 @@ def load_rows(
     """
     if path.startswith(GENERATED):
         return _generated(path, seed, split, limit or GENERATED_ROWS)
-    rows = list(itertools.islice(_read(path, named, subset, limit), limit))
+    rows = list(itertools.islice(as_json(_read(path, named, subset, limit), path), limit))
     if not rows:
         raise UserError(f"the data {'file' if Path(path).is_file() else 'set'} {path} has no rows")
     return rows
 
 
 def as_json(rows: Iterable[Row], path: str) -> Iterator[Row]:
-    """Rows with JSON values alone, as they travel: dates as text, tuples as lists. Raises `UserError` naming what is none."""
+    """Rows with JSON values alone, as they travel: dates as text, tuples as lists, numbers that are not finite as null.
+
+    Raises `UserError` naming the row and the column of what cannot travel.
+    """
     for number, row in enumerate(rows, 1):
         try:
-            yield msgspec.json.decode(msgspec.json.encode(row))
-        except (TypeError, msgspec.MsgspecError) as error:
-            raise UserError(f"row {number} of {path} holds what is no JSON value ({error}): leave that column out") from error
+            yield _as_json(row)
+        except _NO_JSON as whole:
+            column, error = next(_odd_columns(row), ("?", whole))
+            raise UserError(
+                f"row {number} of {path} holds what is no JSON value in column {column!r} ({error}): leave that column out, or write "
+                f"it as text"
+            ) from error
+
+
+_NO_JSON: Final = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
+
+
+def _as_json(row: Row) -> Row:
+    plain: Row = msgspec.json.decode(msgspec.json.encode(row))
+    msgspec.msgpack.encode(plain)  # between processes, and in checkpoints: integers of 64 bits at most
+    return plain
+
+
+def _odd_columns(row: Row) -> Iterator[tuple[str, Exception]]:
+    for column, value in row.items():
+        try:
+            _as_json({column: value})
+        except _NO_JSON as error:
+            yield column, error
 
 
 def _read(path: str, named: str, subset: str | None, limit: int | None) -> Iterator[Row]:
@@ -60,9 +84,9 @@ def _read(path: str, named: str, subset: str | None, limit: int | None) -> Itera
     if file.is_dir() or not (file.exists() or file.suffix in _FILES or not _HUB_NAME.fullmatch(path)):
         from asyncflow.data.hub import read_data_set
 
-        return as_json(read_data_set(path, named, subset, limit), path)
+        return iter(read_data_set(path, named, subset, limit))
     if file.suffix == ".parquet":
-        return as_json(_read_parquet(file), path)
+        return _read_parquet(file)
     return _read_json(file) if file.suffix == ".json" else _read_jsonl(file)
 
 
@@ -90,6 +114,8 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists as deep
+        raise UserError(f"{path}, line {number} cannot be read: {error}") from error
     if not isinstance(row, dict):
         raise UserError(f"{path}, line {number} is not an object with columns but a {type(row).__name__}")
     return row
@@ -108,6 +134,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"the data file {path} is not UTF-8 text: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the data file {path} cannot be read: {error}") from error
     lists = [value for value in tree.values() if isinstance(value, list)] if isinstance(tree, dict) else [tree]
     if len(lists) != 1 or not isinstance(lists[0], list):
         if not isinstance(tree, dict) or lists:

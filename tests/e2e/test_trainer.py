@@ -27,6 +27,8 @@ def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Pa
         trainer.push_prompts([{"question": f"Quintus has {n} coins. How many?", "answer": str(n)} for n in range(4)])
         with pytest.raises(UserError, match="pushed prompts: none of the columns prompt, question, problem, but answer"):
             trainer.push_prompts([{"answer": "1"}])
+        with pytest.raises(UserError, match="row 1 of the pushed prompts holds what is no JSON value in column 'id'"):
+            trainer.push_prompts([{"question": "a", "answer": "1", "id": 2**64}])
         assert [trainer.step() is not None for _ in range(3)] == [True] * 3
         assert trainer.step() is None
     samples = rows(tmp_path / "runs" / "test" / "samples.jsonl")

@@ -105,3 +105,13 @@ def test_pushed_rows_are_read_as_the_data_is(tmp_path: Path) -> None:
     assert tokenize(config, Chatty(), source)[0].example["answer"] == "2"
     with pytest.raises(UserError, match="row 1 of the pushed prompts has no column 'final'"):
         source_of(config, [{"problem": "b"}], "the pushed prompts")
+
+
+def test_a_prompt_without_a_token_is_refused_by_its_row(tmp_path: Path) -> None:
+    """Nothing could be generated behind it: the run would end much later."""
+    config = config_of(tmp_path, [{"prompt": "one"}, {"prompt": ""}])
+    with pytest.raises(UserError, match=r"the prompt of row 2 of .*rows\.jsonl has no tokens: leave such rows out"):
+        tokenize(config, Chatty(), read_source(config, "train"))
+    pushed = source_of(config, [{"prompt": ""}], "the pushed prompts")
+    with pytest.raises(UserError, match="the prompt of row 1 of the pushed prompts has no tokens"):
+        tokenize(config, Chatty(), pushed)

@@ -82,6 +82,18 @@ def test_what_is_named_comes_before_what_is_found() -> None:
         ([{"question": "a"}], {"prompt": "meta.text"}, "row 1 of d has no column 'meta.text'; it has question"),
         ([{"question": "a"}], {"answer": "gold"}, "row 1 of d has no column 'gold'; it has question"),
         ([{"question": "a", "answer": 1}, {"question": "a"}], {}, "row 2 of d has no column 'answer'; it has question"),
+        (
+            [{"question": "a", "answer": 1}, {"question": "a", "answer": None}],
+            {},
+            "row 2 of d has null .* in column 'answer': leave such rows out, or name another column by data.answer_column",
+        ),
+        ([{"question": "a", "x": {"y": None}}], {"answer": "x.y"}, "row 1 of d has null .* in column 'x.y'"),
+        ([{"question": None}], {}, "row 1 of d has null .* in column 'question': .* by data.prompt_column"),
+        (
+            [{"question": "a", "hint": "h"}, {"question": "a", "hint": None}],
+            {"template": "{question} {hint}"},
+            "row 2 of d has null .* in column 'hint': .* by data.prompt_template",
+        ),
         ([{"question": 3}], {}, "row 1 of d makes no prompt: column 'question' is neither text nor a list of messages"),
         ([{"prompt": []}], {}, "neither text nor a list of messages"),
         ([{"prompt": [{"role": "user"}]}], {}, "neither text nor a list of messages"),
@@ -91,6 +103,11 @@ def test_what_is_named_comes_before_what_is_found() -> None:
 def test_what_does_not_fit_is_said_with_the_row(rows: list[dict[str, Any]], named: dict[str, str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         find_columns(rows, "d", **named)
+
+
+def test_null_in_a_column_that_nobody_asked_for_is_the_scorers_to_see() -> None:
+    row = {"question": "a", "answer": "1", "solution": None, "label": None}
+    assert find_columns([row], "d").example_of(row) == row
 
 
 def test_a_conversation_is_a_copy() -> None:

@@ -7,6 +7,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from asyncflow.data import arithmetic, hub
@@ -134,8 +135,44 @@ def test_a_name_that_could_be_of_the_hub_is_no_file_that_is_missing(monkeypatch:
 
 
 def test_a_value_that_is_no_json_is_said_with_its_row() -> None:
-    with pytest.raises(UserError, match=r"row 2 of d holds what is no JSON value \(.*type object"):
-        list(as_json([{"a": 1}, {"a": object()}], "d"))
+    with pytest.raises(UserError, match=r"row 2 of d holds what is no JSON value in column 'b' \(.*type object.*: leave that column"):
+        list(as_json([{"a": 1}, {"a": 1, "b": object()}], "d"))
+
+
+ODD = {
+    "an integer that no message between processes can hold": (str(2**64), "serialize ints"),
+    "one below": (str(-(2**63) - 1), "serialize ints"),
+    "half a character": ('"\\ud800"', "surrogates not allowed"),
+    "half a character, deep": ('{"a": ["\\udc80"]}', "surrogates not allowed"),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_travel_to_a_worker_is_refused_whatever_it_comes_from(tmp_path: Path, name: str, suffix: str) -> None:
+    value, why = ODD[name]
+    row = f'{{"question": "a", "id": {value}}}'
+    path = tmp_path / f"odd.{suffix}"
+    path.write_text(f'{{"question": "a"}}\n{row}\n' if suffix == "jsonl" else f'[{{"question": "a"}}, {row}]')
+    with pytest.raises(UserError, match=rf"row 2 of .* in column 'id' \(.*{why}"):
+        load_rows(str(path), seed=0, split="train")
+
+
+def test_what_can_just_travel_does(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"most": {2**64 - 1}, "least": {-(2**63)}, "not": NaN, "far": [1e999, -Infinity], "text": "\\ud83d\\ude00"}}\n')
+    (row,) = load_rows(str(path), seed=0, split="train")
+    assert row == {"most": 2**64 - 1, "least": -(2**63), "not": None, "far": [None, None], "text": "\U0001f600"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row)) == row
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000])
+def test_json_that_python_does_not_read_is_a_mistake_of_the_file(tmp_path: Path, value: str, suffix: str) -> None:
+    path = tmp_path / f"odd.{suffix}"
+    path.write_text(f'{{"a": {value}}}\n')
+    with pytest.raises(UserError, match=r"odd\.jsonl?(, line 1)? cannot be read"):
+        load_rows(str(path), seed=0, split="train")
 
 
 def test_without_the_package_it_is_said_how_to_have_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
