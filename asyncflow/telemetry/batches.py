@@ -30,13 +30,14 @@ class BatchLog:
     """Takes a step's groups as they are trained, and writes them after its update.
 
     The newest `keep` steps stay; 0: nothing is kept. `first`: the step that this life of the run begins with; what is there of
-    later ones belongs to a lineage that is given up.
+    later ones belongs to a lineage that is given up. The first rank removes what is to go, of all ranks: an earlier life may have
+    had more of them. Nobody has made a step's update before all have begun it, so nothing new is in its way.
     """
 
     def __init__(self, run_dir: Path, keep: int, *, rank: int, first: int) -> None:
         self._folder, self._keep, self._rank = run_dir / BATCHES_DIR, keep, rank
         self._groups: dict[int, Batch] = {}
-        for path, step in self._files():
+        for path, step in self._files() if rank == 0 else ():
             if step >= first:
                 path.unlink(missing_ok=True)
 
@@ -55,14 +56,14 @@ class BatchLog:
         self._folder.mkdir(exist_ok=True)
         name = f"step-{step:06d}{f'-{self._rank}' if self._rank else ''}.safetensors"
         replace(self._folder / name, safetensors.numpy.save(_as_tensors(joined(batches)), {"step": str(step)}))
-        for path, old in self._files():
+        for path, old in self._files() if self._rank == 0 else ():
             if old <= step - self._keep:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[tuple[Path, int]]:
-        """This rank's."""
+        """All ranks'."""
         found = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step-*.safetensors")]
-        return [(path, int(match[1])) for path, match in found if match is not None and int(match[2] or 0) == self._rank]
+        return [(path, int(match[1])) for path, match in found if match is not None]
 
 
 class StepLogs:

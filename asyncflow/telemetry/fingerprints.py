@@ -127,14 +127,16 @@ class FingerprintLog:
 def read_fingerprints(path: Path) -> list[StepPrint]:
     """The steps of a finished run, in their order. Raises `RunError` when a file is missing or damaged.
 
-    `path` is the first data-parallel rank's file; those of the others, beside it, are joined to it.
+    `path` is the first data-parallel rank's file; those of the others, beside it, are joined to it, step by step: a run may have
+    been gone on with by more ranks, or fewer.
     """
     files = [path, *sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))]
     try:
         ranks = [[msgspec.json.decode(line, type=StepPrint) for line in file.read_bytes().splitlines()] for file in files]
     except (OSError, msgspec.DecodeError) as error:
         raise RunError(f"{path} holds no fingerprints: {error}") from error
-    return [_joined(of_step) for of_step in zip(*ranks, strict=False)]
+    others = [{line.step: line for line in rank} for rank in ranks[1:]]
+    return [_joined([line, *(rank[line.step] for rank in others if line.step in rank)]) for line in ranks[0]]
 
 
 def _joined(ranks: Sequence[StepPrint]) -> StepPrint:

@@ -67,12 +67,31 @@ async def test_nothing_is_kept_unless_asked_for(tmp_path: Path) -> None:
 
 
 async def test_ranks_write_their_own_and_are_read_together(tmp_path: Path) -> None:
+    logs = [BatchLog(tmp_path, 9, rank=rank, first=0) for rank in range(2)]
     for rank, number in ((1, 4), (0, 2)):
-        await write(BatchLog(tmp_path, 9, rank=rank, first=0), 3, group(number, [2, 1]))
+        await write(logs[rank], 3, group(number, [2, 1]))
     assert read_batch(tmp_path, 3).groups.tolist() == [2, 4]
     assert sorted(read_batch(tmp_path, 3).indices.tolist()) == [16, 17, 32, 33]
     await write(BatchLog(tmp_path, 1, rank=1, first=0), 4, group(1, [1]))
-    assert read_batch(tmp_path, 3).groups.tolist() == [2], "each rank removes its own"
+    assert read_batch(tmp_path, 3).groups.tolist() == [2, 4], "the first rank removes what is to go"
+    await write(BatchLog(tmp_path, 1, rank=0, first=4), 4, group(0, [1]))
+    assert kept_steps(tmp_path) == [4] and read_batch(tmp_path, 4).groups.tolist() == [0]
+
+
+async def test_a_life_with_fewer_ranks_leaves_nothing_of_those_that_are_gone(tmp_path: Path) -> None:
+    """A batch would else be joined from two lineages, and have groups twice."""
+    logs = [BatchLog(tmp_path, 2, rank=rank, first=0) for rank in range(3)]
+    for step in range(4):
+        for rank in (2, 0, 1):
+            await write(logs[rank], step, group(10 * step + rank, [1]))
+    assert read_batch(tmp_path, 3).groups.tolist() == [30, 31, 32]
+    second = BatchLog(tmp_path, 2, rank=0, first=3)
+    assert kept_steps(tmp_path) == [2], "what the others had of step 3 is gone, too"
+    await write(second, 3, group(30, [1]), group(31, [1]), group(32, [1]))
+    assert read_batch(tmp_path, 3).groups.tolist() == [30, 31, 32] and read_batch(tmp_path, 2).groups.tolist() == [20, 21, 22]
+    assert kept_steps(tmp_path) == [2, 3]
+    await write(second, 4, group(40, [1]))
+    assert kept_steps(tmp_path) == [3, 4] and not [*(tmp_path / BATCHES_DIR).glob("step-000002*")]
 
 
 async def test_a_life_that_goes_on_forgets_the_steps_that_it_makes_again(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncflow.engines.base import MicroBatchResult
-from asyncflow.telemetry.fingerprints import FingerprintLog, StepPrint, read_fingerprints
+from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, FingerprintLog, StepPrint, fingerprints_file, read_fingerprints
 from asyncflow.types import Batch, Ragged, RunError
 
 
@@ -95,3 +95,16 @@ def test_a_missing_or_damaged_file_is_said(tmp_path: Path, content: bytes | None
         path.write_bytes(content)
     with pytest.raises(RunError, match="holds no fingerprints"):
         read_fingerprints(path)
+
+
+async def test_ranks_are_joined_by_step_also_where_a_run_went_on_with_more_of_them_or_fewer(tmp_path: Path) -> None:
+    """Two ranks for steps 0 and 1, one for 2, three for 3."""
+    lives = [(0, 2), (1, 2), (2, 1), (3, 3)]
+    for step, num_ranks in lives:
+        for rank in range(num_ranks):
+            log = FingerprintLog(tmp_path / fingerprints_file(rank))
+            log.group(group(10 * step + rank), results(0.5))
+            await log.step(step, Engine())
+    steps = read_fingerprints(tmp_path / FINGERPRINTS_FILE)
+    assert [(s.step, [g.group for g in s.groups]) for s in steps] == [(0, [0, 1]), (1, [10, 11]), (2, [20]), (3, [30, 31, 32])]
+    assert [s.loss_tokens for s in steps] == [6, 6, 3, 9]
