@@ -321,6 +321,7 @@ class Driver:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
             self._says(f"row {letter.row} is given up{attempts}: {letter.error}")
         self.record.rows_died(dead)
+        self.held_out.gave_up(dead)
         self.beside(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 

@@ -195,7 +195,13 @@ class Life:
         replace(run_dir / CONFIG_FILE, dump(self._config).encode())
 
     def _job_file(self, prepared: Prepared, resumed: Resumed | None) -> JobFile:
-        job = JobFile(str(prepared.model.resolve()), prepared.max_context, str(self.weights_dir or ""), launch_of(os.environ))
+        job = JobFile(
+            str(prepared.model.resolve()),
+            prepared.max_context,
+            str(self.weights_dir or ""),
+            launch_of(os.environ),
+            num_held_out=len(prepared.held_out),
+        )
         if resumed is not None:
             job = msgspec.structs.replace(job, first=resumed.state.version, checkpoint=str(resumed.folder.resolve()))
         return job

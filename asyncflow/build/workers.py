@@ -57,10 +57,11 @@ from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSync,
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.critic import Version, add_values, train_critic
+from asyncflow.workflows.evaluation import position_of
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.loop import publish, train
 from asyncflow.workflows.rollout import Rollout
-from asyncflow.workflows.samples import EVALUATION_GROUPS, Shape
+from asyncflow.workflows.samples import Shape
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.tasks import refer, reward, serve
 
@@ -78,6 +79,7 @@ class JobFile(msgspec.Struct, frozen=True):
     first: int = 0  # the step that the run begins with: committed before, in earlier lives
     checkpoint: str = ""  # the folder that it goes on from
     door: str = ""  # where workers on other machines find the driver, if there are any
+    num_held_out: int = 0  # prompts of each evaluation
 
 
 def launch_in(job_file: Path) -> str:
@@ -536,7 +538,7 @@ def _sample_filter(run: Connection) -> Callable[[Mapping[str, Any]], None]:
 
     def filtered(sample: Mapping[str, Any]) -> None:
         group, number = divmod(sample["row"], 1 << shape.group_bits)
-        position = group - EVALUATION_GROUPS if sample["purpose"] == "eval" else group % shape.prompts_per_step
+        position = position_of(group, run.job.num_held_out) if sample["purpose"] == "eval" else group % shape.prompts_per_step
         if number == 0 and position < count:
             keep(sample)
 

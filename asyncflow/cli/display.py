@@ -54,5 +54,7 @@ class Display(Listener):
 
     def evaluation(self, row: Row) -> None:
         names = [name for name in row if name.startswith("accuracy/")]
-        figures = ", ".join(f"{name.removeprefix('accuracy/')} {row[name]:.3f}" for name in names)
-        self.says(f"held-out accuracy after {row['step']} steps: {figures} ({row['num_prompts']} prompts)")
+        figures = ", ".join(f"{name.removeprefix('accuracy/')} {row[name]:.3f}" for name in names) or "none"
+        unscored = sum(value for name, value in row.items() if name.startswith("unscored/"))
+        lost = f", {unscored} responses could not be scored" if unscored else ""
+        self.says(f"held-out accuracy after {row['step']} steps: {figures} ({row['num_prompts']} prompts{lost})")

@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,10 @@ from asyncflow.config import Config, parse
 from asyncflow.data.columns import ANSWER
 from asyncflow.data.datasets import GENERATED
 from asyncflow.settings import apply_override, read_yaml
-from asyncflow.types import UserError
+from asyncflow.types import RunError, UserError
+
+if TYPE_CHECKING:
+    from asyncflow.job import Job
 
 GENERATED_PROMPTS = 256
 KEPT_SAMPLES = 100
@@ -92,15 +95,28 @@ async def _evaluate(config: Config, out: Path | None) -> bool:
     with Display("eval", 1) as display:
         job = Job(config, display, evaluate_only=True)
         is_finished = await run_with_signals(job, job.run())
-    if not is_finished or not job.responses:
-        return is_finished
+    if not is_finished:
+        return False
+    if not job.responses:
+        raise RunError(f"no response was scored ({_count_unscored(job)} could not be): the messages above say why; mend the scorer")
     samples = list(_samples(config, job.held_out, len(job.held_out)))
     result = result_of(config.model.path, config.data.path, _settings(config), job.evaluations[-1], job.responses, samples)
     for line in lines_of(result):
         print(line)
     for path in write_evaluation(out, result, correct_from=config.eval.correct_from) if out is not None else ():
         print(f"  {path}")
+    held_out, most = config.eval, config.reward.max_failed_fraction
+    unscored, total = _count_unscored(job), len(job.held_out) * (held_out.samples_per_prompt + held_out.greedy)
+    if unscored > most * total:
+        raise RunError(
+            f"{unscored} of {total} responses could not be scored, more than reward.max_failed_fraction={most:g}, so these figures say "
+            f"little: mend the scorer (the messages above say what failed), or raise that"
+        )
     return True
+
+
+def _count_unscored(job: Job) -> int:
+    return int(sum(value for name, value in job.evaluations[-1].items() if name.startswith("unscored/")))
 
 
 def _settings(config: Config) -> dict[str, Any]:

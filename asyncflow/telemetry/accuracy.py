@@ -6,7 +6,7 @@
   are: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, equation 1).
 * `interval`: of the mean over prompts, at 95%. A prompt's responses are no independent trials, so prompts are what is counted:
   where all rewards are 0 or 1, Wilson's interval (1927) for as many trials as would vary as much as the prompts' means do (the
-  effective sample size of clustered samples, Korn and Graubard 1998); elsewhere a percentile bootstrap over prompts.
+  effective sample size of clustered samples, Korn and Graubard 1998); elsewhere Student's t interval over prompts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ from asyncflow.types import Array
 
 Z_95: Final = 1.959963984540054
 """The normal distribution's 97.5% quantile."""
-RESAMPLES: Final = 4000
+_T_95: Final = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
+"""Student's t distribution's, for 1 to 9 degrees of freedom."""
 METHODS: Final[Mapping[str, str]] = {
     "wilson": "Wilson's interval, with prompts as clusters",
-    "bootstrap": f"percentile bootstrap over prompts, {RESAMPLES} resamples",
+    "t": "Student's t interval over prompts",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """One prompt's. rewards float [n]; lengths int [n], tokens; truncated bool [n]. `prompt` counts the held-out prompts from 0."""
+    """One prompt's. rewards float [n]; lengths int [n], tokens; truncated bool [n]. `prompt` counts the held-out prompts from 0.
+
+    `num_unscored` of them could not be scored, and have the value that the user wants then.
+    """
 
     prompt: int
     rewards: Array
     lengths: Array
     truncated: Array
+    num_unscored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Interval95:
 
     low: float
     high: float
-    method: Literal["wilson", "bootstrap"]
+    method: Literal["wilson", "t"]
 
 
 def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:
@@ -55,23 +60,48 @@ def pass_at_k(num_responses: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_responses - num_correct, k) / math.comb(num_responses, k)
 
 
-def mean_interval(prompts: Sequence[Array]) -> Interval95:
-    """Of the mean over prompts of each prompt's mean reward. Each has one reward or more."""
+def is_correct(rewards: Array | Sequence[float], correct_from: float) -> Array:
+    """bool [n]: which rewards count as correct. They are float32 on their way, so 0.7 is compared with the float32 next to 0.7."""
+    return np.asarray(np.asarray(rewards, np.float32) >= np.float32(correct_from))
+
+
+def mean_interval(prompts: Sequence[Array]) -> Interval95 | None:
+    """Of the mean over prompts of each prompt's mean reward. Each has one reward or more.
+
+    None where there is nothing to estimate it from: one prompt, with rewards other than 0 and 1.
+    """
     means = np.array([np.mean(rewards, dtype=np.float64) for rewards in prompts])
     if all(np.isin(rewards, (0.0, 1.0)).all() for rewards in prompts):
-        return Interval95(*wilson(float(means.mean()), effective_size(means)), "wilson")
-    return Interval95(*bootstrap(means), "bootstrap")
+        size = effective_size(means, sum(map(len, prompts)))
+        return Interval95(*wilson(float(means.mean()), size), "wilson")
+    return Interval95(*t_interval(means), "t") if len(means) > 1 else None
 
 
-def effective_size(means: Array) -> float:
-    """How many independent trials of 0 or 1 would vary as much as these means (float64 [m], each of 0 to 1).
+def effective_size(means: Array, num_responses: int) -> float:
+    """How many independent trials of 0 or 1 would say as much of the mean as these means (float64 [m], each of 0 to 1) do.
 
-    m of them, where each is 0 or 1, and more where they are less far apart.
+    p (1 - p) / s^2, where s^2 is the variance of the mean that the means' spread (m - 1 degrees of freedom) says, times
+    (z / t_{m-1})^2, since few means say little of their spread; no more than there are responses. m where that says nothing: each
+    prompt has one response, which is a trial, or all means are the same.
     """
     p, m = float(means.mean()), len(means)
-    squares = float(((means - p) ** 2).mean())
-    most = p * (1.0 - p)
-    return m * most / squares if squares > 0.0 else float(m)
+    if num_responses == m or m == 1 or not (variance := float(means.var(ddof=1)) / m) > 0.0:
+        return float(m)
+    return min(p * (1.0 - p) / variance * (Z_95 / t_quantile(m - 1)) ** 2, num_responses)
+
+
+def t_quantile(degrees: int) -> float:
+    """The 97.5% quantile of Student's t distribution, to 5 digits (Abramowitz and Stegun 26.7.5)."""
+    if degrees <= len(_T_95):
+        return _T_95[degrees - 1]
+    z, v = Z_95, float(degrees)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / v**power for power, term in enumerate(terms, 1))
 
 
 def wilson(p: float, trials: float) -> tuple[float, float]:
@@ -81,14 +111,11 @@ def wilson(p: float, trials: float) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def bootstrap(means: Array) -> tuple[float, float]:
-    """From means (float64 [m]) drawn again with replacement; the same means give the same interval."""
-    rng = np.random.default_rng(0)
-    m = len(means)
-    at_once = max(1, 2**22 // m)
-    drawn = [means[rng.integers(m, size=(min(at_once, RESAMPLES - done), m))].mean(axis=1) for done in range(0, RESAMPLES, at_once)]
-    low, high = np.quantile(np.concatenate(drawn), (0.025, 0.975))
-    return float(low), float(high)
+def t_interval(means: Array) -> tuple[float, float]:
+    """Around the mean of two means or more (float64 [m])."""
+    m, centre = len(means), float(means.mean())
+    half = t_quantile(m - 1) * float(means.std(ddof=1)) / math.sqrt(m)
+    return centre - half, centre + half
 
 
 def powers_up_to(num_responses: int) -> list[int]:
@@ -107,10 +134,10 @@ def figures(kind: str, prompts: Sequence[Responses], *, correct_from: float, num
         return {}
     lengths, truncated = (np.concatenate([getattr(p, name) for p in prompts]) for name in ("lengths", "truncated"))
     interval = mean_interval([p.rewards for p in prompts])
+    bounds = {} if interval is None else {f"interval/{kind}/low": interval.low, f"interval/{kind}/high": interval.high}
     row: dict[str, float | int] = {
         f"accuracy/{kind}": float(np.mean([np.mean(p.rewards, dtype=np.float64) for p in prompts])),
-        f"interval/{kind}/low": interval.low,
-        f"interval/{kind}/high": interval.high,
+        **bounds,
         f"num_responses/{kind}": len(lengths),
         f"response_length/{kind}/mean": float(lengths.mean()),
         f"response_length/{kind}/median": float(np.median(lengths)),
@@ -118,7 +145,7 @@ def figures(kind: str, prompts: Sequence[Responses], *, correct_from: float, num
         f"clipped_ratio/{kind}": float(truncated.mean()),
     }
     for k in powers_up_to(num_samples):
-        counts = [(len(p.rewards), int((p.rewards >= correct_from).sum())) for p in prompts if len(p.rewards) >= k]
+        counts = [(len(p.rewards), int(is_correct(p.rewards, correct_from).sum())) for p in prompts if len(p.rewards) >= k]
         if counts:
             row[f"pass@{k}/{kind}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts]))
     return row

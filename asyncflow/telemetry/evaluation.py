@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.run_dir import replace
-from asyncflow.telemetry.accuracy import METHODS, Responses, mean_interval
+from asyncflow.telemetry.accuracy import METHODS, Responses, is_correct, mean_interval
 from asyncflow.telemetry.report import page_style, page_template, shortened
 
 JSON_FILE: Final = "evaluation.json"
@@ -59,7 +59,8 @@ def result_of(
         kind: [PromptResult(p.prompt, p.rewards.tolist(), p.lengths.tolist(), p.truncated.tolist()) for p in of_kind]
         for kind, of_kind in responses.items()
     }
-    intervals = {kind: METHODS[mean_interval([p.rewards for p in of_kind]).method] for kind, of_kind in responses.items()}
+    found = {kind: mean_interval([p.rewards for p in of_kind]) for kind, of_kind in responses.items()}
+    intervals = {kind: METHODS[interval.method] for kind, interval in found.items() if interval is not None}
     shown = {name: value for name, value in figures.items() if name != "step"}
     return EvaluationResult(model, data, settings, shown, intervals, prompts, samples)
 
@@ -74,6 +75,7 @@ def write_evaluation(folder: Path, result: EvaluationResult, *, correct_from: fl
         data=result.data,
         facts=[(name, value) for name, value in result.settings.items() if value not in (None, "")],
         tiles=[tile for kind in result.prompts for tile in _tiles(kind, result)],
+        warnings=[_warning(kind, result.figures) for kind in [*result.prompts, *_lost(result)] if num_unscored(kind, result.figures)],
         correct_from=f"{correct_from:g}",
         ks=(ks := sorted({int(name[len("pass@") :].split("/")[0]) for name in result.figures if name.startswith("pass@")})),
         passes=[(kind, [result.figures.get(f"pass@{k}/{kind}") for k in ks]) for kind in result.prompts],
@@ -88,27 +90,52 @@ def lines_of(result: EvaluationResult) -> list[str]:
     """What the terminal shows, a line for each kind of responses."""
     figures, lines = result.figures, []
     for kind, of_kind in result.prompts.items():
-        num_each = max(len(prompt.rewards) for prompt in of_kind)
+        num_each, unscored = max(len(prompt.rewards) for prompt in of_kind), num_unscored(kind, figures)
         passes = sorted((int(n[5:].split("/")[0]), n) for n in figures if n.startswith("pass@") and n.endswith(f"/{kind}"))
         lines.append(
-            f"{kind:8} mean@{num_each} {figures[f'accuracy/{kind}']:.4f} "
-            f"[{figures[f'interval/{kind}/low']:.4f}, {figures[f'interval/{kind}/high']:.4f}]  "
+            f"{kind:8} mean@{num_each} {figures[f'accuracy/{kind}']:.4f} {_interval(kind, figures)}  "
             + "  ".join(f"pass@{k} {figures[name]:.4f}" for k, name in passes)
             + f"  length {figures[f'response_length/{kind}/mean']:.1f} (at most {figures[f'response_length/{kind}/max']})"
             f"  truncated {figures[f'clipped_ratio/{kind}']:.1%}  of {len(of_kind)} prompts"
+            + (f"  {unscored} responses could not be scored" if unscored else "")
         )
-    return lines
+    return lines + [f"{kind:8} none of its {num_unscored(kind, figures)} responses could be scored" for kind in _lost(result)]
+
+
+def num_unscored(kind: str, figures: Mapping[str, float | int]) -> int:
+    """Responses of a kind that could not be scored."""
+    return int(figures.get(f"unscored/{kind}", 0))
+
+
+def _lost(result: EvaluationResult) -> list[str]:
+    """Kinds of which no response could be scored."""
+    kinds = [name.partition("/")[2] for name in result.figures if name.startswith("unscored/")]
+    return [kind for kind in kinds if kind not in result.prompts and num_unscored(kind, result.figures)]
+
+
+def _warning(kind: str, figures: Mapping[str, float | int]) -> str:
+    return (
+        f"{kind}: {num_unscored(kind, figures):,} responses could not be scored. Those that were given up are in no figure; those with "
+        f"reward.value_on_failure count with that value."
+    )
+
+
+def _interval(kind: str, figures: Mapping[str, float | int]) -> str:
+    if f"interval/{kind}/low" not in figures:
+        return "[no interval of one prompt]"
+    return f"[{figures[f'interval/{kind}/low']:.4f}, {figures[f'interval/{kind}/high']:.4f}]"
 
 
 def _tiles(kind: str, result: EvaluationResult) -> list[tuple[str, str, str]]:
     """(label, value, remark)."""
     figures, num_each = result.figures, max(len(prompt.rewards) for prompt in result.prompts[kind])
-    low, high = figures[f"interval/{kind}/low"], figures[f"interval/{kind}/high"]
+    low, high = figures.get(f"interval/{kind}/low"), figures.get(f"interval/{kind}/high")
+    interval = "one prompt has no interval" if low is None else f"95%: {low:.3f} to {high:.3f}, {result.intervals[kind]}"
     return [
         (
             f"{kind}, mean@{num_each}",
             f"{figures[f'accuracy/{kind}']:.3f}",
-            f"95%: {low:.3f} to {high:.3f}, {result.intervals[kind]}",
+            interval,
         ),
         (f"{kind}, pass@1", f"{figures[f'pass@1/{kind}']:.1%}", f"{figures[f'num_responses/{kind}']:,} responses"),
         (f"{kind}, truncated", f"{figures[f'clipped_ratio/{kind}']:.1%}", "ended by the length limit"),
@@ -142,5 +169,5 @@ def _shown(sample: Mapping[str, Any], result: EvaluationResult, correct_from: fl
         "response": shortened(sample["response"]),
         "reward": f"{sample['reward']:.3g}",
         "ended_by": "the length limit" if sample["finish_reason"] == "length" else "its end token",
-        "correct": f"{sum(reward >= correct_from for reward in rewards)} of {len(rewards)}",
+        "correct": f"{is_correct(rewards, correct_from).sum()} of {len(rewards)}",
     }

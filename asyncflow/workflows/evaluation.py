@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from asyncflow.telemetry.accuracy import Responses, figures
 from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.leases import Want
-from asyncflow.types import GroupMeta, Interval
+from asyncflow.transfer_queue.leases import DeadRow, Want
+from asyncflow.types import Batch, GroupMeta, Interval
 from asyncflow.workflows.ledger import LedgerService
-from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
+from asyncflow.workflows.samples import EVALUATION_GROUPS, PARTS_COLUMN, Prompt
+from asyncflow.workflows.scored import SKIPPED
 
 Row = dict[str, float | int]
+
+
+def first_group(version: int, num_prompts: int) -> int:
+    """Of the evaluation of a version: its groups are numbered from there, the sampled ones, and then the greedy ones."""
+    return EVALUATION_GROUPS + version * 2 * num_prompts
+
+
+def position_of(group: int, num_prompts: int) -> int:
+    """Which of its evaluation's groups this is, from 0."""
+    return (group - EVALUATION_GROUPS) % (2 * num_prompts)
 
 
 class HeldOut:
@@ -38,6 +52,7 @@ class HeldOut:
 
         `done`: versions that an earlier life of the run has evaluated, or of which nobody has the weights any more.
         """
+        self._unscored: Counter[int] = Counter()  # rows that were given up, by group
         self.latest: dict[str, list[Responses]] = {}
         """Of the evaluation that was finished last, by kind, each prompt's responses, in the prompts' order."""
         self._correct_from = correct_from
@@ -64,7 +79,7 @@ class HeldOut:
         """The groups of one evaluation with their prompts and temperatures: first the sampled ones, then the greedy ones."""
         kinds = [(self._samples, self._temperature), (1, 0.0)] if self._greedy else [(self._samples, self._temperature)]
         count, interval = len(self._prompts), Interval(version, version)
-        first = EVALUATION_GROUPS + version * 2 * count
+        first = first_group(version, count)
         metas = [
             GroupMeta(first + kind * count + i, size, version, interval, "eval")
             for kind, (size, _) in enumerate(kinds)
@@ -72,15 +87,21 @@ class HeldOut:
         ]
         return metas, self._prompts * len(kinds), [temperature for _, temperature in kinds for _ in range(count)]
 
+    def gave_up(self, dead: Sequence[DeadRow]) -> None:
+        """Rows that could not be generated or scored, among others; those that a scorer had nothing to say about are no failures."""
+        self._unscored.update(row.group for row in dead if row.group >= EVALUATION_GROUPS and not row.error.startswith(SKIPPED))
+
     def finished(self, version: int, responses: Mapping[int, Responses]) -> None:
         """Hand over the figures of one evaluation, from its groups. Rows that could not be scored are counted, not guessed."""
         count = len(self._prompts)
-        sampled_from = EVALUATION_GROUPS + version * 2 * count
-        kinds = {"sampled": (sampled_from, self._samples), "greedy": (sampled_from + count, 1)}
+        sampled_from = first_group(version, count)
+        kinds = {"sampled": (sampled_from, self._samples)} | ({"greedy": (sampled_from + count, 1)} if self._greedy else {})
         row: Row = {"step": version, "num_prompts": count}
         self.latest = {}
         for kind, (first, num_samples) in kinds.items():
             groups = [group for group in range(first, first + count) if group in responses]
+            given_up = sum(self._unscored.pop(group, 0) for group in range(first, first + count))
+            row[f"unscored/{kind}"] = given_up + sum(responses[group].num_unscored for group in groups)
             if groups:
                 self.latest[kind] = [replace(responses[group], prompt=group - first) for group in groups]
                 row |= figures(kind, self.latest[kind], correct_from=self._correct_from, num_samples=num_samples)
@@ -94,8 +115,15 @@ async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: 
         batch = leased.batch
         rewards, truncated = batch.dense("reward").copy(), batch.dense("truncated").astype(bool)
         group = int(batch.groups[0])
-        responses[group] = Responses(group, rewards, batch.ragged("response_ids").lengths, truncated)
+        responses[group] = Responses(group, rewards, batch.ragged("response_ids").lengths, truncated, _without_score(batch))
         await queue.complete_marks([leased.lease])
         await queue.drop(batch.indices)
         await ledger.consume_evaluation(version, batch.indices.tolist())
     held_out.finished(version, responses)
+
+
+def _without_score(batch: Batch) -> int:
+    """Rows for which no scorer gave anything, and which have `reward.value_on_failure`."""
+    if PARTS_COLUMN.name not in batch.columns:
+        return 0
+    return sum(bool(np.isnan(parts).all()) for parts in batch.ragged(PARTS_COLUMN.name))

@@ -87,7 +87,7 @@ def schema(
     tasks = [
         TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False),
         TaskSpec("train", trained, purpose="train", sampler="whole_groups"),
-        TaskSpec("eval", RESPONSE_COLUMNS, purpose="eval", sampler="whole_groups"),
+        TaskSpec("eval", (*RESPONSE_COLUMNS, *scored[1:]), purpose="eval", sampler="whole_groups"),
     ]
     if has_reward_task:
         reads = ("prompt_ids", "example", "response_ids", "truncated")

@@ -94,3 +94,45 @@ def test_options_are_the_configurations_keys() -> None:
         _config("m", "d.jsonl", ["rollout.temperature=1.0"], None, "s", given, None)
     with pytest.raises(UserError, match="given by the command's own arguments"):
         _config("m", "d.jsonl", ["eval.path=x"], None, "s", {}, None)
+
+
+def scorer_that_fails(folder: Path, every: int) -> str:
+    """For each problem whose number divides by `every`."""
+    path = folder / f"fails_{every}.py"
+    path.write_text(
+        "def score(sample):\n"
+        f"    if int(sample.example['number']) % {every} == 0:\n"
+        "        raise ValueError('nothing to go by')\n"
+        "    return 1.0\n"
+    )
+    return f"reward.scorer={{path: '{path}:score'}}"
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> Path:
+    data = tmp_path / "numbered.jsonl"
+    data.write_text("".join(json.dumps({"question": f"Tom has {n} coins.", "number": n}) + "\n" for n in range(1, 9)))
+    return data
+
+
+def test_an_evaluation_of_which_nothing_could_be_scored_fails(numbered: Path, tmp_path: Path) -> None:
+    given = ("rollout.max_new_tokens=8", scorer_that_fails(tmp_path, 1), "reward.max_failed_fraction=1.0", "--out", tmp_path / "out")
+    command = run_command("eval", MODEL, numbered, *given)
+    assert command.returncode == 1 and "no response was scored (16 could not be)" in command.stderr
+    assert "nothing to go by" in command.stdout and "held-out accuracy after 0 steps: none (8 prompts, 16 responses" in command.stdout
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_more_failures_than_are_allowed_fail_it_and_others_are_told(numbered: Path, tmp_path: Path) -> None:
+    half = ("rollout.max_new_tokens=8", scorer_that_fails(tmp_path, 2), "eval.greedy=false")
+    command = run_command("eval", MODEL, numbered, *half, "--out", tmp_path / "out")
+    assert command.returncode == 1
+    assert "4 of 8 responses could not be scored, more than reward.max_failed_fraction=0.25" in command.stderr
+    assert "of 4 prompts  4 responses could not be scored" in command.stdout
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["figures"]["unscored/sampled"] == 4
+    command = run_command("eval", MODEL, numbered, *half, "reward.max_failed_fraction=0.5")
+    assert command.returncode == 0, command.stderr
+    assert "mean@1 1.0000" in command.stdout and "4 responses could not be scored" in command.stdout
+    command = run_command("eval", MODEL, numbered, *half, "reward.value_on_failure=0.0")
+    assert command.returncode == 1 and "4 of 8 responses could not be scored" in command.stderr, "a value for failures hides none"
+    assert "mean@1 0.5000" in command.stdout

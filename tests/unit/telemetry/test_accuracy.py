@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 from asyncflow.telemetry.accuracy import (
+    Z_95,
+    Interval95,
     Responses,
-    bootstrap,
     effective_size,
     figures,
+    is_correct,
     mean_interval,
     pass_at_k,
     powers_up_to,
+    t_interval,
+    t_quantile,
     wilson,
 )
 
@@ -54,38 +58,81 @@ def test_wilson_is_as_printed_by_newcombe(correct: int, trials: int, low: float,
     assert wilson(correct / trials, trials) == pytest.approx((low, high), abs=6e-5)
 
 
+def interval_of(prompts: list[np.ndarray]) -> Interval95:
+    interval = mean_interval(prompts)
+    assert interval is not None
+    return interval
+
+
 def test_a_prompt_counts_once_however_often_it_was_asked() -> None:
     ones = [np.full(1, float(i < 30)) for i in range(100)]
     eights = [np.full(8, float(i < 30)) for i in range(100)]
-    assert mean_interval(ones) == mean_interval(eights)
     low, high = wilson(0.3, 100)
-    assert (mean_interval(ones).low, mean_interval(ones).high, mean_interval(ones).method) == (low, high, "wilson")
+    assert interval_of(ones) == Interval95(low, high, "wilson")
+    wider = interval_of(eights)
+    assert wider.low == pytest.approx(low, abs=2e-3) and wider.high == pytest.approx(high, abs=2e-3)
+    assert wider.low < low and wider.high > high, "how far prompts are apart is itself an estimate"
     spread = [np.array([1.0, 0, 0, 0, 1, 0, 0, 0, 1, 0])] * 100
-    assert mean_interval(spread).high - mean_interval(spread).low == pytest.approx(high - low), "nothing is known of their spread"
-    halves = [np.array([1.0, 0.0]), np.array([1.0, 1.0])] * 50
-    assert effective_size(np.array([r.mean() for r in halves])) == pytest.approx(100 * 0.1875 / 0.0625)
+    assert interval_of(spread).high - interval_of(spread).low == pytest.approx(high - low), "nothing is known of their spread"
 
 
-def test_an_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """Prompts of different difficulty, 4 responses each: beta-binomial, mean 0.3."""
-    rng = np.random.default_rng(1)
-    hits = {"wilson": 0, "bootstrap": 0}
-    for _ in range(400):
-        chances = rng.beta(0.6, 1.4, size=80)
-        prompts = [rng.binomial(1, p, size=4).astype(float) for p in chances]
-        interval = mean_interval(prompts)
-        hits["wilson"] += interval.method == "wilson" and interval.low <= 0.3 <= interval.high
-        halved = mean_interval([rewards / 2 for rewards in prompts])
-        hits["bootstrap"] += halved.method == "bootstrap" and halved.low <= 0.15 <= halved.high
-    assert all(0.91 <= count / 400 <= 0.985 for count in hits.values()), hits
+def test_the_effective_size_by_hand() -> None:
+    halves = np.array([0.5, 1.0] * 50)
+    assert effective_size(halves, 400) == pytest.approx(0.1875 / (0.0625 * 100 / 99 / 100) * (Z_95 / 1.984217) ** 2)
+    near = np.array([0.5, 0.5, 0.5, 0.625])
+    assert effective_size(near, 32) == 32, "no more than there are responses, however near the means are to each other"
+    assert effective_size(np.array([0.5, 0.5]), 8) == 2 and effective_size(np.array([0.25]), 8) == 1
+    assert effective_size(np.array([1.0, 0.0, 0.0]), 3) == 3, "a response of each prompt is a trial"
 
 
-def test_a_bootstrap_is_the_same_twice_and_knows_the_standard_error() -> None:
-    means = np.random.default_rng(3).normal(2.0, 1.0, size=400)
-    low, high = bootstrap(means)
-    assert (low, high) == bootstrap(means)
-    assert (high - low) / 2 == pytest.approx(1.96 * means.std() / 20, rel=0.08) and low < means.mean() < high
-    assert bootstrap(np.full(5, 0.7)) == pytest.approx((0.7, 0.7))
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 29, 99, 1318])
+def test_the_quantile_of_students_t_leaves_a_fortieth_above_it(degrees: int) -> None:
+    """By Simpson's rule, over the density's half from 0 to the quantile."""
+    x = np.linspace(0.0, t_quantile(degrees), 20_001)
+    log_peak = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
+    density = np.exp(log_peak - (degrees + 1) / 2 * np.log1p(x**2 / degrees))
+    area = (x[1] - x[0]) / 3 * (density[0] + density[-1] + 4 * density[1:-1:2].sum() + 2 * density[2:-1:2].sum())
+    assert area == pytest.approx(0.475, abs=2e-6)
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.6, 1.4), (3.0, 3.0), (30.0, 30.0)])
+@pytest.mark.parametrize("num_responses", [4, 16])
+@pytest.mark.parametrize("num_prompts", [5, 10, 30, 80])
+def test_an_interval_covers_the_truth_as_often_as_it_says(num_prompts: int, num_responses: int, a: float, b: float) -> None:
+    """Prompts of different difficulty: beta-binomial, and the same with rewards of 0 and a half. With few prompts, too."""
+    rng, truth, draws = np.random.default_rng(1), a / (a + b), 600
+    hits = {"wilson": 0, "t": 0}
+    for _ in range(draws):
+        chances = rng.beta(a, b, size=num_prompts)
+        prompts = [(rng.random(num_responses) < p).astype(float) for p in chances]
+        interval = interval_of(prompts)
+        hits["wilson"] += interval.method == "wilson" and interval.low <= truth <= interval.high
+        halved = interval_of([rewards / 2 for rewards in prompts]) if np.concatenate(prompts).any() else Interval95(0.0, 0.0, "t")
+        hits["t"] += halved.method == "t" and halved.low <= truth / 2 <= halved.high
+    assert hits["wilson"] / draws >= 0.92 and hits["t"] / draws >= (0.92 if num_prompts > 5 else 0.88), hits
+    assert num_prompts < 30 or all(count / draws <= 0.985 for count in hits.values()), hits
+
+
+def test_a_t_interval_by_hand() -> None:
+    low, high = t_interval(np.array([1.0, 2.0, 3.0, 6.0]))
+    assert (low, high) == pytest.approx((3.0 - 3.182446 * 2.160247 / 2, 3.0 + 3.182446 * 2.160247 / 2))
+    assert t_interval(np.full(5, 0.7)) == pytest.approx((0.7, 0.7))
+
+
+def test_one_prompt_says_nothing_of_others() -> None:
+    low, high = wilson(0.5, 1)
+    assert interval_of([np.array([1.0, 0.0])]) == Interval95(low, high, "wilson")
+    assert mean_interval([np.array([0.5, 0.25])]) is None
+    row = figures("sampled", [responses(0, [0.5, 0.25], [1, 1], [False, False])], correct_from=1.0, num_samples=2)
+    assert row["accuracy/sampled"] == 0.375 and not any(name.startswith("interval/") for name in row)
+
+
+def test_a_reward_is_compared_as_it_travels() -> None:
+    """The float32 next to 0.7 is less than 0.7."""
+    assert is_correct(np.array([0.7, 0.69], np.float32), 0.7).tolist() == [True, False]
+    assert is_correct(np.array([0.7, 0.69], np.float32).tolist(), 0.7).tolist() == [True, False]
+    row = figures("sampled", [responses(0, [0.7, 0.3], [1, 1], [False, False])], correct_from=0.7, num_samples=2)
+    assert row["pass@1/sampled"] == 0.5
 
 
 @pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])

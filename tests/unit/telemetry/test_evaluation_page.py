@@ -12,7 +12,7 @@ from asyncflow.telemetry.accuracy import Responses, figures
 from asyncflow.telemetry.evaluation import EvaluationResult, lines_of, result_of, write_evaluation
 
 
-def result(response: str = "#### 4") -> EvaluationResult:
+def result(response: str = "#### 4", **more: float) -> EvaluationResult:
     sampled = [
         Responses(0, np.array([1.0, 0.0]), np.array([5, 25]), np.array([False, True])),
         Responses(1, np.array([0.0, 0.0]), np.array([7, 9]), np.array([False, False])),
@@ -21,7 +21,7 @@ def result(response: str = "#### 4") -> EvaluationResult:
     kept: dict[str, Any] = {"prompt_number": 0, "kind": "sampled", "prompt": "2+2?", "answer": "4", "response": response}
     samples = [{**kept, "reward": 1.0, "finish_reason": "stop"}]
     return result_of(
-        "models/m", "test.jsonl", {"temperature": 0.7, "seed": None}, {"step": 0, **row}, {"sampled": sampled}, samples
+        "models/m", "test.jsonl", {"temperature": 0.7, "seed": None}, {"step": 0, **row, **more}, {"sampled": sampled}, samples
     )
 
 
@@ -50,3 +50,33 @@ def test_the_terminal_has_a_line_for_each_kind() -> None:
     (line,) = lines_of(result())
     assert line.startswith("sampled  mean@2 0.2500 [")
     assert "pass@1 0.2500  pass@2 0.5000  length 11.5 (at most 25)  truncated 25.0%  of 2 prompts" in line
+
+
+def test_what_could_not_be_scored_is_shown(tmp_path: Path) -> None:
+    assert "could not be scored" not in write_evaluation(tmp_path, result(), correct_from=1.0)[1].read_text()
+    lacking = result(**{"unscored/sampled": 3, "unscored/greedy": 2})
+    sampled, greedy = lines_of(lacking)
+    assert sampled.endswith("of 2 prompts  3 responses could not be scored")
+    assert greedy == "greedy   none of its 2 responses could be scored"
+    json_path, page_path = write_evaluation(tmp_path, lacking, correct_from=1.0)
+    assert json.loads(json_path.read_text())["figures"]["unscored/sampled"] == 3
+    page = page_path.read_text()
+    assert "sampled: 3 responses could not be scored" in page and "greedy: 2 responses could not be scored" in page
+
+
+def test_of_one_prompt_there_may_be_no_interval(tmp_path: Path) -> None:
+    one = {"sampled": [Responses(0, np.array([0.5, 0.25], np.float32), np.array([5, 25]), np.array([False, True]))]}
+    row = figures("sampled", one["sampled"], correct_from=1.0, num_samples=2)
+    of_one = result_of("m", "d", {}, row, one, [])
+    assert lines_of(of_one)[0].startswith("sampled  mean@2 0.3750 [no interval of one prompt]  pass@1")
+    assert "one prompt has no interval" in write_evaluation(tmp_path, of_one, correct_from=1.0)[1].read_text()
+
+
+def test_the_page_and_the_figures_agree_on_what_is_correct(tmp_path: Path) -> None:
+    """The float32 next to 0.7 is less than 0.7."""
+    sampled = [Responses(i, np.array([0.7, 0.1], np.float32), np.array([5, 5]), np.array([False, False])) for i in range(2)]
+    row = figures("sampled", sampled, correct_from=0.7, num_samples=2)
+    kept = {"prompt_number": 0, "kind": "sampled", "prompt": "?", "answer": "4", "response": "4", "reward": 0.7}
+    of_both = result_of("m", "d", {}, row, {"sampled": sampled}, [{**kept, "finish_reason": "stop"}])
+    assert row["pass@1/sampled"] == 0.5
+    assert "1 of 2" in write_evaluation(tmp_path, of_both, correct_from=0.7)[1].read_text()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncflow.telemetry.accuracy import Responses
-from asyncflow.types import Interval
-from asyncflow.workflows.evaluation import HeldOut, Row
+from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.types import Batch, Interval, Ragged
+from asyncflow.workflows.evaluation import HeldOut, Row, _without_score
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
+from asyncflow.workflows.scored import NO_REWARD, SKIPPED
 
 PROMPTS = [Prompt(np.arange(n + 1), {"question": str(n)}) for n in range(3)]
 
@@ -82,7 +85,31 @@ def test_of_an_evaluation_without_any_score_no_figure_is_made_up() -> None:
     rows: list[Row] = []
     evaluation = held_out(rows)
     evaluation.finished(0, {})
-    assert rows == [{"step": 0, "num_prompts": 3}] and evaluation.latest == {}
+    assert rows == [{"step": 0, "num_prompts": 3, "unscored/sampled": 0, "unscored/greedy": 0}] and evaluation.latest == {}
+
+
+def test_what_could_not_be_scored_is_told_by_kind_and_version() -> None:
+    """Rows that were given up, and those that have the value for failures; not those that a scorer skips."""
+    rows: list[Row] = []
+    evaluation = held_out(rows)
+    groups = [[meta.group for meta in evaluation.admission(version)[0]] for version in (4, 10)]
+    dead = [(groups[0][0], 0, NO_REWARD), (groups[0][0], 1, ""), (groups[0][2], 0, SKIPPED), (groups[0][4], 0, NO_REWARD)]
+    dead += [(groups[1][1], 1, NO_REWARD), (7, 0, NO_REWARD)]  # the last one of training
+    evaluation.gave_up([DeadRow(group, (group << 1) | sample, f"{error}why") for group, sample, error in dead])
+    patched = replace(responses([1.0, 0.5], [4, 6], [False, False]), num_unscored=1)
+    evaluation.finished(4, {groups[0][1]: patched})
+    evaluation.finished(10, {})
+    assert [(row["unscored/sampled"], row["unscored/greedy"]) for row in rows] == [(3, 1), (1, 0)]
+    quiet: list[Row] = []
+    held_out(quiet, greedy=False).finished(0, {})
+    assert quiet == [{"step": 0, "num_prompts": 3, "unscored/sampled": 0}]
+
+
+def test_a_row_without_any_part_has_no_score() -> None:
+    parts = Ragged.from_arrays([np.array(p, np.float32) for p in ([np.nan, np.nan], [np.nan, 1.0], [0.0, 0.0])], "float32")
+    batch = Batch(np.arange(3), np.array([0]), {"reward": np.zeros(3, np.float32)})
+    assert _without_score(batch) == 0
+    assert _without_score(replace(batch, columns={**batch.columns, "reward_parts": parts})) == 1
 
 
 def test_what_an_earlier_life_has_evaluated_is_not_due_again_and_is_planned_all_the_same() -> None:
