@@ -87,7 +87,7 @@ class Maths:
             return False
         sides = [answer] if number_expected is None and _SEVERAL.search(expected) else sides_of(answer)
         if sides != [answer]:  # math-verify would look at the last one alone
-            return all(self._is_right(side, expected) for side in sides)
+            return all(self._is_right(side, expected) for side in dict.fromkeys(sides))
         forget_caught()
         if self._is_same(answer, expected):
             return True

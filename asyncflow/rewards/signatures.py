@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from asyncflow.rewards.answers import reference
@@ -46,17 +46,13 @@ def adapted(
 
 def _only_one(returned: Any) -> Any:
     """Of a list, an array, a tensor."""
-    is_one = isinstance(returned, Sized) and not isinstance(returned, str | bytes | Mapping) and _length(returned) == 1
-    if not is_one:
-        raise ValueError(f"for one completion it must return a list of one reward, not {returned!r:.100}")
-    return next(iter(returned))
-
-
-def _length(sized: Sized) -> int:
     try:
-        return len(sized)
-    except TypeError:  # an array of no dimension says so only then
-        return -1
+        rewards = [] if isinstance(returned, str | bytes | Mapping) else list(returned)
+    except TypeError:  # no list of anything
+        rewards = []
+    if len(rewards) != 1:
+        raise ValueError(f"for one completion it must return a list of one reward, not {returned!r:.100}")
+    return rewards[0]
 
 
 def _score_in(returned: Any) -> Any:

@@ -106,7 +106,7 @@ def plain(text: str) -> str:
 
 # -- sides of an equation -------------------------------------------------------------------------------------------------------
 
-MAX_WORDS: Final = 3
+MAX_WORDS: Final = 5
 """Of a name."""
 _SIGN = re.compile(r"(?<![<>!:=])=(?!=)|≈|[()]")
 # An index, an argument, a prime.
@@ -140,9 +140,9 @@ def _may_come_before(side: str, number: Quantity, *, is_rough: bool) -> bool:
 
 
 def _sum_of_quantities(text: str) -> Quantity | None:
-    """`$5 + $3`, `5 apples + 3 apples`: the number alone."""
-    bare = _ONE_UNIT.sub(lambda found: found[0] if _one_spelling(found[1]) is None else "", _CURRENCY.sub("", text))
-    value = _value(bare)
+    """`$5 + $3`, `5 apples + 3 apples`, `5 x 3`, `20% of 50`: the number alone."""
+    text = _TIMES.sub("*", _PERCENT_SIGN.sub("/100", _CURRENCY.sub("", text)))
+    value = _value(_ONE_UNIT.sub(lambda found: found[0] if _one_spelling(found[1]) is None else "", text))
     return None if value is None else Quantity(value)
 
 
@@ -198,7 +198,9 @@ _SAME_UNITS: Final = {
 _UNIT_OF: Final = {other: unit for unit, others in _SAME_UNITS.items() for other in others} | {unit: unit for unit in _SAME_UNITS}
 _CURRENCY_FIRST = re.compile(r"([-+]?)\s*(US\$|[$€£¥₹]|(?:USD|EUR|GBP|JPY|CNY|INR)\b)\s*", re.IGNORECASE)
 _CURRENCY = re.compile(r"(?:US)?[$€£¥₹]")
-_ONE_UNIT = re.compile(r"(?<=\d)\s*([A-Za-z]+)(?![A-Za-z(])")
+_PERCENT_SIGN = re.compile(r"(?<=\d)\s*%")
+_TIMES = re.compile(r"(?<=\d)\s*(?:[xX]|of)\s*(?=\d)")
+_ONE_UNIT = re.compile(r"(?<=\d)\s*([A-Za-z]+(?:\s+[A-Za-z]+){0,2})(?![A-Za-z(])")
 _PERCENT = re.compile(r"(?:%|\s*(?:percent|per cent|pct|percentage points?)\.?)$", re.IGNORECASE)
 # Words that follow a number, with quotients, a power and dots among them. An exponent (1e-3) is none.
 _UNIT = re.compile(
