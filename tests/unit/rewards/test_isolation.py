@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncflow.rewards import REWARDS
+from asyncflow.rewards import REWARDS, processes
 from asyncflow.rewards.base import Part, RewardFailure, Sample, Score, weighted
 from asyncflow.rewards.fallback import with_fallback
 from asyncflow.rewards.sandbox import RewardPool
@@ -210,6 +211,20 @@ async def test_a_daemon_that_a_sample_has_started_ends_with_it(open_pool: Open, 
     assert not any(psutil.pid_exists(int(pid)) for pid in (tmp_path / "daemon").read_text().split())
     assert worker.is_alive and not helpers(worker.pid)
     assert (await pool.score(sample("pass", answer="4"))).reward == 2.0
+
+
+@pytest.mark.skipif(not os.path.exists(f"/proc/self/task/{os.getpid()}/children"), reason="this kernel does not tell of children")
+def test_what_cannot_be_killed_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    spared = processes.children()
+    with subprocess.Popen(["sleep", "60"]) as child:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "END_SECONDS", 0.05)
+            patch.setattr(processes.os, "kill", lambda pid, signal: None)
+            with pytest.raises(TimeoutError, match=r"^1 processes that a scorer has started are still there"):
+                processes.end_children(spared)
+        processes.end_children(spared)
+        assert not psutil.pid_exists(child.pid)
+    assert processes.children() - spared == set()
 
 
 async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> None:
