@@ -27,21 +27,31 @@ from asyncflow.build.fleet import workers
 from asyncflow.build.life import Begun, Life, Prepare
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState
-from asyncflow.build.resume import DriverState, Resumed, SavedPrompt, metrics_of
+from asyncflow.build.resume import CRITIC_FINGERPRINTS, DriverState, Resumed, SavedPrompt, metrics_of
 from asyncflow.build.workers import JobFile
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config, dump, load, parse
 from asyncflow.job import Job, Listener
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, RunDir
-from asyncflow.settings import apply_override
+from asyncflow.settings import apply_override, refuse_overrides
 from asyncflow.telemetry.batches import joined, kept_steps, read_batch
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import Batch, RunError, UserError
 from asyncflow.workflows.samples import Prompt
 
-TRAINING = ("policy/", "importance_weight/", "mismatch/", "reward/", "response_length/", "staleness/", "rows/trained", "rows/empty")
+TRAINING = (
+    "policy/",
+    "critic/",
+    "importance_weight/",
+    "mismatch/",
+    "reward/",
+    "response_length/",
+    "staleness/",
+    "rows/trained",
+    "rows/empty",
+)
 """Metrics that follow from a batch and the weights before it."""
 _NOT_NEEDED = ("rollout/", "reward", "reference")  # workers whose columns are in the batch
 
@@ -73,20 +83,34 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The replay beside the run. `metrics`: by name, the run's (None if it has none) and the replay's; `tensors`: those whose bits
-    differ after the step, None where the run kept no fingerprints; `losses`: (micro-batches with the same loss, all), or None."""
+    """The replay beside the run, of the policy and of the critic, where there is one.
 
-    metrics: Mapping[str, tuple[float | None, float]]
+    `metrics`: by name, the run's and the replay's, None who has none; `has_metrics`: whether the run has written the step's at all.
+    `tensors`: those whose bits differ after the step, None where the run kept no fingerprints; `losses`: (micro-batches with the
+    same loss, all), or None.
+    """
+
+    metrics: Mapping[str, tuple[float | None, float | None]]
+    has_metrics: bool
     tensors: tuple[str, ...] | None
     losses: tuple[int, int] | None
 
     @property
+    def compared(self) -> str:
+        """What there was to compare, in words; "" for nothing."""
+        parts = ["metrics"] if self.has_metrics else []
+        return ", ".join([*parts, "losses, weights and optimiser state"] if self.tensors is not None else parts)
+
+    @property
     def is_equal(self) -> bool:
-        """To the bit, in all that there is to compare."""
-        same = all(
-            theirs is None or theirs == mine or (theirs != theirs and mine != mine) for theirs, mine in self.metrics.values()
-        )
-        return same and not self.tensors and (self.losses is None or self.losses[0] == self.losses[1])
+        """To the bit, in all that there is to compare, and there is something."""
+        same = not self.has_metrics or all(same_number(theirs, mine) for theirs, mine in self.metrics.values())
+        return bool(self.compared) and same and not self.tensors and (self.losses is None or self.losses[0] == self.losses[1])
+
+
+def same_number(a: float | None, b: float | None) -> bool:
+    """To the bit, as far as a metric's file tells; what one of them lacks is not the same."""
+    return a is not None and b is not None and (a == b or (a != a and b != b))
 
 
 def plan_replay(run_dir: Path, step: int) -> Plan:
@@ -112,17 +136,24 @@ def plan_replay(run_dir: Path, step: int) -> Plan:
 
 
 def replay_config(run_dir: Path, plan: Plan, scratch: Path, overrides: Sequence[str] = ()) -> Config:
-    """The run's configuration, for its steps to be trained again on this machine."""
+    """The run's configuration, for its steps to be trained again on this machine. Raises `UserError` for an override of where and
+    on what that is done."""
+    settings: dict[str, Any] = {
+        "run": {"name": "replay", "dir": str(scratch), "steps": plan.step + 1, "overwrite": False},
+        "model": {"path": str(plan.model)},
+        "rollout": {"num_workers": 1, "engine": "slots"},
+        "telemetry": {"trackers": [], "samples_per_step": 0, "fingerprints": True, "keep_batches": 0},
+        "eval": {"path": None},
+    }
+    others = {"queue": {}, "weight_sync": {}, "checkpoint": {"keep": 0}, "cluster": "local"}
+    given = [f"{section}.{key}" for section, keys in settings.items() for key in keys]
+    refuse_overrides(overrides, [*given, *others], "replay sets {key} itself")
     tree = load(run_dir / CONFIG_FILE).model_dump(mode="json")
-    tree["run"] |= {"name": "replay", "dir": str(scratch), "steps": plan.step + 1, "overwrite": True}
-    tree["model"]["path"] = str(plan.model)
-    tree["rollout"] |= {"num_workers": 1, "engine": "slots"}
-    tree["telemetry"] |= {"trackers": [], "samples_per_step": 0, "fingerprints": True, "keep_batches": 0}
-    tree["eval"]["path"] = None
-    tree |= {"queue": {}, "weight_sync": {}, "checkpoint": {"keep": 0}, "cluster": "local"}
     for override in overrides:
         apply_override(tree, override)
-    return parse(tree)
+    for section, keys in settings.items():  # behind them: one may have taken the place of a whole section
+        tree[section] = {**(tree[section] or {}), **keys}
+    return parse({**tree, **others})
 
 
 def _model_of(run_dir: Path) -> Path:
@@ -226,17 +257,25 @@ def _rows_alone(batch: Batch) -> Batch:
 def compare(run_dir: Path, replayed: Path, plan: Plan, row: Mapping[str, float]) -> Comparison:
     """What came of the step in the run, and what comes of it now. `row`: the replay's metrics."""
     of_run = next((other for other in metrics_of(run_dir) if other["step"] == plan.step), {})
-    metrics = {name: (of_run.get(name), value) for name, value in row.items() if name.startswith(TRAINING)}
-    theirs = _print_of(run_dir, plan.step) if (run_dir / FINGERPRINTS_FILE).exists() else None
-    mine = _print_of(replayed, plan.step)
-    if theirs is None or mine is None:
-        return Comparison(metrics, None, None)
-    names = sorted(theirs.tensors.keys() | mine.tensors.keys())
-    different = tuple(name for name in names if theirs.tensors.get(name) != mine.tensors.get(name))
-    losses = [(group.group, i, loss) for group in theirs.groups for i, loss in enumerate(group.losses)]
-    now = {(group.group, i, loss) for group in mine.groups for i, loss in enumerate(group.losses)}
-    return Comparison(metrics, different, (sum(loss in now for loss in losses), len(losses)))
+    names = [name for name in {**row, **of_run} if name.startswith(TRAINING)]
+    metrics = {name: (of_run.get(name), row.get(name)) for name in names}
+    different: tuple[str, ...] = ()
+    num_same, num_losses, are_printed = 0, 0, False
+    for file, whose in ((FINGERPRINTS_FILE, ""), (CRITIC_FINGERPRINTS, "critic/")):
+        theirs, mine = (_print_of(folder / file, plan.step) for folder in (run_dir, replayed))
+        if theirs is None:
+            continue
+        are_printed, now = True, StepPrint(plan.step, [], {}, 0, 0, "") if mine is None else mine
+        tensors = sorted(theirs.tensors.keys() | now.tensors.keys())
+        different += tuple(whose + name for name in tensors if theirs.tensors.get(name) != now.tensors.get(name))
+        before, after = _losses(theirs), _losses(now)
+        num_same, num_losses = num_same + len(before & after), num_losses + max(len(before), len(after))
+    return Comparison(metrics, bool(of_run), different if are_printed else None, (num_same, num_losses) if are_printed else None)
 
 
-def _print_of(run_dir: Path, step: int) -> StepPrint | None:
-    return next((line for line in read_fingerprints(run_dir / FINGERPRINTS_FILE) if line.step == step), None)
+def _losses(line: StepPrint) -> set[tuple[int, int, str]]:
+    return {(group.group, i, loss) for group in line.groups for i, loss in enumerate(group.losses)}
+
+
+def _print_of(path: Path, step: int) -> StepPrint | None:
+    return next((line for line in read_fingerprints(path) if line.step == step), None) if path.exists() else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -115,6 +115,26 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         tree[last] = from_yaml(value)
     except yaml.YAMLError as error:
         raise UserError(f"override {override!r}: the value is not YAML") from error
+
+
+def refuse_overrides(overrides: Iterable[str], keys: Iterable[str], why: str) -> None:
+    """That no override sets one of these keys, or a key below it. Raises `UserError` with `why`, in which {key} stands for it."""
+    given = list(keys)
+    for override in overrides:
+        tree: dict[str, Any] = {}
+        apply_override(tree, override)
+        for key in given:
+            if _sets(tree, key.split(".")):
+                raise UserError(f"{override!r}: {why.format(key=key)}")
+
+
+def _sets(tree: Any, key: Sequence[str]) -> bool:
+    """Whether a key, or something below it, is among these nested mappings."""
+    for part in key:
+        if not isinstance(tree, Mapping) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def checked(kind: type[S], tree: Mapping[str, Any]) -> S:

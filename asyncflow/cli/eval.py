@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncflow.cli.display import Display
-from asyncflow.config import Config, parse
+from asyncflow.config import Config, TrainConfig, parse
 from asyncflow.data.columns import ANSWER
 from asyncflow.data.datasets import GENERATED
-from asyncflow.settings import apply_override, read_yaml
+from asyncflow.settings import apply_override, read_yaml, refuse_overrides
 from asyncflow.types import RunError, UserError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 GENERATED_PROMPTS = 256
 KEPT_SAMPLES = 100
+GIVEN = ("run.name", "run.dir", "model.path", "data.path", "eval.path")
+"""What overrides may not set."""
 
 
 def evaluate(
@@ -43,8 +46,8 @@ def evaluate(
         "eval.num_prompts": prompts,
         "rollout.temperature": temperature,
     }
-    if out is not None and out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is no folder")
+    if out is not None:
+        _make_folder(out)
     with tempfile.TemporaryDirectory(prefix="asyncflow-eval-") as scratch:
         chosen = {key: value for key, value in given.items() if value is not None}
         resolved = _config(model, data, overrides or [], config, scratch, chosen, engine)
@@ -54,29 +57,51 @@ def evaluate(
 def _config(
     model: str, data: str, overrides: list[str], config: Path | None, scratch: str, given: Mapping[str, Any], engine: str | None
 ) -> Config:
-    """A run of no steps: the first evaluation is all of it."""
+    """A run of no steps: the first evaluation is all of it. What is said of training decides nothing."""
     tree: dict[str, Any] = read_yaml(config) if config is not None else {}
     if config is None:  # all of a data set, unless it has no end
         tree["eval"] = {"num_prompts": GENERATED_PROMPTS if data.startswith(GENERATED) else None}
     tree["data"] = {key: value for key, value in (tree.get("data") or {}).items() if key != "split"}  # that is training's
-    tree |= {"model": {**tree.get("model", {}), "path": model}, "data": {**tree.get("data", {}), "path": data}}
-    tree["eval"] = {**tree.get("eval", {}), "path": data}
-    tree["run"] = {**tree.get("run", {}), "name": "eval", "dir": scratch}
     tree["telemetry"] = {"trackers": [], "samples_per_step": KEPT_SAMPLES}
     if engine is not None:
         _choose_engine(tree, engine)
+    refuse_overrides(overrides, GIVEN, "{key} is given by the command's own arguments")
+    refuse_overrides(overrides, given, "an option of the command says {key}, too: take one of them")
     for override in overrides:
-        if override.split("=")[0] in ("run.name", "run.dir", "model.path", "data.path", "eval.path"):
-            raise UserError(f"{override!r} is given by the command's own arguments")
-        if override.split("=")[0] in given:
-            raise UserError(f"{override!r} and an option of the command both say that: take one of them")
         apply_override(tree, override)
-    for key, value in given.items():
+    own = {"run.name": "eval", "run.dir": scratch, "model.path": model, "data.path": data, "eval.path": data}
+    for key, value in {**given, **own}.items():
         section, _, name = key.partition(".")
         tree[section] = {**(tree.get(section) or {}), name: value}
+    _without_training(tree)
     split = tree["eval"].get("split") or tree["data"].get("split") or "test"
     tree["data"], tree["eval"] = {**tree["data"], "split": split}, {**tree["eval"], "split": split}
     return parse(tree)
+
+
+def _make_folder(out: Path) -> None:
+    """Before hours are spent on what is to be written there. Raises `UserError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} is no folder, and cannot be made: {error.strerror}") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out} is a folder in which nothing may be written")
+
+
+def _without_training(tree: dict[str, Any]) -> None:
+    """Leave out what is training's alone: its rules need not hold. How many rows a worker takes at once follows from its prompts a
+    step, which are made to divide by the workers."""
+    train, rollout = tree.get("train") or {}, dict(tree.get("rollout") or {})
+    workers, prompts = rollout.get("num_workers", 1), train.get("prompts_per_step", TrainConfig().prompts_per_step)
+    for section in ("algorithm", "schedule", "train", "plan", "checkpoint"):
+        tree.pop(section, None)
+    if isinstance(workers, int) and isinstance(prompts, int) and workers > 0:
+        tree["train"] = {"prompts_per_step": -(-prompts // workers) * workers}
+    if rollout.get("group_size") == 1:
+        rollout.pop("group_size")
+    tree["rollout"] = rollout
+    tree["weight_sync"] = {**(tree.get("weight_sync") or {}), "min_healthy_workers": 1}
 
 
 def _choose_engine(tree: dict[str, Any], engine: str) -> None:
@@ -109,8 +134,8 @@ async def _evaluate(config: Config, out: Path | None) -> bool:
     unscored, total = _count_unscored(job), len(job.held_out) * (held_out.samples_per_prompt + held_out.greedy)
     if unscored > most * total:
         raise RunError(
-            f"{unscored} of {total} responses could not be scored, more than reward.max_failed_fraction={most:g}, so these figures say "
-            f"little: mend the scorer (the messages above say what failed), or raise that"
+            f"{unscored} of {total} responses could not be scored, more than reward.max_failed_fraction={most:g}, so these figures "
+            f"say little: mend the scorer (the messages above say what failed), or raise that"
         )
     return True
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from asyncflow.telemetry.trackers import METRICS_FILE
 from asyncflow.types import RunError
 
 
@@ -22,7 +23,7 @@ def replay(
     """Train on a saved batch again: from the nearest checkpoint before the step, on the kept batches from there on.
 
     Prints the step's loss, gradient norm and other metrics beside the run's, and whether they agree bit for bit. Exit status 1 if
-    they were to and do not.
+    they were to and do not, or the run has left nothing to compare with.
     """
     with tempfile.TemporaryDirectory(prefix="asyncflow-replay-") as scratch:
         raise typer.Exit(asyncio.run(_replay(run, step, Path(scratch), overrides or [])))
@@ -31,7 +32,7 @@ def replay(
 async def _replay(run: Path, step: int, scratch: Path, overrides: list[str]) -> int:
     from asyncflow.cli.display import Display
     from asyncflow.job import run_with_signals
-    from asyncflow.replay import ReplayJob, compare, plan_replay, replay_config
+    from asyncflow.replay import ReplayJob, compare, plan_replay, replay_config, same_number
 
     plan = plan_replay(run, step)
     config = replay_config(run, plan, scratch, overrides)
@@ -48,8 +49,8 @@ async def _replay(run: Path, step: int, scratch: Path, overrides: list[str]) -> 
     for name in ("metric", "run", "replay", ""):
         table.add_column(name, justify="left" if name == "metric" else "right")
     for name, (theirs, mine) in sorted(comparison.metrics.items()):
-        mark = "" if theirs is None else "=" if theirs == mine or theirs != theirs else f"{mine - theirs:+.3g}"
-        table.add_row(name, "-" if theirs is None else f"{theirs:.9g}", f"{mine:.9g}", mark)
+        mark = "" if theirs is None or mine is None else "=" if same_number(theirs, mine) else f"{mine - theirs:+.3g}"
+        table.add_row(name, *("-" if value is None else f"{value:.9g}" for value in (theirs, mine)), mark)
     Console(highlight=False).print(table)
     if comparison.losses is not None and comparison.tensors is not None:
         print(f"losses of micro-batches with the same bits: {comparison.losses[0]} of {comparison.losses[1]}")
@@ -59,11 +60,15 @@ async def _replay(run: Path, step: int, scratch: Path, overrides: list[str]) -> 
             f"the weights are those of step {plan.weights_of}, not of step {step}: batches between them were not kept, so the "
             f"figures need not agree"
         )
+    if not comparison.compared:
+        raise RunError(
+            f"there is nothing to compare the replay with: {run / METRICS_FILE} has no metrics of step {step}, and there are no "
+            f"fingerprints of it (telemetry.fingerprints)"
+        )
     verdict = "agree bit for bit" if comparison.is_equal else "do not agree bit for bit"
-    seen = "metrics, losses, weights and optimiser state" if comparison.tensors is not None else "metrics"
     why = "" if comparison.is_equal or config.train.accumulate == "exact" else (
         " (with train.accumulate=fp32 the last bits depend on the order in which groups come)"
     )  # fmt: skip
-    print(f"run and replay {verdict}: {seen}{why}")
+    print(f"run and replay {verdict}: {comparison.compared}{why}")
     is_to_agree = plan.is_exact and not overrides and config.train.accumulate == "exact"
     return 0 if comparison.is_equal or not is_to_agree else 1

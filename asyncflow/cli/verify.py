@@ -15,7 +15,7 @@ from asyncflow.cli.errors import sentence
 from asyncflow.config import Config, dump, load, parse
 from asyncflow.job import Job, run_with_signals
 from asyncflow.registry import build
-from asyncflow.settings import apply_override
+from asyncflow.settings import refuse_overrides
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Kill, compare
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, read_fingerprints
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "cluster": "local",
 }
 """What both runs have, whatever the configuration says."""
-GIVEN = ["run.steps", "reward.delays", "cluster"] + [
+GIVEN = ["reward.delays", "cluster"] + [
     f"{section}.{key}" for section, keys in SETTINGS.items() if isinstance(keys, dict) for key in keys
 ]
 
@@ -50,12 +50,8 @@ def verify(
     Synchronous with periodic; with schedule=delayed, that with itself.
     Exit code 0: equal, 1: different, 2: could not run, or the runs are no proof.
     """
-    for override in overrides or []:
-        tree: dict[str, Any] = {}
-        apply_override(tree, override)
-        for key in GIVEN:
-            if _sets(tree, key.split(".")):
-                raise UserError(f"{override!r}: verify sets {key} itself{', by --steps' if key == 'run.steps' else ''}")
+    refuse_overrides(overrides or [], ["run.steps"], "verify sets {key} itself, by --steps")
+    refuse_overrides(overrides or [], GIVEN, "verify sets {key} itself")
     given = load(config, overrides or [])
     undisturbed, disturbed = variants(given, steps)
     try:
@@ -128,12 +124,3 @@ class _Run(Display):
             worker = max(held, key=lambda name: held[name])
             self.kill = Kill(worker, step, held[worker], asyncio.get_running_loop().time())
             self.job.kill(worker)
-
-
-def _sets(tree: Any, key: list[str]) -> bool:
-    """Whether a key, or something below it, is among these nested mappings."""
-    for part in key:
-        if not isinstance(tree, dict) or part not in tree:
-            return False
-        tree = tree[part]
-    return True

@@ -85,8 +85,8 @@ def find_columns(
             if value is None:
                 of_prompt = "data.prompt_column" if template is None else "data.prompt_template"
                 raise UserError(
-                    f"row {number} of {path} has null (or a number that is not finite) in column {column!r}: leave such rows out, or "
-                    f"name another column by {of_prompt if column in needed else 'data.answer_column'}"
+                    f"row {number} of {path} has null (or a number that is not finite) in column {column!r}: leave such rows out, "
+                    f"or name another column by {of_prompt if column in needed else 'data.answer_column'}"
                 )
         try:
             columns.prompt_of(row)

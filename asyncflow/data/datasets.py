@@ -57,8 +57,8 @@ def as_json(rows: Iterable[Row], path: str) -> Iterator[Row]:
         except _NO_JSON as whole:
             column, error = next(_odd_columns(row), ("?", whole))
             raise UserError(
-                f"row {number} of {path} holds what is no JSON value in column {column!r} ({error}): leave that column out, or write "
-                f"it as text"
+                f"row {number} of {path} holds what is no JSON value in column {column!r} ({error}): leave that column out, or "
+                f"write it as text"
             ) from error
 
 

@@ -75,7 +75,9 @@ def write_evaluation(folder: Path, result: EvaluationResult, *, correct_from: fl
         data=result.data,
         facts=[(name, value) for name, value in result.settings.items() if value not in (None, "")],
         tiles=[tile for kind in result.prompts for tile in _tiles(kind, result)],
-        warnings=[_warning(kind, result.figures) for kind in [*result.prompts, *_lost(result)] if num_unscored(kind, result.figures)],
+        warnings=[
+            _warning(kind, result.figures) for kind in [*result.prompts, *_lost(result)] if num_unscored(kind, result.figures)
+        ],
         correct_from=f"{correct_from:g}",
         ks=(ks := sorted({int(name[len("pass@") :].split("/")[0]) for name in result.figures if name.startswith("pass@")})),
         passes=[(kind, [result.figures.get(f"pass@{k}/{kind}") for k in ks]) for kind in result.prompts],
@@ -115,8 +117,8 @@ def _lost(result: EvaluationResult) -> list[str]:
 
 def _warning(kind: str, figures: Mapping[str, float | int]) -> str:
     return (
-        f"{kind}: {num_unscored(kind, figures):,} responses could not be scored. Those that were given up are in no figure; those with "
-        f"reward.value_on_failure count with that value."
+        f"{kind}: {num_unscored(kind, figures):,} responses could not be scored. Those that were given up are in no figure; those "
+        f"with reward.value_on_failure count with that value."
     )
 
 

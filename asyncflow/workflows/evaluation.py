@@ -88,7 +88,7 @@ class HeldOut:
         return metas, self._prompts * len(kinds), [temperature for _, temperature in kinds for _ in range(count)]
 
     def gave_up(self, dead: Sequence[DeadRow]) -> None:
-        """Rows that could not be generated or scored, among others; those that a scorer had nothing to say about are no failures."""
+        """Rows that could not be generated or scored. Those that a scorer had nothing to say about are no failures."""
         self._unscored.update(row.group for row in dead if row.group >= EVALUATION_GROUPS and not row.error.startswith(SKIPPED))
 
     def finished(self, version: int, responses: Mapping[int, Responses]) -> None:

@@ -90,10 +90,42 @@ def test_options_are_the_configurations_keys() -> None:
     assert parsed.eval.samples_per_prompt == 16 and parsed.rollout.temperature == 0.6
     assert parsed.rollout.engine.options == {"instances": 1, "tensor_parallel": 2}, "the engine's options in the configuration stay"
     assert _config("m", "d.jsonl", [], recipe, "s", {}, "slots").rollout.engine.options == {}
-    with pytest.raises(UserError, match="and an option of the command both say that"):
+    with pytest.raises(UserError, match=r"an option of the command says rollout\.temperature, too"):
         _config("m", "d.jsonl", ["rollout.temperature=1.0"], None, "s", given, None)
     with pytest.raises(UserError, match="given by the command's own arguments"):
         _config("m", "d.jsonl", ["eval.path=x"], None, "s", {}, None)
+    for whole in ("eval={path: x}", "run={dir: x, seed: 3}"):
+        with pytest.raises(UserError, match="given by the command's own arguments"):
+            _config("m", "d.jsonl", [whole], None, "s", {}, None)
+    parsed = _config("m", "d.jsonl", ["eval={greedy: false}", "run={seed: 3}"], None, "s", {}, None)
+    assert (parsed.eval.path, parsed.eval.greedy, str(parsed.run_dir), parsed.run.seed) == ("d.jsonl", False, "s/eval", 3)
+
+
+def test_what_training_demands_is_not_demanded_of_an_evaluation(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    train = "{prompts_per_step: 10, mini_batches: 5, epochs: 2, old: step_start, responses_per_micro_batch: 3, reference: task}"
+    config.write_text(
+        f"train: {train}\nrollout: {{group_size: 9, num_workers: 5}}\nalgorithm: {{name: ppo, kl_coefficient: 0.1}}\n"
+        "plan: {train: {dp: 2}}\nweight_sync: {min_healthy_workers: 5}\nschedule: bounded\n"
+    )
+    for overrides in (["rollout.num_workers=3"], ["rollout.group_size=1"], ["rollout.num_workers=4", "rollout.group_size=2"]):
+        parsed = _config("m", "d.jsonl", overrides, config, "s", {}, None)
+        assert parsed.train.prompts_per_step % parsed.rollout.num_workers == 0 and parsed.train.prompts_per_step >= 10
+        assert (parsed.layout.size, parsed.algorithm.name, parsed.train.reference) == (1, "grpo", "fused")
+    assert _config("m", "d.jsonl", [], None, "s", {}, None).train.prompts_per_step == 32
+    with pytest.raises(UserError, match=r"rollout\.num_workers: .* greater than 0"):
+        _config("m", "d.jsonl", ["rollout.num_workers=0"], None, "s", {}, None)
+    given = ("rollout.num_workers=3", "rollout.group_size=1", "--prompts", "6", "rollout.max_new_tokens=8", "rollout.num_slots=4")
+    command = run_command("eval", MODEL, "generated:arithmetic", *given)
+    assert command.returncode == 0, command.stderr
+    assert "of 6 prompts" in command.stdout
+
+
+def test_where_nothing_can_be_written_nothing_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        command = run_command("eval", MODEL, "generated:arithmetic", "--prompts", "4", "--out", out)
+        assert command.returncode == 2 and f"--out {out} is no folder" in command.stderr and command.stdout == ""
 
 
 def scorer_that_fails(folder: Path, every: int) -> str:
@@ -116,10 +148,18 @@ def numbered(tmp_path: Path) -> Path:
 
 
 def test_an_evaluation_of_which_nothing_could_be_scored_fails(numbered: Path, tmp_path: Path) -> None:
-    given = ("rollout.max_new_tokens=8", scorer_that_fails(tmp_path, 1), "reward.max_failed_fraction=1.0", "--out", tmp_path / "out")
+    given = (
+        "rollout.max_new_tokens=8",
+        scorer_that_fails(tmp_path, 1),
+        "reward.max_failed_fraction=1.0",
+        "--out",
+        tmp_path / "out",
+    )
     command = run_command("eval", MODEL, numbered, *given)
     assert command.returncode == 1 and "no response was scored (16 could not be)" in command.stderr
-    assert "nothing to go by" in command.stdout and "held-out accuracy after 0 steps: none (8 prompts, 16 responses" in command.stdout
+    assert (
+        "nothing to go by" in command.stdout and "held-out accuracy after 0 steps: none (8 prompts, 16 responses" in command.stdout
+    )
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from asyncflow.replay import plan_replay
+from asyncflow.replay import plan_replay, replay_config
 from asyncflow.types import UserError
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import rows, run_command, write_config
@@ -79,6 +81,63 @@ def test_what_was_not_kept_is_refused(finished: Path, tmp_path: Path) -> None:
     assert "holds no run" in replayed(tmp_path, 0).stderr
     with pytest.raises(UserError, match="holds no run"):
         plan_replay(tmp_path, 0)
+
+
+def test_where_and_on_what_it_is_done_is_not_the_users_to_say(finished: Path) -> None:
+    """By `run.dir` and `run.name` a replay could take the run's own folder, and make it anew."""
+    before = sorted(finished.rglob("*"))
+    for override in (
+        f"run.dir={finished.parent}",
+        "run.name=test",
+        "run={dir: x}",
+        "run.overwrite=true",
+        "model.path=x",
+        "queue.num_units=2",
+    ):
+        command = replayed(finished, 2, override)
+        assert command.returncode == 2 and "replay sets " in command.stderr, override
+    plan = plan_replay(finished, 2)
+    config = replay_config(finished, plan, finished / "scratch", ["run={seed: 0}", "train.learning_rate=0.5"])
+    assert config.run_dir == finished / "scratch" / "replay" and not config.run.overwrite and config.train.learning_rate == 0.5
+    assert sorted(finished.rglob("*")) == before
+
+
+def test_a_run_that_has_left_nothing_to_compare_with_agrees_with_nothing(finished: Path, tmp_path: Path) -> None:
+    """As one that was killed after its trainer's commit: the batch is there, the step's metrics are not."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:3]))
+    command = replayed(run_dir, 3)
+    assert command.returncode == 0, command.stdout + command.stderr
+    assert "run and replay agree bit for bit: losses, weights and optimiser state" in command.stdout
+    (run_dir / "fingerprints.jsonl").unlink()
+    command = replayed(run_dir, 3)
+    assert command.returncode == 1 and "there is nothing to compare the replay with" in command.stderr
+    assert "agree" not in command.stdout
+    (run_dir / "metrics.jsonl").write_text("".join(lines).replace('"policy/entropy"', '"policy/entropie"'))
+    command = replayed(run_dir, 3)
+    assert command.returncode == 1 and "do not agree bit for bit: metrics" in command.stdout, "what one of them lacks is not equal"
+
+
+def test_a_critic_is_trained_again_and_compared(tmp_path: Path) -> None:
+    run_dir = train(
+        tmp_path,
+        algorithm="ppo",
+        train={"critic": {"learning_rate": 1e-3}, "epochs": 2, "old": "step_start"},
+        run={"steps": 3, "dir": str(tmp_path / "runs")},
+    )
+    command = replayed(run_dir, 2)
+    assert command.returncode == 0, command.stdout + command.stderr
+    assert "losses of micro-batches with the same bits: 16 of 16" in command.stdout, "two epochs of four groups, of both models"
+    assert "critic/loss" in command.stdout and "critic/grad_norm" in command.stdout
+    path = run_dir / "fingerprints.critic.jsonl"
+    line = json.loads(path.read_text().splitlines()[2])
+    tensor = sorted(line["tensors"])[0]
+    line["tensors"][tensor] = "00"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]) + json.dumps(line) + "\n")
+    command = replayed(run_dir, 2)
+    assert command.returncode == 1 and f"with other bits: critic/{tensor}" in command.stdout
 
 
 def test_a_run_without_checkpoints_is_replayed_from_its_model(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, to_yaml
+from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, refuse_overrides, to_yaml
 from asyncflow.types import UserError
 
 
@@ -52,3 +52,13 @@ def test_yaml_comes_back_as_what_it_was() -> None:
     tree = {"text": "1e5", "number": 1e-5, "nested": {"none": None, "many": [1, "2"]}}
     assert from_yaml(to_yaml(tree)) == tree
     assert from_yaml("3e4") == 30000.0 and list(from_yaml(to_yaml({"b": 1, "a": 2}))) == ["b", "a"]
+
+
+@pytest.mark.parametrize("override", ["run.dir=x", "run={dir: x, seed: 1}", "run.dir.deeper=x", "queue.num_units=2", "queue={}"])
+def test_keys_that_are_not_the_users_are_refused_however_they_are_written(override: str) -> None:
+    with pytest.raises(UserError, match=r": (run\.dir|queue) is mine"):
+        refuse_overrides(["train.x=1", override], ["run.dir", "queue"], "{key} is mine")
+
+
+def test_their_neighbours_are_not() -> None:
+    refuse_overrides(["run.directory=x", "run={seed: 1}", "dir=x", "queues.num_units=2"], ["run.dir", "queue"], "{key} is mine")

@@ -135,7 +135,9 @@ def test_a_name_that_could_be_of_the_hub_is_no_file_that_is_missing(monkeypatch:
 
 
 def test_a_value_that_is_no_json_is_said_with_its_row() -> None:
-    with pytest.raises(UserError, match=r"row 2 of d holds what is no JSON value in column 'b' \(.*type object.*: leave that column"):
+    with pytest.raises(
+        UserError, match=r"row 2 of d holds what is no JSON value in column 'b' \(.*type object.*: leave that column"
+    ):
         list(as_json([{"a": 1}, {"a": 1, "b": object()}], "d"))
 
 
@@ -160,7 +162,9 @@ def test_what_cannot_travel_to_a_worker_is_refused_whatever_it_comes_from(tmp_pa
 
 def test_what_can_just_travel_does(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"most": {2**64 - 1}, "least": {-(2**63)}, "not": NaN, "far": [1e999, -Infinity], "text": "\\ud83d\\ude00"}}\n')
+    path.write_text(
+        f'{{"most": {2**64 - 1}, "least": {-(2**63)}, "not": NaN, "far": [1e999, -Infinity], "text": "\\ud83d\\ude00"}}\n'
+    )
     (row,) = load_rows(str(path), seed=0, split="train")
     assert row == {"most": 2**64 - 1, "least": -(2**63), "not": None, "far": [None, None], "text": "\U0001f600"}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(row)) == row
