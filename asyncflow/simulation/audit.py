@@ -29,6 +29,7 @@ class Audit:
         self.committed = 0
         self._schedule, self._shape = schedule, shape
         self._metas: dict[int, GroupMeta] = {}
+        self._rewards: dict[int, float] = {}  # by row
         self._versions: dict[int, set[int]] = {}  # by row, of its stored response
         self._step_of: dict[int, int] = {}  # by row, the step that it was trained in
         self._again: dict[tuple[str, int], dict[int, int]] = {}  # likewise, by another model than the policy, or in a later epoch
@@ -42,6 +43,7 @@ class Audit:
         self.committed = version
         self._step_of = {row: step for row, step in self._step_of.items() if step < version}
         self._versions = {row: made for row, made in self._versions.items() if row in self._step_of or row in rows}
+        self._rewards = {row: reward for row, reward in self._rewards.items() if self._step_at(row) < version or row in rows}
         self._again = {key: {row: step for row, step in of.items() if step < version} for key, of in self._again.items()}
         self._others = Counter(dict.fromkeys(self._others, version))
         self.counts["lives"] += 1
@@ -54,6 +56,9 @@ class Audit:
                 self._leased(worker, arguments[0], result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == "rollout":
                 self._stored(worker, arguments[1], result)
+                self._scored(arguments[1], result)
+            case _, "complete" if service.startswith("unit/") and arguments[0].task == "reward":
+                self._scored(arguments[1], result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == VALUES_TASK:
                 self._valued(arguments[1].batch().indices.tolist())
             case "ledger", "consume":
@@ -87,6 +92,16 @@ class Audit:
             if not all(version in meta.interval for version in self._versions[row]):
                 self.violated(f"row {row}, of {meta.interval}, was made by versions {sorted(self._versions[row])}")
 
+    def _scored(self, wire: WireBatch, stored: np.ndarray) -> None:
+        batch = wire.batch()
+        if "reward" in batch.columns:
+            kept = zip(batch.indices[stored].tolist(), batch.dense("reward")[stored].tolist(), strict=True)
+            self._rewards |= {row: reward for row, reward in kept if self._metas[row >> self._shape.group_bits].purpose == "train"}
+
+    def _step_at(self, row: int) -> int:
+        """The step that a row was admitted for last, by its number."""
+        return (row >> self._shape.group_bits) // self._shape.numbers_per_step
+
     def _valued(self, rows: list[int]) -> None:
         """Values of a step are those of the critic after so many updates (where steps train their own prompts)."""
         for row in rows:
@@ -116,10 +131,7 @@ class Audit:
                 self.violated(f"row {row} was trained in step {step}, which takes {interval}, and made by {sorted(versions)}")
             elif staleness != step - min(versions):
                 self.violated(f"row {row} was trained in step {step} as {staleness} old, and made by {sorted(versions)}")
-            if (
-                self._schedule.membership == "strict"
-                and (at := (row >> self._shape.group_bits) // self._shape.prompts_per_step) != step
-            ):
+            if self._schedule.membership == "strict" and (at := self._step_at(row)) != step:
                 self.violated(f"row {row} of step {at} was trained in step {step}")
 
     def _committed(self, step: int, updates: list[Update], task: str) -> None:
@@ -142,8 +154,32 @@ class Audit:
         for (task, epoch), trained in self._again.items():
             if trained != self._step_of:
                 self.violated(f"epoch {epoch} of {task} trained other rows, or in other steps, than the policy's first one")
+        self.counts["rows trained"] += len(self._step_of)
+        self.counts["rows given up"] += dead
+        if self._shape.max_candidates:
+            self._check_members(steps)
+            return
         admitted = steps * self._shape.prompts_per_step * self._shape.group_size
         if len(self._step_of) + dead != admitted:
             self.violated(f"of {admitted} rows in {steps} steps {len(self._step_of)} were trained and {dead} given up")
-        self.counts["rows trained"] += len(self._step_of)
-        self.counts["rows given up"] += dead
+
+    def _check_members(self, steps: int) -> None:
+        """Each step has trained the first groups, in the order of their numbers, whose rewards vary, and all rows of those that
+        have a reward."""
+        by_group: dict[int, dict[int, float]] = {}
+        for row, reward in self._rewards.items():
+            by_group.setdefault(row >> self._shape.group_bits, {})[row] = reward
+        trained: dict[int, set[int]] = {step: set() for step in range(steps)}
+        for row, step in self._step_of.items():
+            trained[step].add(row)
+        for step in range(steps):
+            first = step * self._shape.numbers_per_step
+            numbers = range(first, first + self._shape.numbers_per_step)
+            varied = [group for group in numbers if len(set(by_group.get(group, {}).values())) > 1]
+            members = varied[: self._shape.prompts_per_step]
+            if trained[step] != (expected := {row for group in members for row in by_group[group]}):
+                self.violated(f"step {step} trained rows {sorted(trained[step])}, and its members are {sorted(expected)}")
+            last = members[-1] if members else -1
+            of_step = [group for group in by_group if group in numbers]
+            self.counts["degenerate groups"] += sum(group < last and group not in varied for group in of_step)
+            self.counts["surplus groups"] += sum(group > last for group in of_step)

@@ -105,7 +105,10 @@ async def feed(
     evaluation: EvaluationPlan,
     shape: Shape,
 ) -> None:
-    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first."""
+    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first.
+
+    Where a step chooses its prompts among candidates, the next step's are known when it has done so.
+    """
     for step in itertools.count(max(0, admissions.first - schedule.max_staleness)):  # 2
         if evaluation.is_due(step):
             metas, prompts, temperatures = evaluation.admission(step)
@@ -119,6 +122,12 @@ async def feed(
         await ledger.open(metas)
         ledger.begun(admissions.begun(batch))
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
+        while num_missing := await ledger.wanted(step):
+            metas, batch = admissions.more(step, num_missing, ledger.ledger.num_varied(step))
+            await ledger.widen(metas)
+            await queue.put(metas, batch, row_bytes=shape.row_bytes)
+        if num_missing is None:
+            return
 
 
 async def produce(by: Producer, leased: Leased, request: Request, on_generated: Callable[[], None]) -> None:

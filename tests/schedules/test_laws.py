@@ -41,6 +41,8 @@ AT_LEAST = {
     "leavers that were cut short": 100,
     "rows trained": 20000,
     "values": 5000,
+    "degenerate groups": 1000,
+    "surplus groups": 300,
 }
 """How often, over all modes, what is to be tested has to happen."""
 

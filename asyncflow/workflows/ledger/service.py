@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
+from asyncflow.workflows.ledger.candidates import Sifted
 from asyncflow.workflows.ledger.steps import Consumed, Ledger, StepTotals, Update
 from asyncflow.workflows.schedule import Progress, Schedule
 from asyncflow.workflows.signal import Signal
@@ -30,6 +31,7 @@ class LedgerService:
         self.is_stopping = False
         self.on_opened: Callable[[int], None] = lambda step: None
         self.on_consumed: Callable[[str, int, int, Consumed], None] = lambda task, step, update, group: None
+        self.on_sifted: Callable[[int, Sifted], None] = lambda step, sifted: None
         self.on_committed: Callable[[str, list[StepTotals], list[Update]], None] = lambda task, totals, updates: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
@@ -43,6 +45,24 @@ class LedgerService:
         self.ledger.open(metas)
         for step in {meta.step for meta in metas if meta.purpose == "train"}:
             self.on_opened(step)
+        self.changed()
+
+    async def widen(self, metas: list[GroupMeta]) -> None:
+        """More candidates of their step."""
+        self.ledger.widen(metas)
+        self.changed()
+
+    async def wanted(self, step: int) -> int | None:
+        """Wait until the step needs more candidates, and say how many at least. 0: its members are known. None: the run stops."""
+        if self.ledger.is_settled(step):
+            return 0
+        if not await self._until(lambda: self.ledger.is_settled(step) or self.ledger.num_missing(step) > 0):
+            return None
+        return 0 if self.ledger.is_settled(step) else self.ledger.num_missing(step)
+
+    def judge(self, group: int, *, is_varied: bool) -> None:
+        """See `Ledger.judge`."""
+        self.ledger.judge(group, is_varied=is_varied)
         self.changed()
 
     def begun(self, versions: Mapping[int, int]) -> None:
@@ -203,7 +223,9 @@ class LedgerService:
         self.changed()
 
     def changed(self) -> None:
-        """End the steps that have closed, and wake whoever waits for what is true now."""
+        """Tell of candidates that are decided, end the steps that have closed, and wake whoever waits for what is true now."""
+        for step, sifted in self.ledger.sift():
+            self.on_sifted(step, sifted)
         for task, step in self.ledger.closed():
             if (task, step) not in self._ended:
                 self._ended.add((task, step))

@@ -12,6 +12,9 @@ commits.
 Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
 train in it, or when nothing is left that they could wait for. The groups of a turn are as nearly of one length as may be.
 
+A step may want groups whose rewards vary (`candidates.py`): it is opened with candidates then, which may become more, and gets its
+members from them, one by one. Until it has all of them nothing of it closes.
+
 Where membership is `first_come`, a complete group may take the place of an incomplete one in an earlier step (`claim`): the two
 change steps, so that each step keeps as many groups, and the other one only if it will not be too old by then.
 """
@@ -29,6 +32,7 @@ import numpy as np
 
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
+from asyncflow.workflows.ledger.candidates import Candidates, Sifted
 
 
 class Consumed(msgspec.Struct, frozen=True):
@@ -101,7 +105,8 @@ class _Pass:
 @dataclass(slots=True)
 class _Book:
     """One step, or one evaluation. `passes`: by task, its updates in order. `part`: the mini-batch of each group. `todo`: the rows
-    that each task has yet to do. `statistics`: of the groups that were offered, by task and group."""
+    that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `candidates`: where members are
+    chosen from them."""
 
     passes: dict[str, list[_Pass]]
     part: dict[int, int] = field(default_factory=dict)
@@ -109,6 +114,12 @@ class _Book:
     last_version: int = 0  # no later one may generate its rows
     statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     dead: int = 0
+    candidates: Candidates | None = None
+
+    @property
+    def num_left(self) -> int:
+        """Members that are not known yet."""
+        return 0 if self.candidates is None else self.candidates.num_left
 
     @property
     def members(self) -> dict[int, set[int]]:
@@ -136,15 +147,22 @@ class Ledger:
         by_step: Sequence[str] = (),
         epochs: int = 1,
         mini_batches: int = 1,
+        chosen_by: str = "",
+        num_members: int = 0,
     ) -> None:
         """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
         train, each of them up to `groups_per_turn` groups of rows in a turn.
 
         `trained`: the tasks that train a model each, the policy's first; the others have one rank. `by_step`: those of `tasks`,
         the last ones, that such a model does under the version of each step: they end with a step, and a run that is gone on with
-        does them again. A step is `epochs` times `mini_batches` updates of each model."""
+        does them again. A step is `epochs` times `mini_batches` updates of each model.
+
+        `chosen_by`: that of `tasks` behind which a step's `num_members` groups are chosen among its candidates; none: a step trains
+        all that it is opened with."""
         self.tasks, self.trained, self._by_step = tuple(tasks), tuple(trained), tuple(by_step)
-        self._last_kept = next(task for task in reversed(self.tasks) if task not in self._by_step)
+        self._last_kept = next(task for task in reversed(self.tasks) if task not in (*self._by_step, chosen_by))
+        self._chosen_by, self._num_members = chosen_by, num_members
+        self._of_members = self.tasks[self.tasks.index(chosen_by) + 1 :] if chosen_by else ()  # tasks that only members pass
         self._epochs, self._mini_batches = epochs, mini_batches
         self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
         self._group_bits, self._max_staleness = group_bits, max_staleness
@@ -174,21 +192,93 @@ class Ledger:
             if key in self._books:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
             self._books[key] = self._new_book(key[0])
-        for meta in metas:
-            key = (meta.purpose, meta.step)
-            rows = self._rows(meta)
-            self._book_of_group[meta.group] = key
-            book = self._books[key]
-            for task in self.tasks:
-                book.todo.setdefault(task, set()).update(rows)
-            book.last_version = max(book.last_version, meta.interval.high)
+        self._enter(metas)
         for (purpose, step), of_book in _by_book(metas).items():
-            self._cut(self._books[purpose, step], of_book)
+            if self._books[purpose, step].candidates is None:
+                self._cut(self._books[purpose, step], of_book)
+
+    def widen(self, metas: Iterable[GroupMeta]) -> None:
+        """More candidates of a step that is open. A `ValueError` where it has its members."""
+        metas = list(metas)
+        for step in {meta.step for meta in metas}:
+            if self.is_settled(step):
+                raise ValueError(f"step {step} takes no more candidates")
+        self._enter(metas)
+
+    def _enter(self, metas: Iterable[GroupMeta]) -> None:
+        for meta in metas:
+            rows = self._rows(meta)
+            self._book_of_group[meta.group] = key = (meta.purpose, meta.step)
+            book = self._books[key]
+            if book.candidates is not None:
+                book.candidates.add(meta.group, rows)
+            for task in self.tasks:
+                todo = book.todo.setdefault(task, set())
+                if book.candidates is None or task not in self._of_members:
+                    todo.update(rows)
+            book.last_version = max(book.last_version, meta.interval.high)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether the members of the step are known."""
+        return not self.is_open(step) or not self._books["train", step].num_left
+
+    def num_missing(self, step: int) -> int:
+        """So many candidates more the step needs at least."""
+        book = self._open_book("train", step)
+        return book.candidates.num_missing if book.candidates is not None else 0
+
+    def num_varied(self, step: int) -> int:
+        """So many of its candidates may be members, as far as is known."""
+        book = self._open_book("train", step)
+        return book.candidates.num_varied if book.candidates is not None else 0
+
+    def judge(self, group: int, *, is_varied: bool) -> None:
+        """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
+        book = self._book(group << self._group_bits)
+        if book is not None and book.candidates is not None:
+            book.candidates.judge(group, is_varied=is_varied)
+
+    def is_member(self, group: int) -> bool:
+        """Whether it has been chosen from the candidates of an open step."""
+        book = self._book(group << self._group_bits)
+        return book is not None and book.candidates is not None and group in book.candidates.members
+
+    def sift(self) -> list[tuple[int, Sifted]]:
+        """By step, what has become certain of its candidates since the last time. Members are members from now on, and surplus has
+        left its step."""
+        found = []
+        for (purpose, step), book in self._books.items():
+            if book.candidates is None or purpose != "train" or not book.num_left:
+                continue
+            sifted = book.candidates.sift()
+            for group, place in sifted.members.items():
+                self._join(book, group, place)
+            for group in (*sifted.degenerate, *sifted.surplus):
+                for rows in book.todo.values():
+                    rows.difference_update(book.candidates.rows[group])
+            for group in sifted.surplus:
+                del self._book_of_group[group]
+                self._begun.pop(group, None)
+            if sifted.members or sifted.degenerate or sifted.is_settled:
+                found.append((step, sifted))
+        return found
+
+    def _join(self, book: _Book, group: int, place: int) -> None:
+        assert book.candidates is not None
+        rows = book.candidates.rows[group]
+        book.part[group] = part = place * self._mini_batches // self._num_members
+        for one in chain(*(passes[part :: self._mini_batches] for passes in book.passes.values())):
+            one.members[group] = set(rows)
+        for task in self._of_members:
+            book.todo[task].update(rows)
 
     def _new_book(self, purpose: str) -> _Book:
         updates = dict.fromkeys(self.trained, self.num_updates) if purpose == "train" else {purpose: 1}
         ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
-        return _Book({t: [_Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
+        book = _Book({t: [_Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
+        if self._chosen_by and purpose == "train":
+            book.candidates = Candidates(self._num_members, has_places=self._mini_batches > 1)
+        return book
 
     def _cut(self, book: _Book, metas: Sequence[GroupMeta]) -> None:
         """Mini-batches are neighbours in the order of their numbers, which is that of the data."""
@@ -217,6 +307,10 @@ class Ledger:
     def step_of(self, group: int) -> int:
         """The step that a group is a member of."""
         return self._book_of_group[group][1]
+
+    def knows(self, group: int) -> bool:
+        """Whether it is of an open step or evaluation."""
+        return group in self._book_of_group
 
     def claim(self, step: int, group: int) -> int | None:
         """Have this complete group trained in this step, a member of which it becomes if it was one of a later step.
@@ -256,7 +350,10 @@ class Ledger:
         """These rows will never train: they leave their step, and are counted."""
         for letter in dead:
             book, group = self._book(letter.row), letter.row >> self._group_bits
-            if book is None or not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
+            if book is None:
+                continue
+            is_candidate = book.candidates is not None and book.candidates.give_up(group, letter.row)
+            if not is_candidate and not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
                 continue
             for one in chain(*book.passes.values()):
                 one.remove(group, [letter.row])
@@ -279,7 +376,8 @@ class Ledger:
 
     def is_taken(self, step: int, task: str = "train") -> bool:
         """Whether every group that is left of the step is in the hands of those who train it, or has been."""
-        return all(one.members.keys() <= one.order.keys() for one in self._open_book("train", step).passes[task])
+        book = self._open_book("train", step)
+        return not book.num_left and all(one.members.keys() <= one.order.keys() for one in book.passes[task])
 
     def statistics(self, step: int, task: str = "train") -> list[float]:
         """The sums, over the groups of the step, of what they were offered with: exact, but for one rounding."""
@@ -290,7 +388,7 @@ class Ledger:
         """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
         one = self._pass(step, task, update)
         one.asked[rank] = number + 1
-        if min(one.asked) == len(one.turns) + 1 and self._is_turn_full(one):
+        if min(one.asked) == len(one.turns) + 1 and self._is_turn_full(one, is_all=self.is_settled(step)):
             one.turns.append([self._alike(one, offered) for offered in one.offered])
             for offered, given in zip(one.offered, one.turns[-1], strict=True):
                 one.given.update(given)
@@ -309,12 +407,12 @@ class Ledger:
         tokens = next(each[first] for each in one.offered if first in each)
         return sorted(offered, key=lambda group: (abs(offered[group] - tokens), one.order[group]))[: self._groups_per_turn]
 
-    def _is_turn_full(self, one: _Pass) -> bool:
-        """Whether every rank has what it can train in a turn, or what they have is all that is left."""
+    def _is_turn_full(self, one: _Pass, *, is_all: bool) -> bool:
+        """Whether every rank has what it can train in a turn, or what they have is all that is left. `is_all`: the members are."""
         if all(len(groups) >= self._groups_per_turn for groups in one.offered):
             return True
         offered = set(chain(*one.offered))
-        return bool(offered) and one.members.keys() - one.given == offered
+        return is_all and bool(offered) and one.members.keys() - one.given == offered
 
     def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
@@ -329,7 +427,7 @@ class Ledger:
 
     def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
         """Whether nothing of the update is left to consume."""
-        return not self._pass(step, task, update).members
+        return self.is_settled(step) and not self._pass(step, task, update).members
 
     def consume_evaluation(self, version: int, rows: Iterable[int]) -> None:
         """An evaluation has read these rows; with the last of them nothing of it is kept."""
@@ -338,6 +436,8 @@ class Ledger:
     def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals:
         """The figures of an update that is closed; a `ValueError` while members are missing."""
         book, one = self._open_book("train", step), self._pass(step, task, update)
+        if book.num_left:
+            raise ValueError(f"step {step} still waits for {book.num_left} of its members")
         if one.members:
             rows = sorted(chain(*one.members.values()))
             raise ValueError(f"step {step} still waits for {len(rows)} rows, the first of them {rows[0]}")
@@ -375,22 +475,32 @@ class Ledger:
             (task, step)
             for (_, step), book in self._books.items()
             for task, passes in book.passes.items()
-            if not any(one.members for one in passes)
+            if not book.num_left and not any(one.members for one in passes)
         ]
         steps = [(step, book) for (purpose, step), book in self._books.items() if purpose == "train"]
-        return consumed + [(task, step) for task in self._by_step for step, book in steps if not book.todo[task]]
+        return consumed + [
+            (task, step) for task in self._by_step for step, book in steps if not book.todo[task] and not book.num_left
+        ]
 
     def is_done(self, task: str, step: int) -> bool:
         """Every row of the step has what the task gives it, or will never have it."""
-        return step < self.committed or (self.is_open(step) and not self._books["train", step].todo[task])
+        if step < self.committed or not self.is_open(step):
+            return step < self.committed
+        is_of_all = task not in (*self._of_members, self._chosen_by) or self.is_settled(step)
+        return is_of_all and not self._books["train", step].todo[task]
 
     def task_before(self, task: str) -> str:
         """The task whose outputs this one takes."""
         return self.tasks[self.tasks.index(task) - 1] if task in self.tasks else self.tasks[-1]
 
     def unfinished(self, version: int) -> int:
-        """Rows without a response that no version after `version` may generate."""
-        return sum(len(book.todo[self.tasks[0]]) for book in self._books.values() if book.last_version <= version)
+        """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
+        rows = sum(len(book.todo[self.tasks[0]]) for book in self._books.values() if book.last_version <= version)
+        return rows + self.to_come(version)
+
+    def to_come(self, version: int) -> int:
+        """Members to be found for steps that no version after `version` may generate: perhaps among candidates to be admitted."""
+        return sum(book.num_left for book in self._books.values() if book.last_version <= version)
 
     def missing(self) -> list[str]:
         """What every open step and evaluation waits for, in words."""
@@ -399,6 +509,11 @@ class Ledger:
             f" (first: {min(rows)})"
             for (purpose, step), book in self._books.items()
             if (rows := list(chain(*book.members.values())))
+        ] + [
+            f"train step {step}: {book.num_left} members are not found yet, among {len(book.candidates.rows)} candidates, with"
+            f" {len(book.todo[self.tasks[0]])} rows without a response"
+            for (_, step), book in self._books.items()
+            if book.candidates is not None and book.num_left
         ]
 
     def _remove(self, one: _Pass, rows: Iterable[int]) -> None:
