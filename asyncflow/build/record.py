@@ -194,8 +194,8 @@ class RunRecord:
         """Some of a step's candidates are decided."""
         self._progress()
         if sifted.is_settled:
-            counts = {"degenerate": sifted.degenerate_rows, "surplus": sifted.surplus_rows}
-            self._metrics.setdefault(step, StepMetrics()).count_rows(**counts)
+            metrics = self._metrics.setdefault(step, StepMetrics())
+            metrics.count_rows(degenerate=sifted.num_degenerate_rows, surplus=sifted.num_surplus_rows)
 
     def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
         """A group's gradient has been added."""
@@ -294,7 +294,7 @@ class RunRecord:
         """So many more rows of the step could not be scored. Too many of them end the run."""
         self._metrics.setdefault(step, StepMetrics()).count_rows(unscored=count)
         self._num_unscored[step] += count
-        num_rows, most = self.shape.prompts_per_step * self.shape.group_size, self._config.reward.max_failed_fraction
+        num_rows, most = self._ledger.num_groups(step) * self.shape.group_size, self._config.reward.max_failed_fraction
         if self._num_unscored[step] > most * num_rows:
             kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(self._reward_failures().items()))
             last = f"; the last one: {error.removeprefix(NO_REWARD)}" if error else ""

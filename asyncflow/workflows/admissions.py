@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from asyncflow.types import Array, Batch, GroupMeta, Ragged, RunError, Values
-from asyncflow.workflows.ledger import num_to_admit
+from asyncflow.workflows.ledger import Candidates, num_to_admit
 from asyncflow.workflows.samples import Prompt, Shape, admission
 from asyncflow.workflows.schedule import Schedule
 
@@ -53,7 +53,7 @@ class Admissions:
         self.first = first
         self.prompts: dict[int, Prompt] = {}  # by group, of steps that are not committed
         self._source, self._schedule, self._shape = source, schedule, shape
-        self._next = 0  # the number of the next candidate of the step that was admitted last
+        self._next = 0  # the number that the next candidate of the step that was admitted last would have
         self._steps = {step: dict(groups) for step, groups in (steps or {}).items()}
         if rows is not None and columns is not None:
             known = {name: values for name, values in rows.columns.items() if name in columns}
@@ -71,16 +71,16 @@ class Admissions:
         groups = self._steps.pop(step, None) or dict(zip(range(first, first + size), self._source.take(size), strict=True))
         return self._admitted(step, groups)
 
-    def more(self, step: int, num_missing: int, num_varied: int) -> tuple[list[GroupMeta], Batch]:
-        """More candidates for a step that lacks at least so many. Raises `RunError` when it may have no more."""
-        end = (step + 1) * self._shape.numbers_per_step
-        count = min(num_to_admit(num_missing, self._shape.oversampling), end - self._next)
-        if count < num_missing:
+    def more(self, step: int, candidates: Candidates) -> tuple[list[GroupMeta], Batch]:
+        """More of them for a step that lacks some. Raises `RunError` when it may have no more."""
+        first = step * self._shape.numbers_per_step
+        left = first + self._shape.numbers_per_step - self._next
+        count = min(num_to_admit(candidates.num_missing, self._shape.oversampling), left)
+        if count < candidates.num_missing:
             raise RunError(
-                f"step {step} has gone through {self._next - end + self._shape.numbers_per_step} prompts, the responses of "
-                f"{num_varied} of them have different rewards, and it needs {self._shape.prompts_per_step}: take prompts that are "
-                f"harder or easier for this model, a larger rollout.group_size, or raise train.max_candidates="
-                f"{self._shape.max_candidates}"
+                f"step {step} has gone through {self._next - first} prompts, of which {candidates.num_varied} had responses with "
+                f"different rewards, and it needs {self._shape.prompts_per_step} of them: take prompts that are neither too easy nor "
+                f"too hard for this model, a larger rollout.group_size, or a train.max_candidates above {self._shape.max_candidates}"
             )
         return self._admitted(step, dict(zip(range(self._next, self._next + count), self._source.take(count), strict=True)))
 

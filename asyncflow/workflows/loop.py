@@ -107,7 +107,7 @@ async def feed(
 ) -> None:
     """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first.
 
-    Where a step chooses its prompts among candidates, the next step's are known when it has done so.
+    Where steps choose their prompts among candidates, the next step's are known when this one has done so.
     """
     for step in itertools.count(max(0, admissions.first - schedule.max_staleness)):  # 2
         if evaluation.is_due(step):
@@ -122,11 +122,11 @@ async def feed(
         await ledger.open(metas)
         ledger.begun(admissions.begun(batch))
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
-        while num_missing := await ledger.wanted(step):
-            metas, batch = admissions.more(step, num_missing, ledger.ledger.num_varied(step))
+        while (candidates := await ledger.wanted(step)) is not None:
+            metas, batch = admissions.more(step, candidates)
             await ledger.widen(metas)
             await queue.put(metas, batch, row_bytes=shape.row_bytes)
-        if num_missing is None:
+        if ledger.is_stopping:
             return
 
 

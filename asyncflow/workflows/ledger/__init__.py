@@ -1,4 +1,4 @@
-"""The ledger, which owns the steps: `steps.py` over `candidates.py` is the state machine, `service.py` its face for the loops."""
+"""The ledger, which owns the steps: `steps.py` over `passes.py` and `candidates.py` is the state machine, `service.py` its face for loops."""
 
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted, num_to_admit
 from asyncflow.workflows.ledger.service import LedgerService

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Sifted:
-    """What has become certain of a step. `members`: groups, with their places among the members (where those matter, else 0);
-    `degenerate`: groups that never train. Of a step that `is_settled` by this: its `surplus`, and how many rows that were not given
-    up its degenerate groups had, and its surplus. `left`: the rows that nobody needs any more."""
+    """What has become certain of a step. `members`: groups, with their places among the members where mini-batches are cut by them
+    (else 0); `degenerate`: groups that never train; `left`: rows that nobody needs any more. When the last member is known
+    (`is_settled`): the `surplus` behind it, and how many rows its degenerate groups and its surplus had in all."""
 
-    members: dict[int, int] = field(default_factory=dict)
-    degenerate: list[int] = field(default_factory=list)
-    surplus: list[int] = field(default_factory=list)
+    members: dict[int, int]
+    degenerate: list[int]
+    left: list[int]
     is_settled: bool = False
-    degenerate_rows: int = 0
-    surplus_rows: int = 0
-    left: list[int] = field(default_factory=list)
+    surplus: list[int] = field(default_factory=list)
+    num_degenerate_rows: int = 0
+    num_surplus_rows: int = 0
 
 
 class Candidates:
@@ -34,23 +34,23 @@ class Candidates:
 
     def __init__(self, wanted: int, *, has_places: bool = False) -> None:
         self._wanted, self._has_places = wanted, has_places
-        self.rows: dict[int, set[int]] = {}  # by group: those that are not given up
-        self.members: dict[int, int] = {}
-        self._verdicts: dict[int, bool | None] = {}  # None: undecided
-        self._is_out: set[int] = set()  # what is known to be degenerate, and has been told
+        self.rows: dict[int, set[int]] = {}  # by group, in order: those that are not given up
+        self.members: set[int] = set()
+        self._is_varied: dict[int, bool | None] = {}  # None: undecided
+        self._dropped: set[int] = set()  # what has been told to be degenerate
 
     def add(self, group: int, rows: Iterable[int]) -> None:
         """One more. Their numbers rise."""
-        self.rows[group], self._verdicts[group] = set(rows), None
+        self.rows[group], self._is_varied[group] = set(rows), None
 
     def judge(self, group: int, *, is_varied: bool) -> None:
         """Its rewards are known. What is decided stays so."""
-        if self._verdicts.get(group, False) is None:
-            self._verdicts[group] = is_varied
+        if self._is_varied[group] is None:
+            self._is_varied[group] = is_varied
 
     def give_up(self, group: int, row: int) -> bool:
-        """A row will never have a reward; with the last of them the group is degenerate. False: it is none of an open candidate."""
-        rows = self.rows.get(group, set())
+        """A row will never have a reward; with the last of them the group is degenerate. False: it had been given up already."""
+        rows = self.rows[group]
         if row not in rows:
             return False
         rows.remove(row)
@@ -64,52 +64,50 @@ class Candidates:
         return self._wanted - len(self.members)
 
     @property
-    def is_settled(self) -> bool:
-        return not self.num_left
-
-    @property
     def num_varied(self) -> int:
-        """Candidates that may be members, as far as is known."""
-        return sum(verdict is True for verdict in self._verdicts.values())
+        """Candidates whose rewards vary, as far as is known."""
+        return sum(is_varied is True for is_varied in self._is_varied.values())
 
     @property
     def num_missing(self) -> int:
         """So many candidates are too few, even if all that are undecided vary."""
-        return max(0, self._wanted - sum(verdict is not False for verdict in self._verdicts.values()))
+        return max(0, self._wanted - sum(is_varied is not False for is_varied in self._is_varied.values()))
 
-    def sift(self) -> Sifted:
-        """What has become certain since the last time."""
-        if self.is_settled:
-            return Sifted()
-        place, is_exact, members = 0, True, dict[int, int]()
-        for group, verdict in sorted(self._verdicts.items()):
+    def sift(self) -> Sifted | None:
+        """What has become certain since the last time. None: nothing."""
+        if not self.num_left:
+            return None
+        members = self._new_members()
+        self.members.update(members)
+        degenerate = [g for g, is_varied in self._is_varied.items() if is_varied is False and g not in self._dropped]
+        self._dropped.update(degenerate)
+        if not self.num_left:
+            return self._settled(members, degenerate)
+        return Sifted(members, degenerate, self._rows_of(degenerate)) if members or degenerate else None
+
+    def _new_members(self) -> dict[int, int]:
+        """Those of which it is certain by now, with their places."""
+        place, is_exact, members = 0, True, dict[int, int]()  # the place if all undecided ones vary, and whether there are none
+        for group, is_varied in self._is_varied.items():
+            if is_varied and group not in self.members and (is_exact or not self._has_places):
+                members[group] = place if self._has_places else 0
+            place, is_exact = place + (is_varied is not False), is_exact and is_varied is not None
             if place == self._wanted:
                 break
-            if verdict is False:
-                continue
-            if verdict and group not in self.members and (is_exact or not self._has_places):
-                members[group] = place if self._has_places else 0
-            place, is_exact = place + 1, is_exact and verdict is not None
-        self.members |= members
-        if self.is_settled:
-            return self._settled(members)
-        degenerate = [g for g, verdict in self._verdicts.items() if verdict is False and g not in self._is_out]
-        self._is_out.update(degenerate)
-        return Sifted(members, degenerate, left=self._rows_of(degenerate))
+        return members
 
-    def _settled(self, members: dict[int, int]) -> Sifted:
+    def _settled(self, members: dict[int, int], degenerate: list[int]) -> Sifted:
         last = max(self.members)
-        before = [g for g in self._verdicts if g < last and g not in self.members]
-        surplus = [g for g in self._verdicts if g > last]
-        degenerate = [g for g in before if g not in self._is_out]
+        surplus = [group for group in self.rows if group > last]
+        before = [group for group in self.rows if group < last and group not in self.members]
         return Sifted(
             members,
-            degenerate,
-            surplus,
+            [group for group in degenerate if group < last],
+            self._rows_of([*degenerate, *(group for group in surplus if group not in self._dropped)]),
             is_settled=True,
-            degenerate_rows=len(self._rows_of(before)),
-            surplus_rows=len(self._rows_of(surplus)),
-            left=self._rows_of([*degenerate, *surplus]),
+            surplus=surplus,
+            num_degenerate_rows=len(self._rows_of(before)),
+            num_surplus_rows=len(self._rows_of(surplus)),
         )
 
     def _rows_of(self, groups: Iterable[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """The ledger for loops in any process: it adds waiting to `Ledger`, and decides nothing by itself.
 
-consumes: what is opened, done, offered, consumed, given up and committed
+consumes: what is opened, done, judged, offered, consumed, given up and committed
 waits for: the schedule's word, a turn, the end of evaluations
 is unblocked by: whatever changes the ledger or what schedules look at
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
-from asyncflow.workflows.ledger.candidates import Sifted
+from asyncflow.workflows.ledger.candidates import Candidates, Sifted
 from asyncflow.workflows.ledger.steps import Consumed, Ledger, StepTotals, Update
 from asyncflow.workflows.schedule import Progress, Schedule
 from asyncflow.workflows.signal import Signal
@@ -52,18 +52,21 @@ class LedgerService:
         self.ledger.widen(metas)
         self.changed()
 
-    async def wanted(self, step: int) -> int | None:
-        """Wait until the step needs more candidates, and say how many at least. 0: its members are known. None: the run stops."""
-        if self.ledger.is_settled(step):
-            return 0
-        if not await self._until(lambda: self.ledger.is_settled(step) or self.ledger.num_missing(step) > 0):
-            return None
-        return 0 if self.ledger.is_settled(step) else self.ledger.num_missing(step)
+    async def wanted(self, step: int) -> Candidates | None:
+        """Wait until the step needs more candidates, and return those that it has. None: its members are known, or the run stops."""
+
+        def lacking() -> Candidates | None:
+            candidates = None if self.ledger.is_settled(step) else self.ledger.candidates(step)
+            return candidates if candidates is not None and candidates.num_missing else None
+
+        if not self.ledger.is_settled(step):
+            await self._until(lambda: self.ledger.is_settled(step) or lacking() is not None)
+        return None if self.is_stopping else lacking()
 
     def judge(self, group: int, *, is_varied: bool) -> None:
         """See `Ledger.judge`."""
         self.ledger.judge(group, is_varied=is_varied)
-        self.changed()
+        self._sift()
 
     def begun(self, versions: Mapping[int, int]) -> None:
         """See `Ledger.begun`: the version by group, of groups with rows that came with them."""
@@ -201,6 +204,12 @@ class LedgerService:
     def give_up(self, dead: list[DeadRow]) -> None:
         """Told by the rollout task's controller."""
         self.ledger.give_up(dead)
+        self._sift()
+
+    def _sift(self) -> None:
+        """Some candidates may be decided."""
+        for step, sifted in self.ledger.sift():
+            self.on_sifted(step, sifted)
         self.changed()
 
     def allow(self, steps: int, of: int) -> None:
@@ -223,9 +232,7 @@ class LedgerService:
         self.changed()
 
     def changed(self) -> None:
-        """Tell of candidates that are decided, end the steps that have closed, and wake whoever waits for what is true now."""
-        for step, sifted in self.ledger.sift():
-            self.on_sifted(step, sifted)
+        """End the steps that have closed, and wake whoever waits for what is true now."""
         for task, step in self.ledger.closed():
             if (task, step) not in self._ended:
                 self._ended.add((task, step))

@@ -9,11 +9,8 @@ Each update has its own members, turns and normaliser; a group stays with the ra
 epochs. Several models may be trained on the same rows (policy and critic), each by a task of its own, which has its own updates and
 commits.
 
-Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
-train in it, or when nothing is left that they could wait for. The groups of a turn are as nearly of one length as may be.
-
-A step may want groups whose rewards vary (`candidates.py`): it is opened with candidates then, which may become more, and gets its
-members from them, one by one. Until it has all of them nothing of it closes.
+A step may want groups whose rewards vary (`candidates.py`): it is opened with candidates then, which may become more (`widen`), and
+gets its members from them, one by one. Until it has all of them nothing of it closes.
 
 Where membership is `first_come`, a complete group may take the place of an incomplete one in an earlier step (`claim`): the two
 change steps, so that each step keeps as many groups, and the other one only if it will not be too old by then.
@@ -33,6 +30,7 @@ import numpy as np
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted
+from asyncflow.workflows.ledger.passes import Pass
 
 
 class Consumed(msgspec.Struct, frozen=True):
@@ -76,39 +74,12 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Pass:
-    """One update of one task: who has consumed what of its mini-batch.
-
-    `members`: rows not yet consumed or given up, by group. `offered`: the groups that each rank has ready to train, with their
-    tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks
-    train at the same time; `given`: the groups in them.
-    """
-
-    offered: list[dict[int, int]]
-    asked: list[int]
-    members: dict[int, set[int]] = field(default_factory=dict)
-    order: dict[int, int] = field(default_factory=dict)
-    turns: list[list[list[int]]] = field(default_factory=list)
-    given: set[int] = field(default_factory=set)
-    tokens: int = 0
-    sequences: int = 0
-    non_finite_rows: list[int] = field(default_factory=list)
-
-    def remove(self, group: int, rows: Iterable[int]) -> None:
-        """These rows are members no longer, nor is a group without any."""
-        if group in self.members:
-            self.members[group].difference_update(rows)
-            if not self.members[group]:
-                del self.members[group]
-
-
-@dataclass(slots=True)
 class _Book:
     """One step, or one evaluation. `passes`: by task, its updates in order. `part`: the mini-batch of each group. `todo`: the rows
     that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `candidates`: where members are
     chosen from them."""
 
-    passes: dict[str, list[_Pass]]
+    passes: dict[str, list[Pass]]
     part: dict[int, int] = field(default_factory=dict)
     todo: dict[str, set[int]] = field(default_factory=dict)
     last_version: int = 0  # no later one may generate its rows
@@ -162,7 +133,8 @@ class Ledger:
         self.tasks, self.trained, self._by_step = tuple(tasks), tuple(trained), tuple(by_step)
         self._last_kept = next(task for task in reversed(self.tasks) if task not in (*self._by_step, chosen_by))
         self._chosen_by, self._num_members = chosen_by, num_members
-        self._of_members = self.tasks[self.tasks.index(chosen_by) + 1 :] if chosen_by else ()  # tasks that only members pass
+        at = self.tasks.index(chosen_by) if chosen_by else len(self.tasks)
+        self._of_candidates, self._of_members = self.tasks[:at], self.tasks[at + 1 :]  # all that is opened passes them; members do
         self._epochs, self._mini_batches = epochs, mini_batches
         self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
         self._group_bits, self._max_staleness = group_bits, max_staleness
@@ -222,15 +194,13 @@ class Ledger:
         """Whether the members of the step are known."""
         return not self.is_open(step) or not self._books["train", step].num_left
 
-    def num_missing(self, step: int) -> int:
-        """So many candidates more the step needs at least."""
-        book = self._open_book("train", step)
-        return book.candidates.num_missing if book.candidates is not None else 0
+    def candidates(self, step: int) -> Candidates | None:
+        """Those of a step that is open, if its members are chosen from them."""
+        return self._open_book("train", step).candidates
 
-    def num_varied(self, step: int) -> int:
-        """So many of its candidates may be members, as far as is known."""
-        book = self._open_book("train", step)
-        return book.candidates.num_varied if book.candidates is not None else 0
+    def num_groups(self, step: int) -> int:
+        """How many groups the step has, or has had: its members, and candidates that are no surplus."""
+        return sum(key == ("train", step) for key in self._book_of_group.values())
 
     def judge(self, group: int, *, is_varied: bool) -> None:
         """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
@@ -244,38 +214,35 @@ class Ledger:
         return book is not None and book.candidates is not None and group in book.candidates.members
 
     def sift(self) -> list[tuple[int, Sifted]]:
-        """By step, what has become certain of its candidates since the last time. Members are members from now on, and surplus has
-        left its step."""
+        """By step, what has become certain of its candidates since the last time: members are members from now on, what is
+        degenerate has nothing left to be done to it, and surplus has left its step."""
         found = []
-        for (purpose, step), book in self._books.items():
-            if book.candidates is None or purpose != "train" or not book.num_left:
+        for (_, step), book in self._books.items():
+            if book.candidates is None or (sifted := book.candidates.sift()) is None:
                 continue
-            sifted = book.candidates.sift()
             for group, place in sifted.members.items():
-                self._join(book, group, place)
-            for group in (*sifted.degenerate, *sifted.surplus):
-                for rows in book.todo.values():
-                    rows.difference_update(book.candidates.rows[group])
+                self._join(book, group, place, book.candidates.rows[group])
+            for rows in book.todo.values():
+                rows.difference_update(sifted.left)
             for group in sifted.surplus:
                 del self._book_of_group[group]
                 self._begun.pop(group, None)
-            if sifted.members or sifted.degenerate or sifted.is_settled:
-                found.append((step, sifted))
+            found.append((step, sifted))
         return found
 
-    def _join(self, book: _Book, group: int, place: int) -> None:
-        assert book.candidates is not None
-        rows = book.candidates.rows[group]
+    def _join(self, book: _Book, group: int, place: int, rows: Iterable[int]) -> None:
+        """A candidate becomes a member."""
         book.part[group] = part = place * self._mini_batches // self._num_members
-        for one in chain(*(passes[part :: self._mini_batches] for passes in book.passes.values())):
-            one.members[group] = set(rows)
+        for passes in book.passes.values():
+            for one in passes[part :: self._mini_batches]:
+                one.members[group] = set(rows)
         for task in self._of_members:
             book.todo[task].update(rows)
 
     def _new_book(self, purpose: str) -> _Book:
         updates = dict.fromkeys(self.trained, self.num_updates) if purpose == "train" else {purpose: 1}
         ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
-        book = _Book({t: [_Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
+        book = _Book({t: [Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
         if self._chosen_by and purpose == "train":
             book.candidates = Candidates(self._num_members, has_places=self._mini_batches > 1)
         return book
@@ -352,8 +319,8 @@ class Ledger:
             book, group = self._book(letter.row), letter.row >> self._group_bits
             if book is None:
                 continue
-            is_candidate = book.candidates is not None and book.candidates.give_up(group, letter.row)
-            if not is_candidate and not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
+            is_candidates = book.candidates is not None and book.candidates.give_up(group, letter.row)
+            if not is_candidates and not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
                 continue
             for one in chain(*book.passes.values()):
                 one.remove(group, [letter.row])
@@ -370,7 +337,7 @@ class Ledger:
         if group not in mine[0].members or group in mine[0].order:
             return False
         for one in mine:
-            one.offered[rank][group], one.order[group] = tokens, len(one.order)
+            one.offer(rank, group, tokens)
         book.statistics.setdefault(task, {})[group] = list(statistics)
         return True
 
@@ -386,33 +353,13 @@ class Ledger:
 
     def ask_turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> None:
         """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
-        one = self._pass(step, task, update)
-        one.asked[rank] = number + 1
-        if min(one.asked) == len(one.turns) + 1 and self._is_turn_full(one, is_all=self.is_settled(step)):
-            one.turns.append([self._alike(one, offered) for offered in one.offered])
-            for offered, given in zip(one.offered, one.turns[-1], strict=True):
-                one.given.update(given)
-                for group in given:
-                    del offered[group]
+        is_all = self.is_settled(step)
+        self._pass(step, task, update).ask_turn(rank, number, most=self._groups_per_turn, is_all=is_all)
 
     def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
         """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
         turns = self._pass(step, task, update).turns
         return turns[number][rank] if number < len(turns) else None
-
-    def _alike(self, one: _Pass, offered: Mapping[int, int]) -> list[int]:
-        """A rank's part of a turn, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
-        group that was offered first of all that are left."""
-        first = min((next(iter(each)) for each in one.offered if each), key=lambda group: one.order[group])
-        tokens = next(each[first] for each in one.offered if first in each)
-        return sorted(offered, key=lambda group: (abs(offered[group] - tokens), one.order[group]))[: self._groups_per_turn]
-
-    def _is_turn_full(self, one: _Pass, *, is_all: bool) -> bool:
-        """Whether every rank has what it can train in a turn, or what they have is all that is left. `is_all`: the members are."""
-        if all(len(groups) >= self._groups_per_turn for groups in one.offered):
-            return True
-        offered = set(chain(*one.offered))
-        return is_all and bool(offered) and one.members.keys() - one.given == offered
 
     def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
@@ -484,10 +431,10 @@ class Ledger:
 
     def is_done(self, task: str, step: int) -> bool:
         """Every row of the step has what the task gives it, or will never have it."""
-        if step < self.committed or not self.is_open(step):
+        if not self.is_open(step):
             return step < self.committed
-        is_of_all = task not in (*self._of_members, self._chosen_by) or self.is_settled(step)
-        return is_of_all and not self._books["train", step].todo[task]
+        is_all = task in self._of_candidates or self.is_settled(step)
+        return step < self.committed or (is_all and not self._books["train", step].todo[task])
 
     def task_before(self, task: str) -> str:
         """The task whose outputs this one takes."""
@@ -516,11 +463,11 @@ class Ledger:
             if book.candidates is not None and book.num_left
         ]
 
-    def _remove(self, one: _Pass, rows: Iterable[int]) -> None:
+    def _remove(self, one: Pass, rows: Iterable[int]) -> None:
         for row in rows:
             one.remove(row >> self._group_bits, [row])
 
-    def _pass(self, step: int, task: str, update: int) -> _Pass:
+    def _pass(self, step: int, task: str, update: int) -> Pass:
         return self._open_book("train", step).passes[task][update]
 
     def _book(self, row: int) -> _Book | None:
