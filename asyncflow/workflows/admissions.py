@@ -79,8 +79,9 @@ class Admissions:
         if count < candidates.num_missing:
             raise RunError(
                 f"step {step} has gone through {self._next - first} prompts, of which {candidates.num_varied} had responses with "
-                f"different rewards, and it needs {self._shape.prompts_per_step} of them: take prompts that are neither too easy nor "
-                f"too hard for this model, a larger rollout.group_size, or a train.max_candidates above {self._shape.max_candidates}"
+                f"different rewards, and it needs {self._shape.prompts_per_step} of them: take prompts that are neither too easy "
+                f"nor too hard for this model, a larger rollout.group_size, or train.max_candidates above "
+                f"{self._shape.max_candidates}"
             )
         return self._admitted(step, dict(zip(range(self._next, self._next + count), self._source.take(count), strict=True)))
 

@@ -42,7 +42,7 @@ AT_LEAST = {
     "rows trained": 20000,
     "values": 5000,
     "degenerate groups": 1000,
-    "surplus groups": 300,
+    "surplus groups": 200,
 }
 """How often, over all modes, what is to be tested has to happen."""
 

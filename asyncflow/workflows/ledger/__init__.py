@@ -1,4 +1,4 @@
-"""The ledger, which owns the steps: `steps.py` over `passes.py` and `candidates.py` is the state machine, `service.py` its face for loops."""
+"""The ledger, which owns the steps: a state machine, `steps.py` over `passes.py` and `candidates.py`, and its face `service.py`."""
 
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted, num_to_admit
 from asyncflow.workflows.ledger.service import LedgerService

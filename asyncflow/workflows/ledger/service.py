@@ -53,15 +53,9 @@ class LedgerService:
         self.changed()
 
     async def wanted(self, step: int) -> Candidates | None:
-        """Wait until the step needs more candidates, and return those that it has. None: its members are known, or the run stops."""
-
-        def lacking() -> Candidates | None:
-            candidates = None if self.ledger.is_settled(step) else self.ledger.candidates(step)
-            return candidates if candidates is not None and candidates.num_missing else None
-
-        if not self.ledger.is_settled(step):
-            await self._until(lambda: self.ledger.is_settled(step) or lacking() is not None)
-        return None if self.is_stopping else lacking()
+        """Wait until the step has too few candidates, and return them. None: its members are known, or the run is stopping."""
+        await self._until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None)
+        return None if self.is_stopping else self.ledger.lacking(step)
 
     def judge(self, group: int, *, is_varied: bool) -> None:
         """See `Ledger.judge`."""
