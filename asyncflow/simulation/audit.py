@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.data.order import SeededOrder
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import GroupMeta
 from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.ledger import Consumed, Update
-from asyncflow.workflows.samples import Shape
+from asyncflow.workflows.samples import Prompt, Shape
 from asyncflow.workflows.schedule import Schedule
 
 
@@ -29,6 +30,8 @@ class Audit:
         self.committed = 0
         self._schedule, self._shape = schedule, shape
         self._metas: dict[int, GroupMeta] = {}
+        self.data: list[Prompt] = []  # which differ in their first token
+        self._prompts: dict[int, int] = {}  # by group, the first token
         self._rewards: dict[int, float] = {}  # by row
         self._versions: dict[int, set[int]] = {}  # by row, of its stored response
         self._step_of: dict[int, int] = {}  # by row, the step that it was trained in
@@ -54,6 +57,8 @@ class Audit:
         match service, method:
             case "controller/rollout", "lease" if result is not None:
                 self._leased(worker, arguments[0], result)
+            case _, "read" if service.startswith("unit/") and "prompt_ids" in arguments[1]:
+                self._seen(result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == "rollout":
                 self._stored(worker, arguments[1], result)
                 self._scored(arguments[1], result)
@@ -76,6 +81,13 @@ class Audit:
             self.counts["groups delivered again"] += max(attempts) > 0
             if want.installed is None or want.installed not in meta.interval:
                 self.violated(f"{worker} serves version {want.installed} and was given group {meta.group} for {meta.interval}")
+
+        if handed.batch is not None:
+            self._seen(handed.batch)
+
+    def _seen(self, wire: WireBatch) -> None:
+        batch = wire.batch()
+        self._prompts |= {g: int(ids[0]) for g, ids in zip(batch.groups.tolist(), batch.ragged("prompt_ids"), strict=True)}
 
     def _stored(self, worker: str, wire: WireBatch, stored: np.ndarray) -> None:
         batch = wire.batch()
@@ -165,21 +177,24 @@ class Audit:
 
     def _check_members(self, steps: int) -> None:
         """Each step has trained the first groups, in the order of their numbers, whose rewards vary, and all rows of those that
-        have a reward."""
+        have a reward. The prompts up to the last member of each are those of the data, in order, none left out and none twice."""
         by_group: dict[int, dict[int, float]] = {}
         for row, reward in self._rewards.items():
             by_group.setdefault(row >> self._shape.group_bits, {})[row] = reward
         trained: dict[int, set[int]] = {step: set() for step in range(steps)}
         for row, step in self._step_of.items():
             trained[step].add(row)
+        taken: list[int] = []
         for step in range(steps):
             first = step * self._shape.numbers_per_step
-            numbers = range(first, first + self._shape.numbers_per_step)
-            varied = [group for group in numbers if len(set(by_group.get(group, {}).values())) > 1]
+            of_step = range(first, first + self._shape.numbers_per_step)
+            varied = [group for group in of_step if len(set(by_group.get(group, {}).values())) > 1]
             members = varied[: self._shape.prompts_per_step]
             if trained[step] != (expected := {row for group in members for row in by_group[group]}):
                 self.violated(f"step {step} trained rows {sorted(trained[step])}, and its members are {sorted(expected)}")
-            last = members[-1] if members else -1
-            of_step = [group for group in by_group if group in numbers]
-            self.counts["degenerate groups"] += sum(group < last and group not in varied for group in of_step)
-            self.counts["surplus groups"] += sum(group > last for group in of_step)
+                return
+            taken += [self._prompts[group] for group in range(first, members[-1] + 1)]
+            self.counts["degenerate groups"] += members[-1] + 1 - first - len(members)
+            self.counts["surplus groups"] += sum(group > members[-1] for group in of_step if group in by_group)
+        if taken != (due := [int(prompt.ids[0]) for prompt in SeededOrder(self.data, self._shape.seed).take(len(taken))]):
+            self.violated(f"steps have gone through prompts {taken}, and the data's order is {due}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncflow.config import Config, parse
@@ -14,6 +15,8 @@ from asyncflow.workflows import SCHEDULES
 MODES: dict[str, dict[str, Any]] = {name: {"name": name} for name in SCHEDULES} | {
     "bounded, first come": {"name": "bounded", "membership": "first_come"},
 }
+
+VARIED = Path(__file__).parent / "varied.py"
 
 
 def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> tuple[Config, Costs]:
@@ -84,6 +87,11 @@ def _draw_updates(tree: dict[str, Any], num_ranks: int, rng: random.Random) -> N
 def _draw_candidates(tree: dict[str, Any], rng: random.Random) -> None:
     """Some runs choose the groups that they train."""
     train, algorithm = tree["train"], tree["algorithm"]
-    if tree["schedule"].get("membership") != "first_come" and algorithm["name"] == "grpo" and rng.random() < 0.6:
+    if tree["schedule"].get("membership") == "first_come" or rng.random() < 0.6:
+        return
+    train |= {"oversampling": rng.choice((1.0, 1.3, 2.0)), "max_candidates": 20 + 20 * train["prompts_per_step"]}
+    if algorithm["name"] == "grpo":
         algorithm |= {"name": "dapo", "dynamic_sampling": True}
-        train |= {"oversampling": rng.choice((1.0, 1.3, 2.0)), "max_candidates": 20 + 20 * train["prompts_per_step"]}
+    else:
+        train["old"] = "rollout"
+        algorithm["path"] = f"{VARIED}:{'VariedPPO' if algorithm.pop('name') == 'ppo' else 'VariedReinforce'}"
