@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import Array, Batch
+from asyncflow.types import Array, Batch, Values
 from asyncflow.workflows.ledger import LedgerService, Sifted
 from asyncflow.workflows.samples import MEMBER_COLUMN, SELECT_TASK
 
@@ -63,6 +63,6 @@ class Selection:
             self._start(self._queue.drop(sifted.left))
 
     async def _tell(self, leased: Leased) -> None:
-        ones: Array = np.ones(len(leased.batch), np.uint8)
-        columns = {MEMBER_COLUMN.name: ones}
-        await self._queue.complete(leased.lease, Batch(leased.batch.indices, leased.batch.groups, columns))
+        batch = leased.batch
+        columns: dict[str, Values] = {MEMBER_COLUMN.name: np.ones(len(batch), np.uint8)}
+        await self._queue.complete(leased.lease, Batch(batch.indices, batch.groups, columns))
