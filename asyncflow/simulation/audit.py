@@ -187,7 +187,7 @@ class Audit:
         taken: list[int] = []
         for step in range(steps):
             first = step * self._shape.numbers_per_step
-            of_step = range(first, first + self._shape.numbers_per_step)
+            of_step = sorted(group for group in self._prompts if group // self._shape.numbers_per_step == step)
             varied = [group for group in of_step if len(set(by_group.get(group, {}).values())) > 1]
             members = varied[: self._shape.prompts_per_step]
             if trained[step] != (expected := {row for group in members for row in by_group[group]}):

@@ -74,7 +74,7 @@ class Admissions:
     def more(self, step: int, candidates: Candidates) -> tuple[list[GroupMeta], Batch]:
         """More of them for a step that lacks some. Raises `RunError` when it may have no more."""
         first = step * self._shape.numbers_per_step
-        left = first + self._shape.numbers_per_step - self._next
+        left = first + (self._shape.max_candidates or 0) - self._next
         count = min(num_to_admit(candidates.num_missing, self._shape.oversampling), left)
         if count < candidates.num_missing:
             raise RunError(

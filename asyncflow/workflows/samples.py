@@ -31,6 +31,7 @@ from asyncflow.rewards.base import Sample, Score
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import (
+    MAX_CANDIDATES,
     Advantages,
     Array,
     Batch,
@@ -131,7 +132,7 @@ class Shape:
     @property
     def numbers_per_step(self) -> int:
         """Step s has the groups from s times this on, so that a group's number does not depend on what other steps have used up."""
-        return self.max_candidates or self.prompts_per_step
+        return MAX_CANDIDATES if self.max_candidates else self.prompts_per_step
 
     @property
     def prompts_at_first(self) -> int:

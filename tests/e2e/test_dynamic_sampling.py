@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncflow.trainer import Trainer
-from asyncflow.types import RunError
+from asyncflow.types import MAX_CANDIDATES, RunError
 from tests.conftest import merged
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.lives import Life
@@ -45,8 +45,9 @@ def test_a_run_trains_as_many_groups_as_it_should_and_says_what_it_went_through(
     metrics = rows(run / "metrics.jsonl")
     assert sum(row["rows/degenerate"] for row in metrics) > 0  # else it was not tested
     for step, (of_step, row) in enumerate(zip(groups, metrics, strict=True)):
-        assert 40 * step <= of_step[0] and of_step[-1] < 40 * (step + 1)
-        assert row["rows/trained"] == 16 and row["rows/degenerate"] == 4 * (of_step[-1] + 1 - 40 * step - 4)
+        first = step * MAX_CANDIDATES
+        assert first <= of_step[0] and of_step[-1] < first + 40
+        assert row["rows/trained"] == 16 and row["rows/degenerate"] == 4 * (of_step[-1] + 1 - first - 4)
         assert row["rows/surplus"] % 4 == 0 and row["rows/dead"] == 0 and 0 < row["reward/mean"] < 1
 
 

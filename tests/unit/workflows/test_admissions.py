@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.data.order import SeededOrder
-from asyncflow.types import Batch, Ragged, RunError
+from asyncflow.types import MAX_CANDIDATES, Batch, Ragged, RunError
 from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.bounded import Bounded
 from asyncflow.workflows.ledger import Candidates
@@ -76,6 +76,7 @@ def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() 
     assert prompts_of(batch) == [int(prompt.ids[0]) for prompt in SeededOrder(PROMPTS, seed=3, position=4).take(2)]
 
 
+N = MAX_CANDIDATES
 CHOOSING = replace(SHAPE, max_candidates=5, oversampling=1.5)
 
 
@@ -99,19 +100,19 @@ def test_candidates_are_consecutive_prompts_and_have_numbers_of_their_step() -> 
     admissions.put_back([4, 3])
     assert [*admissions.prompts] == [0, 1, 2]
     metas, batch = admissions.step(1)
-    assert [(meta.group, meta.step) for meta in metas] == [(5, 1), (6, 1), (7, 1)] and prompts_of(batch) == due[3:6]
+    assert [(meta.group, meta.step) for meta in metas] == [(N, 1), (N + 1, 1), (N + 2, 1)] and prompts_of(batch) == due[3:6]
     order.push([Prompt(np.array([99]), {})])
-    admissions.put_back([7])
+    admissions.put_back([N + 2])
     metas, batch = admissions.step(2)
-    assert [meta.group for meta in metas] == [10, 11, 12] and prompts_of(batch) == [due[5], 99, due[6]]
+    assert [meta.group for meta in metas] == [2 * N, 2 * N + 1, 2 * N + 2] and prompts_of(batch) == [due[5], 99, due[6]]
 
 
 def test_a_step_that_was_widened_goes_on_behind_its_last_candidate_in_the_next_life() -> None:
-    steps = {1: {group: PROMPTS[group - 5] for group in (5, 6, 7, 8)}}
+    steps = {1: {N + place: PROMPTS[place] for place in range(4)}}
     order = SeededOrder(PROMPTS, seed=3, position=4)
     admissions = Admissions(order, SCHEDULE, CHOOSING, first=1, steps=steps)
-    assert [meta.group for meta in admissions.step(1)[0]] == [5, 6, 7, 8]
-    assert [meta.group for meta in admissions.more(1, lacking(4, 0, 1, 2))[0]] == [9]
+    assert [meta.group for meta in admissions.step(1)[0]] == [N, N + 1, N + 2, N + 3]
+    assert [meta.group for meta in admissions.more(1, lacking(4, 0, 1, 2))[0]] == [N + 4]
 
 
 def test_a_step_that_finds_no_more_candidates_ends_the_run_in_a_sentence() -> None:
@@ -122,4 +123,4 @@ def test_a_step_that_finds_no_more_candidates_ends_the_run_in_a_sentence() -> No
         admissions.more(0, lacking(5, 0, 1, 2, 3))
     for words in ("step 0 has gone through 5 prompts, of which 1 had", "it needs 2", "group_size", "train.max_candidates above 5"):
         assert words in str(refused.value)
-    assert admissions.step(1)[0][0].group == 5
+    assert admissions.step(1)[0][0].group == N
