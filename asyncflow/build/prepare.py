@@ -162,8 +162,6 @@ def _check_candidates(config: Config, *, wants_them: bool) -> None:
             "schedule.membership=first_come has the groups that are complete first trained first, and dynamic sampling those that "
             "come first in the order of the data: take strict"
         )
-    if config.rollout.group_size == 1:
-        raise UserError("dynamic sampling compares the rewards of a group, and rollout.group_size is 1: take 2 or more")
     if train.max_candidates is not None and train.max_candidates < shape.prompts_at_first:
         raise UserError(
             f"train.max_candidates is {train.max_candidates}, and a step begins with {shape.prompts_at_first} prompts "

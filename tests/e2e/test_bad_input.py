@@ -62,7 +62,6 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["train.oversampling=2"], ["train.oversampling and train.max_candidates", "dynamic_sampling of dapo", "leave them out"]),
         (["algorithm=dapo", "train.max_candidates=9"], ["train.oversampling and train.max_candidates"]),
         ([CHOOSING, "schedule={name: bounded, membership: first_come}"], ["first_come", "dynamic sampling", "take strict"]),
-        ([CHOOSING, "rollout.group_size=1"], ["dynamic sampling", "rollout.group_size is 1", "2 or more"]),
         ([CHOOSING, "train.max_candidates=7", "train.oversampling=2"], ["max_candidates is 7", "begins with 8 prompts"]),
         ([CHOOSING, "train.oversampling=0.5"], ["train.oversampling", "greater than or equal to 1"]),
         (["reward.scorer=exact"], ["reward 'exact'", "final_answer"]),
