@@ -14,7 +14,7 @@ import psutil
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
-from asyncflow.types import Layout, Old
+from asyncflow.types import MAX_CANDIDATES, Layout, Old
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:\d+)?$")]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
@@ -214,6 +214,10 @@ class TrainConfig(Section):
     """The engine that trains."""
     prompts_per_step: PositiveInt = 32
     """Groups of a step, whose responses are generated under the same weights."""
+    oversampling: Annotated[float, Field(ge=1, lt=math.inf)] = 1.0
+    """Where the algorithm wants groups whose rewards vary: how many times as many prompts as are missing are taken at once."""
+    max_candidates: Annotated[int, Field(ge=1, le=MAX_CANDIDATES)] | None = None
+    """There: so many prompts a step may go through before the run stops; by default 10 x `prompts_per_step`."""
     epochs: PositiveInt = 1
     """How often a step goes through its groups."""
     mini_batches: PositiveInt = 1

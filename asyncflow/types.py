@@ -172,6 +172,9 @@ class Batch:
         return values
 
 
+MAX_CANDIDATES = 1 << 20
+"""Prompts that a step may go through, where it chooses its own among them: each step numbers its groups from a multiple of this."""
+
 Old = Literal["current", "step_start", "previous", "rollout"]
 """The old policy of the probability ratio (`train.old`); engines/train/model/tri_model.py says what each is and is right for."""
 SAMPLED_UP_TO: Mapping[Old, int] = {"current": 0, "step_start": 0, "previous": 1}

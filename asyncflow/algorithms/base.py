@@ -67,5 +67,9 @@ class Algorithm(Trained, Objective, Protocol):
     critic: Critic | None = None
     """How the critic is trained whose values its advantages need (`ScoredGroup.values`); None: it needs none."""
 
+    wants_varied_groups: bool = False
+    """Whether a step trains only groups whose rewards are not all equal: it takes other prompts for those where they are, until it
+    has as many as `train.prompts_per_step`, the first ones in the order of the data."""
+
     held_steps: int = 0
     """So many steps at the run's beginning leave the policy as it is, while the critic learns what to expect of it."""

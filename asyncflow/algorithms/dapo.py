@@ -7,8 +7,11 @@
     overlong_buffer   the reward falls by 1 over the last `overlong_buffer` tokens before `overlong_length` (eq. 13)
     overlong_filter   responses that the length limit ended are not trained on; they count in the group's mean, and as tokens
 
-`overlong_length` is `rollout.max_new_tokens` as a rule; a response that fills it has 1 less. Left out here: dynamic sampling, which
-takes other prompts for those whose responses all have one reward, and so is nothing that a loss could do.
+    dynamic_sampling  prompts whose responses all have one reward are replaced by the next ones, eq. 11
+
+`overlong_length` is `rollout.max_new_tokens` as a rule; a response that fills it has 1 less. Dynamic sampling looks at rewards as
+they were given, before the penalty: two wrong responses of different lengths are alike. It is nothing that a loss could do: what it
+asks for is `wants_varied_groups`.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class DAPO(PolicyLoss):
         overlong_length: int | None = None,
         overlong_buffer: int | None = None,
         overlong_filter: bool = False,
+        dynamic_sampling: bool = False,
         **shared: Unpack[SharedOptions],
     ) -> None:
         """`overlong_length` and `overlong_buffer` are in tokens; without them there is no penalty.
@@ -51,7 +55,7 @@ class DAPO(PolicyLoss):
                 f"algorithm.overlong_buffer must lie in 1..overlong_length, the tokens over which the reward falls, but is "
                 f"{overlong_buffer} of {overlong_length}."
             )
-        self.advantage_epsilon = advantage_epsilon
+        self.advantage_epsilon, self.wants_varied_groups = advantage_epsilon, dynamic_sampling
         self.overlong_length, self.overlong_buffer, self.overlong_filter = overlong_length, overlong_buffer, overlong_filter
 
     def rewards(self, group: ScoredGroup) -> Array:

@@ -35,11 +35,12 @@ from asyncflow.workflows.books import Books
 from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
-from asyncflow.workflows.ledger import Ledger, LedgerService, StepTotals, Update
+from asyncflow.workflows.ledger import Ledger, LedgerService, Sifted, StepTotals, Update
 from asyncflow.workflows.loop import feed
-from asyncflow.workflows.samples import Prompt, schema
+from asyncflow.workflows.samples import SELECT_TASK, Prompt, schema
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.scored import SKIPPED
+from asyncflow.workflows.selection import Selection
 from asyncflow.workflows.signal import Signal
 
 UNITS_SECONDS: Final = 60.0
@@ -76,9 +77,12 @@ class Driver:
             by_step=(VALUES_TASK,) if has_critic else (),
             epochs=self.shape.epochs,
             mini_batches=self.shape.mini_batches,
+            chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
+            num_members=self.shape.prompts_per_step,
         )
         books = Books(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
+        self._selection = Selection(self.queue, self.ledger, self.beside)
         self.board = Board(self.schedule, books, signal, self._clock, Crew(config.rollout.num_workers), first=first)
         self.devices = Devices(num_devices(config), self._clock)
         self.record = self._make_record(ledger, told, resumed)
@@ -123,6 +127,7 @@ class Driver:
                 has_reward_task="reward" in tasks,
                 has_reference_task="reference" in tasks,
                 has_critic=VALUES_TASK in tasks,
+                has_selection=SELECT_TASK in tasks,
                 has_reward_parts=self.shape.has_reward_parts,
             ),
             storages,
@@ -191,7 +196,7 @@ class Driver:
     def _connect(self) -> None:
         """Have the books tell one another."""
         self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
-        self.ledger.on_committed = self._committed
+        self.ledger.on_committed, self.ledger.on_sifted = self._committed, self._sifted
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
         self.board.on_installed = self.record.installed
 
@@ -227,6 +232,7 @@ class Driver:
             self.transfer_queue.run(),
             self._feed(),
             self._evaluations_in_order(),
+            *([self._selection.run()] if self.shape.max_candidates else []),
         ]
 
     @property
@@ -315,8 +321,14 @@ class Driver:
         self.progress()
         self.ledger.done(task, rows)
 
+    def _sifted(self, step: int, sifted: Sifted) -> None:
+        self._selection.sifted(sifted)
+        self._admissions.put_back(sifted.surplus)
+        self.record.sifted(step, sifted)
+
     def _gave_up(self, dead: list[DeadRow]) -> None:
         self.progress()
+        dead = [letter for letter in dead if self.ledger.ledger.knows(letter.group)]  # surplus is dropped, whatever becomes of it
         for letter in dead:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
             self._says(f"row {letter.row} is given up{attempts}: {letter.error}")

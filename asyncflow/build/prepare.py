@@ -36,11 +36,13 @@ from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Layout, RunError, UserError, group_bits_for
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.critic import VALUES_TASK
-from asyncflow.workflows.samples import Prompt, Shape
+from asyncflow.workflows.samples import SELECT_TASK, Prompt, Shape
 from asyncflow.workflows.schedule import Schedule
 
 CHOICE_OF_TURNS = 3
 """So many turns' groups each data-parallel rank makes ready, so that those of one turn can be of about one length."""
+CANDIDATES = 10
+"""Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 SHAPES = "shapes:"
 """Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
 TOKENIZER_FILES = (
@@ -69,9 +71,10 @@ class Prepared:
 
 def shape_of(config: Config) -> Shape:
     """The run's fixed numbers."""
-    largest = max(config.rollout.group_size, config.eval.samples_per_prompt)
+    largest, prompts = max(config.rollout.group_size, config.eval.samples_per_prompt), config.train.prompts_per_step
+    most = (config.train.max_candidates or CANDIDATES * prompts) if make_algorithm(config).wants_varied_groups else None
     return Shape(
-        prompts_per_step=config.train.prompts_per_step,
+        prompts_per_step=prompts,
         group_size=config.rollout.group_size,
         group_bits=group_bits_for(largest),
         seed=config.run.seed,
@@ -83,6 +86,8 @@ def shape_of(config: Config) -> Shape:
         epochs=config.train.epochs,
         mini_batches=config.train.mini_batches,
         has_reward_parts=config.reward.has_parts,
+        max_candidates=most,
+        oversampling=config.train.oversampling,
     )
 
 
@@ -116,6 +121,7 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
         raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
     if algorithm.critic is not None:
         _check_critic(config)
+    _check_candidates(config, wants_them=algorithm.wants_varied_groups)
     if algorithm.needs_reference_ahead and train.reference != "task":
         raise UserError(
             "the algorithm has a KL term in the reward, which needs the reference's log-probs ahead of training: set "
@@ -138,6 +144,29 @@ def _check_critic(config: Config) -> None:
     path = config.train.critic.path
     if path is not None and not (Path(path) / "config.json").is_file():
         raise UserError(f"train.critic.path {path!r} is no folder with a model in Hugging Face format: it has no config.json")
+
+
+def _check_candidates(config: Config, *, wants_them: bool) -> None:
+    """That steps can choose their members among candidates, or are not asked to. Raises `UserError`."""
+    train, shape = config.train, shape_of(config)
+    if not wants_them:
+        if train.oversampling != 1.0 or train.max_candidates is not None:
+            raise UserError(
+                "train.oversampling and train.max_candidates are for an algorithm that takes other prompts for those whose "
+                "responses all have one reward (algorithm.dynamic_sampling of dapo), and this one trains all: leave them out"
+            )
+        return
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    if schedule.membership != "strict":
+        raise UserError(
+            "schedule.membership=first_come has the groups that are complete first trained first, and dynamic sampling those that "
+            "come first in the order of the data: take strict"
+        )
+    if train.max_candidates is not None and train.max_candidates < shape.prompts_at_first:
+        raise UserError(
+            f"train.max_candidates is {train.max_candidates}, and a step begins with {shape.prompts_at_first} prompts "
+            f"(train.prompts_per_step x train.oversampling): take as many or more"
+        )
 
 
 def check_rollout_engine(config: Config, num_workers: int) -> None:
@@ -229,7 +258,7 @@ def make_algorithm(config: Config) -> Algorithm:
             raise UserError(
                 f"the algorithm {config.algorithm.name} has no {name!r}: asyncflow/algorithms/base.py says what is needed"
             )
-    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps"):
+    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups"):
         if not hasattr(algorithm, name):
             setattr(algorithm, name, getattr(Algorithm, name))
     check_correction(algorithm.correction, old, schedule.max_staleness)
@@ -256,6 +285,7 @@ def tasks_before_training(config: Config) -> tuple[str, ...]:
     """The tasks that a row passes before it is trained, in order."""
     has = {
         "reward": config.reward.place == "task",
+        SELECT_TASK: make_algorithm(config).wants_varied_groups,
         "reference": config.train.reference == "task",
         VALUES_TASK: make_algorithm(config).critic is not None,
     }
@@ -268,7 +298,8 @@ def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> No
     evaluated = (num_held_out, config.eval.samples_per_prompt + config.eval.greedy)
     admissions = {"a step": (shape.prompts_per_step, shape.group_size), "an evaluation": evaluated}
     for what, (prompts, size) in admissions.items():
-        rows = -(-prompts // queue.num_units) * size
+        is_choosing = what == "a step" and shape.max_candidates  # then those that stay may all be on one unit
+        rows = (shape.prompts_at_first if is_choosing else -(-prompts // queue.num_units)) * size
         num_bytes = rows * (shape.row_bytes + 8 * longest_prompt)
         for unit, needed, capacity in (
             ("rows", rows, queue.capacity_rows),

@@ -32,7 +32,7 @@ from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
 from asyncflow.types import RunError
 from asyncflow.workflows.evaluation import Row
-from asyncflow.workflows.ledger import Consumed, Ledger, StepTotals, Update
+from asyncflow.workflows.ledger import Consumed, Ledger, Sifted, StepTotals, Update
 from asyncflow.workflows.samples import EVALUATION_GROUPS
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.scored import NO_REWARD, SKIPPED
@@ -190,6 +190,13 @@ class RunRecord:
             else:
                 self._not_scored(step, 1, letter.error)
 
+    def sifted(self, step: int, sifted: Sifted) -> None:
+        """Some of a step's candidates are decided."""
+        self._progress()
+        if sifted.is_settled:
+            metrics = self._metrics.setdefault(step, StepMetrics())
+            metrics.count_rows(degenerate=sifted.num_degenerate_rows, surplus=sifted.num_surplus_rows)
+
     def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
         """A group's gradient has been added."""
         self._progress()
@@ -287,7 +294,7 @@ class RunRecord:
         """So many more rows of the step could not be scored. Too many of them end the run."""
         self._metrics.setdefault(step, StepMetrics()).count_rows(unscored=count)
         self._num_unscored[step] += count
-        num_rows, most = self.shape.prompts_per_step * self.shape.group_size, self._config.reward.max_failed_fraction
+        num_rows, most = self._ledger.num_groups(step) * self.shape.group_size, self._config.reward.max_failed_fraction
         if self._num_unscored[step] > most * num_rows:
             kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(self._reward_failures().items()))
             last = f"; the last one: {error.removeprefix(NO_REWARD)}" if error else ""
@@ -346,9 +353,10 @@ class RunRecord:
             return
         self._observed.skipped_updates += 1
         rows, shape = totals.non_finite_rows, self.shape
-        first_group, next_group = (step * shape.prompts_per_step for step in (totals.step, totals.step + 1))
+        first_group, next_group = (step * shape.numbers_per_step for step in (totals.step, totals.step + 1))
         first, last = first_group << shape.group_bits, ((next_group - 1) << shape.group_bits) + shape.group_size - 1
-        which = f"rows {first} to {last}" if self._schedule.membership == "strict" else f"its {totals.sequences} rows"
+        is_strict = self._schedule.membership == "strict" and not shape.max_candidates
+        which = f"rows {first} to {last}" if is_strict else f"its {totals.sequences} rows"
         why = f"the gradient of {which} together was not finite"
         if rows:
             why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite"

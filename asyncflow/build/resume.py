@@ -48,6 +48,7 @@ MAY_CHANGE: Final = (
     "rollout.num_workers", "rollout.num_slots", "rollout.num_threads", "rollout.max_restarts",
     "train.num_threads", "train.pipeline_micro_batches", "train.pipeline_fill", "train.activation_checkpointing", "train.offload",
     "train.offload_optimizer", "train.max_skipped_updates", "train.check_shared_prompt", "train.reference",
+    "train.oversampling", "train.max_candidates",
     "weight_sync.name", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers", "weight_sync.listen",
     "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps",
 )  # fmt: skip

@@ -538,7 +538,7 @@ def _sample_filter(run: Connection) -> Callable[[Mapping[str, Any]], None]:
 
     def filtered(sample: Mapping[str, Any]) -> None:
         group, number = divmod(sample["row"], 1 << shape.group_bits)
-        position = position_of(group, run.job.num_held_out) if sample["purpose"] == "eval" else group % shape.prompts_per_step
+        position = position_of(group, run.job.num_held_out) if sample["purpose"] == "eval" else group % shape.numbers_per_step
         if number == 0 and position < count:
             keep(sample)
 

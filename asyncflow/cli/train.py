@@ -68,7 +68,7 @@ def _run_rank(config: Config, arguments: Sequence[str]) -> int:
 
 async def _dry_run(config: Config) -> None:
     from asyncflow.build.memory import Shapes, lines
-    from asyncflow.build.prepare import SHAPES, check_shapes, num_devices, prepare
+    from asyncflow.build.prepare import SHAPES, check_shapes, num_devices, prepare, shape_of
     from asyncflow.build.prompts import left_out_lines
     from asyncflow.model_folder import read_json
 
@@ -93,6 +93,8 @@ async def _dry_run(config: Config) -> None:
     if line := _correction(config):
         print(f"staleness  {line}")
     print(f"each step  {config.train.prompts_per_step} prompts x {config.rollout.group_size} responses = {rows} rows")
+    if (shape := shape_of(config)).max_candidates:
+        print(f"           with rewards that vary, of {shape.prompts_at_first} at first and {shape.max_candidates} at most")
     print(
         f"workers    {config.rollout.num_workers} rollout on {config.rollout.device} ({config.rollout.num_slots} slots, "
         f"{config.rollout.num_threads} threads each), {_layout(config)} on {config.train.device} ({config.train.num_threads} "

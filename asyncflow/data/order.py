@@ -27,6 +27,10 @@ class SeededOrder(Generic[T]):
         """Take these before going on with the order."""
         self.pushed = [*self.pushed, *items]
 
+    def put_back(self, items: Sequence[T]) -> None:
+        """Take these again, before anything else."""
+        self.pushed = [*items, *self.pushed]
+
     def take(self, count: int) -> list[T]:
         """The next `count` items."""
         taken, self.pushed = self.pushed[:count], self.pushed[count:]

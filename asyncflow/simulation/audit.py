@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.data.order import SeededOrder
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import GroupMeta
 from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.ledger import Consumed, Update
-from asyncflow.workflows.samples import Shape
+from asyncflow.workflows.samples import Prompt, Shape
 from asyncflow.workflows.schedule import Schedule
 
 
@@ -29,6 +30,9 @@ class Audit:
         self.committed = 0
         self._schedule, self._shape = schedule, shape
         self._metas: dict[int, GroupMeta] = {}
+        self.data: list[Prompt] = []  # which differ in their first token
+        self._prompts: dict[int, int] = {}  # by group, the first token
+        self._rewards: dict[int, float] = {}  # by row
         self._versions: dict[int, set[int]] = {}  # by row, of its stored response
         self._step_of: dict[int, int] = {}  # by row, the step that it was trained in
         self._again: dict[tuple[str, int], dict[int, int]] = {}  # likewise, by another model than the policy, or in a later epoch
@@ -42,6 +46,7 @@ class Audit:
         self.committed = version
         self._step_of = {row: step for row, step in self._step_of.items() if step < version}
         self._versions = {row: made for row, made in self._versions.items() if row in self._step_of or row in rows}
+        self._rewards = {row: reward for row, reward in self._rewards.items() if self._step_at(row) < version or row in rows}
         self._again = {key: {row: step for row, step in of.items() if step < version} for key, of in self._again.items()}
         self._others = Counter(dict.fromkeys(self._others, version))
         self.counts["lives"] += 1
@@ -52,8 +57,13 @@ class Audit:
         match service, method:
             case "controller/rollout", "lease" if result is not None:
                 self._leased(worker, arguments[0], result)
+            case _, "read" if service.startswith("unit/") and "prompt_ids" in arguments[1]:
+                self._seen(result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == "rollout":
                 self._stored(worker, arguments[1], result)
+                self._scored(arguments[1], result)
+            case _, "complete" if service.startswith("unit/") and arguments[0].task == "reward":
+                self._scored(arguments[1], result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == VALUES_TASK:
                 self._valued(arguments[1].batch().indices.tolist())
             case "ledger", "consume":
@@ -72,6 +82,13 @@ class Audit:
             if want.installed is None or want.installed not in meta.interval:
                 self.violated(f"{worker} serves version {want.installed} and was given group {meta.group} for {meta.interval}")
 
+        if handed.batch is not None:
+            self._seen(handed.batch)
+
+    def _seen(self, wire: WireBatch) -> None:
+        batch = wire.batch()
+        self._prompts |= {g: int(ids[0]) for g, ids in zip(batch.groups.tolist(), batch.ragged("prompt_ids"), strict=True)}
+
     def _stored(self, worker: str, wire: WireBatch, stored: np.ndarray) -> None:
         batch = wire.batch()
         for row, spans, is_stored in zip(batch.indices.tolist(), batch.ragged("version_spans"), stored.tolist(), strict=True):
@@ -86,6 +103,16 @@ class Audit:
             self.counts["responses of several versions"] += len(self._versions[row]) > 1
             if not all(version in meta.interval for version in self._versions[row]):
                 self.violated(f"row {row}, of {meta.interval}, was made by versions {sorted(self._versions[row])}")
+
+    def _scored(self, wire: WireBatch, stored: np.ndarray) -> None:
+        batch = wire.batch()
+        if "reward" in batch.columns:
+            kept = zip(batch.indices[stored].tolist(), batch.dense("reward")[stored].tolist(), strict=True)
+            self._rewards |= {row: reward for row, reward in kept if self._metas[row >> self._shape.group_bits].purpose == "train"}
+
+    def _step_at(self, row: int) -> int:
+        """The step that a row was admitted for last, by its number."""
+        return (row >> self._shape.group_bits) // self._shape.numbers_per_step
 
     def _valued(self, rows: list[int]) -> None:
         """Values of a step are those of the critic after so many updates (where steps train their own prompts)."""
@@ -116,10 +143,7 @@ class Audit:
                 self.violated(f"row {row} was trained in step {step}, which takes {interval}, and made by {sorted(versions)}")
             elif staleness != step - min(versions):
                 self.violated(f"row {row} was trained in step {step} as {staleness} old, and made by {sorted(versions)}")
-            if (
-                self._schedule.membership == "strict"
-                and (at := (row >> self._shape.group_bits) // self._shape.prompts_per_step) != step
-            ):
+            if self._schedule.membership == "strict" and (at := self._step_at(row)) != step:
                 self.violated(f"row {row} of step {at} was trained in step {step}")
 
     def _committed(self, step: int, updates: list[Update], task: str) -> None:
@@ -142,8 +166,35 @@ class Audit:
         for (task, epoch), trained in self._again.items():
             if trained != self._step_of:
                 self.violated(f"epoch {epoch} of {task} trained other rows, or in other steps, than the policy's first one")
+        self.counts["rows trained"] += len(self._step_of)
+        self.counts["rows given up"] += dead
+        if self._shape.max_candidates:
+            self._check_members(steps)
+            return
         admitted = steps * self._shape.prompts_per_step * self._shape.group_size
         if len(self._step_of) + dead != admitted:
             self.violated(f"of {admitted} rows in {steps} steps {len(self._step_of)} were trained and {dead} given up")
-        self.counts["rows trained"] += len(self._step_of)
-        self.counts["rows given up"] += dead
+
+    def _check_members(self, steps: int) -> None:
+        """Each step has trained the first groups, in the order of their numbers, whose rewards vary, and all rows of those that
+        have a reward. The prompts up to the last member of each are those of the data, in order, none left out and none twice."""
+        by_group: dict[int, dict[int, float]] = {}
+        for row, reward in self._rewards.items():
+            by_group.setdefault(row >> self._shape.group_bits, {})[row] = reward
+        trained: dict[int, set[int]] = {step: set() for step in range(steps)}
+        for row, step in self._step_of.items():
+            trained[step].add(row)
+        taken: list[int] = []
+        for step in range(steps):
+            first = step * self._shape.numbers_per_step
+            of_step = sorted(group for group in self._prompts if group // self._shape.numbers_per_step == step)
+            varied = [group for group in of_step if len(set(by_group.get(group, {}).values())) > 1]
+            members = varied[: self._shape.prompts_per_step]
+            if trained[step] != (expected := {row for group in members for row in by_group[group]}):
+                self.violated(f"step {step} trained rows {sorted(trained[step])}, and its members are {sorted(expected)}")
+                return
+            taken += [self._prompts[group] for group in range(first, members[-1] + 1)]
+            self.counts["degenerate groups"] += members[-1] + 1 - first - len(members)
+            self.counts["surplus groups"] += sum(group > members[-1] for group in of_step if group in by_group)
+        if taken != (due := [int(prompt.ids[0]) for prompt in SeededOrder(self.data, self._shape.seed).take(len(taken))]):
+            self.violated(f"steps have gone through prompts {taken}, and the data's order is {due}")

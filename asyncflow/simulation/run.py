@@ -220,7 +220,7 @@ class SimulatedJob(Job):
             version, rows = (0, None) if resumed is None else (resumed.state.version, resumed.rows)
             self.audit.go_back(version, set() if rows is None else set(rows.indices.tolist()))
         config, length = self.config, self._costs.lengths.prompt
-        prompts = [_prompt(number, length) for number in range(4 * config.train.prompts_per_step)]
+        self.audit.data = prompts = [_prompt(number, length) for number in range(4 * config.train.prompts_per_step)]
         held_out = [_prompt(number, length) for number in range((config.eval.num_prompts or 256) if config.eval.path else 0)]
         return Prepared(Path(config.model.path), prompts, held_out, length + config.rollout.max_new_tokens)
 

@@ -86,6 +86,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rows/unscored": "Rows that could not be scored, in all of their attempts: given up (and in `rows/dead`), or trained with "
     "`reward.value_on_failure`.",
     "rows/skipped": "Rows about which no scorer had anything to say (None): given up, and in `rows/dead`.",
+    "rows/degenerate": "Rows of groups whose rewards were all equal, in whose place other prompts were taken (dynamic sampling).",
+    "rows/surplus": "Rows of prompts that were taken to be chosen from and not needed: they come again in the next step.",
     "rows/empty": "Trained rows without a loss token (all masked): they add no gradient and do not count in the normaliser.",
     "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
     "queue/ready/<task>": "Rows ready for the task, when the row of metrics is written.",
@@ -102,6 +104,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 
+HOW_ROWS_END: Final = ("trained", "dead", "unscored", "skipped", "degenerate", "surplus", "empty", "redelivered")
 MISMATCHES: Final = ("mismatch/logprob_difference", "mismatch/kl")
 LARGE_MISMATCH: Final = 0.01
 """Of `mismatch/kl`, in nats: two engines that compute the same model stay far below it, also in bfloat16."""
@@ -159,7 +162,7 @@ class StepMetrics:
         self._learning_rate: float | None = None
         self._normaliser = 0.0
         self._skipped = 0
-        self._rows = dict.fromkeys((f"rows/{how}" for how in ("trained", "dead", "unscored", "skipped", "empty", "redelivered")), 0)
+        self._rows = dict.fromkeys((f"rows/{how}" for how in HOW_ROWS_END), 0)
 
     def add_group(
         self,
@@ -235,13 +238,11 @@ class StepMetrics:
         for name, rewards in parts.items():
             self._reward_parts.setdefault(name, []).append(rewards[~np.isnan(rewards)].astype(np.float64))
 
-    def count_rows(self, *, dead: int = 0, empty: int = 0, redelivered: int = 0, unscored: int = 0, skipped: int = 0) -> None:
-        """Rows that never reached `add_group`, rows without loss tokens, and redeliveries."""
-        self._rows["rows/unscored"] += unscored
-        self._rows["rows/skipped"] += skipped
-        self._rows["rows/dead"] += dead
-        self._rows["rows/empty"] += empty
-        self._rows["rows/redelivered"] += redelivered
+    def count_rows(self, **counts: int) -> None:
+        """Rows that never reached `add_group`, rows without loss tokens, and redeliveries, by the second half of their metric's
+        name; a `KeyError` for one that there is not."""
+        for how, count in counts.items():
+            self._rows[f"rows/{how}"] += count
 
     def row(self, times: StepTimes, num_devices: float, spans: Sequence[Span]) -> dict[str, float | int]:
         """The step's row, in the order of `DEFINITIONS`.

@@ -1,8 +1,11 @@
 """What enters the queue at each step: its groups, their prompts, and rows that an earlier life of the run has completed.
 
     data order --take--> Admissions --step(s)--> feed
-                              ^
+                  <--push--   ^         surplus candidates
        a checkpoint ----------+    groups that were admitted and not committed, with rows of theirs perhaps
+
+Where a step chooses its members among candidates, more may be taken for it; prompts of those that it had no use for come first in
+the next step, with other numbers, and so with other noise. A candidate's number is that of its place in its step.
 
 Prompts of steps that are not committed are kept, so that a checkpoint can hold them: a step that was admitted is admitted again
 with the same groups, whatever was pushed or has changed places meanwhile.
@@ -10,12 +13,13 @@ with the same groups, whatever was pushed or has changed places meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from asyncflow.types import Array, Batch, GroupMeta, Ragged, Values
+from asyncflow.types import Array, Batch, GroupMeta, Ragged, RunError, Values
+from asyncflow.workflows.ledger import Candidates, num_to_admit
 from asyncflow.workflows.samples import Prompt, Shape, admission
 from asyncflow.workflows.schedule import Schedule
 
@@ -23,6 +27,10 @@ from asyncflow.workflows.schedule import Schedule
 class PromptSource(Protocol):
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts of the run's order."""
+        ...
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """These come before all others."""
         ...
 
 
@@ -45,6 +53,7 @@ class Admissions:
         self.first = first
         self.prompts: dict[int, Prompt] = {}  # by group, of steps that are not committed
         self._source, self._schedule, self._shape = source, schedule, shape
+        self._next = 0  # the number that the next candidate of the step that was admitted last would have
         self._steps = {step: dict(groups) for step, groups in (steps or {}).items()}
         if rows is not None and columns is not None:
             known = {name: values for name, values in rows.columns.items() if name in columns}
@@ -58,10 +67,31 @@ class Admissions:
 
     def step(self, step: int) -> tuple[list[GroupMeta], Batch]:
         """The groups of a step, and the columns that they come with."""
-        size = self._shape.prompts_per_step
-        numbers = range(step * size, (step + 1) * size)
-        groups = self._steps.pop(step, None) or dict(zip(numbers, self._source.take(size), strict=True))
+        first, size = step * self._shape.numbers_per_step, self._shape.prompts_at_first
+        groups = self._steps.pop(step, None) or dict(zip(range(first, first + size), self._source.take(size), strict=True))
+        return self._admitted(step, groups)
+
+    def more(self, step: int, candidates: Candidates) -> tuple[list[GroupMeta], Batch]:
+        """More of them for a step that lacks some. Raises `RunError` when it may have no more."""
+        first = step * self._shape.numbers_per_step
+        left = first + (self._shape.max_candidates or 0) - self._next
+        count = min(num_to_admit(candidates.num_missing, self._shape.oversampling), left)
+        if count < candidates.num_missing:
+            raise RunError(
+                f"step {step} has gone through {self._next - first} prompts, of which {candidates.num_varied} had responses with "
+                f"different rewards, and it needs {self._shape.prompts_per_step} of them: take prompts that are neither too easy "
+                f"nor too hard for this model, a larger rollout.group_size, or train.max_candidates above "
+                f"{self._shape.max_candidates}"
+            )
+        return self._admitted(step, dict(zip(range(self._next, self._next + count), self._source.take(count), strict=True)))
+
+    def put_back(self, surplus: Sequence[int]) -> None:
+        """The prompts of these groups are the next ones to be taken."""
+        self._source.put_back([self.prompts.pop(group) for group in sorted(surplus)])
+
+    def _admitted(self, step: int, groups: Mapping[int, Prompt]) -> tuple[list[GroupMeta], Batch]:
         self.prompts |= groups
+        self._next = max(groups) + 1
         metas = [GroupMeta(group, self._shape.group_size, step, self._schedule.interval(step)) for group in groups]
         batch = admission(metas, [*groups.values()], [self._shape.temperature] * len(groups))
         return metas, batch if self._rows is None else self._with_rows(batch, self._rows)

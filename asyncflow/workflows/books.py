@@ -20,7 +20,7 @@ class Books:
         return self._ledger.committed
 
     def unleased(self, version: int) -> int:
-        return self._controllers["rollout"].table.ready.for_none_after(version)
+        return self._controllers["rollout"].table.ready.for_none_after(version) + self._ledger.to_come(version)
 
     def oldest_unleased(self, at_least: int) -> int | None:
         return self._controllers["rollout"].table.ready.last_version(at_least)

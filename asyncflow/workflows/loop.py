@@ -105,7 +105,10 @@ async def feed(
     evaluation: EvaluationPlan,
     shape: Shape,
 ) -> None:
-    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first."""
+    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first.
+
+    Where steps choose their prompts among candidates, the next step's are known when this one has done so.
+    """
     for step in itertools.count(max(0, admissions.first - schedule.max_staleness)):  # 2
         if evaluation.is_due(step):
             metas, prompts, temperatures = evaluation.admission(step)
@@ -119,6 +122,12 @@ async def feed(
         await ledger.open(metas)
         ledger.begun(admissions.begun(batch))
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
+        while (candidates := await ledger.wanted(step)) is not None:
+            metas, batch = admissions.more(step, candidates)
+            await ledger.widen(metas)
+            await queue.put(metas, batch, row_bytes=shape.row_bytes)
+        if ledger.is_stopping:
+            return
 
 
 async def produce(by: Producer, leased: Leased, request: Request, on_generated: Callable[[], None]) -> None:

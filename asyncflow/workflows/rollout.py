@@ -207,7 +207,7 @@ class Rollout:
 
     async def _serve(self, target: Target) -> None:
         self._installed, self._is_installing, self._is_stale, self._has_served = target.version, False, False, False
-        self._share = -(-self._shape.prompts_per_step // target.num_workers) * self._shape.group_size
+        self._share = -(-self._shape.prompts_at_first // target.num_workers) * self._shape.group_size
         await self._board.installed(target.version)
         self._changed.notify()
 

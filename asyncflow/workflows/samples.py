@@ -13,6 +13,7 @@
 | reward | row | rollout, or reward where `reward.place` is `task` | float32 |
 | reward_parts | row | who writes reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
 | ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
+| member | row | select | uint8, 1: the row is trained in its step; only where steps choose their members |
 | values | row | values | float32, ragged; only where the algorithm has a critic |
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ from asyncflow.rewards.base import Sample, Score
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import (
+    MAX_CANDIDATES,
     Advantages,
     Array,
     Batch,
@@ -42,7 +44,7 @@ from asyncflow.types import (
     Values,
     is_maximum,
 )
-from asyncflow.workflows.ledger import Consumed
+from asyncflow.workflows.ledger import Consumed, num_to_admit
 
 COLUMNS = (
     Column("prompt_ids", "int64", ragged=True, per="group", counts_tokens=True),
@@ -59,6 +61,8 @@ PROMPT_COLUMNS = ("prompt_ids", "example", "temperature")
 PARTS_COLUMN = Column("reward_parts", "float32", ragged=True)
 REFERENCE_COLUMN = Column("ref_logprobs", "float32", ragged=True)
 VALUES_COLUMN = Column("values", "float32", ragged=True)
+MEMBER_COLUMN = Column("member", "uint8")
+SELECT_TASK: Final = "select"
 TASK_OF_COLUMN = {REFERENCE_COLUMN.name: "reference", VALUES_COLUMN.name: "values"}
 RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_spans", "truncated", "reward")
 EVALUATION_GROUPS = 1 << 40  # evaluation prompts are numbered from here, so that they shift no training prompt's noise
@@ -73,17 +77,20 @@ def schema(
     has_reference_task: bool = False,
     has_reward_parts: bool = False,
     has_critic: bool = False,
+    has_selection: bool = False,
 ) -> Schema:
     """The queue's columns and tasks: rollout makes responses and scores them, train and eval read whole groups of them.
 
     With `has_reward_task` it is another task that scores them, with `has_reference_task` one more adds the reference's log-probs.
-    With `has_critic` one adds values, and another one trains on them beside the policy's training.
+    With `has_critic` one adds values, and another one trains on them beside the policy's training. With `has_selection` one says
+    which groups are trained, and the tasks behind it see only those.
     """
     parts = (PARTS_COLUMN,) if has_reward_parts else ()
     scored = ("reward", *(column.name for column in parts))
     made = tuple(name for name in RESPONSE_COLUMNS if name != "reward") + (() if has_reward_task else scored)
     added = ((REFERENCE_COLUMN,) if has_reference_task else ()) + ((VALUES_COLUMN,) if has_critic else ())
-    trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in added))
+    chosen = (MEMBER_COLUMN,) if has_selection else ()
+    trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in (*added, *chosen)))
     tasks = [
         TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False),
         TaskSpec("train", trained, purpose="train", sampler="whole_groups"),
@@ -92,13 +99,15 @@ def schema(
     if has_reward_task:
         reads = ("prompt_ids", "example", "response_ids", "truncated")
         tasks.append(TaskSpec("reward", reads, scored, whole_groups=False))
+    for column in chosen:
+        tasks.append(TaskSpec(SELECT_TASK, ("reward",), (column.name,), purpose="train", sampler="whole_groups"))
     for column in added:
-        task, responses = TASK_OF_COLUMN[column.name], ("prompt_ids", "response_ids")
+        task, responses = TASK_OF_COLUMN[column.name], ("prompt_ids", "response_ids", *(column.name for column in chosen))
         tasks.append(TaskSpec(task, responses, (column.name,), purpose="train", sampler="whole_groups"))
     if has_critic:
         tasks.append(TaskSpec("critic_update", trained, purpose="train", sampler="whole_groups"))
     timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
-    return Schema((*COLUMNS, *parts, *added), tuple(timed), group_bits)
+    return Schema((*COLUMNS, *parts, *chosen, *added), tuple(timed), group_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,18 @@ class Shape:
     epochs: int = 1
     mini_batches: int = 1
     has_reward_parts: bool = False
+    max_candidates: int | None = None  # of a step, where it chooses its prompts among them
+    oversampling: float = 1.0
+
+    @property
+    def numbers_per_step(self) -> int:
+        """Step s has the groups from s times this on, so that a group's number does not depend on what other steps have used up."""
+        return MAX_CANDIDATES if self.max_candidates else self.prompts_per_step
+
+    @property
+    def prompts_at_first(self) -> int:
+        """That a step is opened with."""
+        return num_to_admit(self.prompts_per_step, self.oversampling) if self.max_candidates else self.prompts_per_step
 
     @property
     def num_updates(self) -> int:

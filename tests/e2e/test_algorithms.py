@@ -26,6 +26,7 @@ Small = Callable[..., dict[str, Any]]
 RUNS: list[dict[str, Any]] = [
     {"name": "cispo"},
     {"name": "dapo", "overlong_length": 48, "overlong_buffer": 16, "overlong_filter": True},
+    {"name": "dapo", "dynamic_sampling": True},
     {"name": "dr_grpo", "loss_constant": 48},
     {"name": "grpo", "entropy_coefficient": 0.01, "kl_coefficient": 0.05, "kl_estimator": "k2"},
     {"name": "gspo"},

@@ -18,6 +18,8 @@ from tests.e2e.commands import run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
 
+CHOOSING = "algorithm={name: dapo, dynamic_sampling: true}"
+
 
 def refusal(config: Path, *overrides: str) -> str:
     """What `asyncflow train` refuses with; nothing may have been started."""
@@ -57,6 +59,11 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["algorithm={name: grpo, clip_hihg: 0.3}"], ["algorithm", "clip_hihg"]),
         (["train.reference=task"], ["train.reference=task", "no KL term"]),
         (["train.offload=true"], ["train.offload", "this run has neither"]),
+        (["train.oversampling=2"], ["train.oversampling and train.max_candidates", "dynamic_sampling of dapo", "leave them out"]),
+        (["algorithm=dapo", "train.max_candidates=9"], ["train.oversampling and train.max_candidates"]),
+        ([CHOOSING, "schedule={name: bounded, membership: first_come}"], ["first_come", "dynamic sampling", "take strict"]),
+        ([CHOOSING, "train.max_candidates=7", "train.oversampling=2"], ["max_candidates is 7", "begins with 8 prompts"]),
+        ([CHOOSING, "train.oversampling=0.5"], ["train.oversampling", "greater than or equal to 1"]),
         (["reward.scorer=exact"], ["reward 'exact'", "final_answer"]),
         (["reward.scorer={path: 'missing.py:Score'}"], ["missing.py"]),
         (["rollout.group_size=6", "train.responses_per_micro_batch=4"], ["6 = 1 x 4 + 2", "1, 2, 3, 6"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncflow.config import Config, parse
@@ -14,6 +15,8 @@ from asyncflow.workflows import SCHEDULES
 MODES: dict[str, dict[str, Any]] = {name: {"name": name} for name in SCHEDULES} | {
     "bounded, first come": {"name": "bounded", "membership": "first_come"},
 }
+
+VARIED = Path(__file__).parent / "varied.py"
 
 
 def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> tuple[Config, Costs]:
@@ -64,6 +67,7 @@ def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> 
     staleness = build("schedule", tree["schedule"]["name"], options, SCHEDULES).max_staleness
     tree["run"]["steps"] = 3 + 2 * staleness if staleness > 1 else 3 + staleness
     _draw_updates(tree, layout.get("dp", 1), random.Random(f"{mode}/{seed}/updates"))
+    _draw_candidates(tree, random.Random(f"{mode}/{seed}/candidates"))
     return parse({**tree, "plan": {"train": layout}, **(changes or {})}), costs
 
 
@@ -78,3 +82,16 @@ def _draw_updates(tree: dict[str, Any], num_ranks: int, rng: random.Random) -> N
         algorithm["normalise_advantages"] = rng.random() < 0.3
     elif rng.random() < 0.3:
         algorithm |= {"name": "reinforce_plus_plus", "baseline": "group"}
+
+
+def _draw_candidates(tree: dict[str, Any], rng: random.Random) -> None:
+    """Some runs choose the groups that they train."""
+    train, algorithm = tree["train"], tree["algorithm"]
+    if tree["schedule"].get("membership") == "first_come" or rng.random() < 0.6:
+        return
+    train |= {"oversampling": rng.choice((1.0, 1.3, 2.0)), "max_candidates": 20 + 20 * train["prompts_per_step"]}
+    if algorithm["name"] == "grpo":
+        algorithm |= {"name": "dapo", "dynamic_sampling": True}
+    else:
+        train["old"] = "rollout"
+        algorithm["path"] = f"{VARIED}:{'VariedPPO' if algorithm.pop('name') == 'ppo' else 'VariedReinforce'}"

@@ -18,9 +18,10 @@ import pytest
 
 from asyncflow.simulation.seeds import Outcome, run_seed
 from asyncflow.types import Interval
+from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.critic import Version
-from asyncflow.workflows.ledger import LedgerService
+from asyncflow.workflows.ledger import Candidates, LedgerService
 from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.rollout import Rollout
 from tests.schedules.configurations import MODES, drawn
@@ -41,6 +42,8 @@ AT_LEAST = {
     "leavers that were cut short": 100,
     "rows trained": 20000,
     "values": 5000,
+    "degenerate groups": 1000,
+    "surplus groups": 200,
 }
 """How often, over all modes, what is to be tested has to happen."""
 
@@ -103,6 +106,20 @@ BUGS = {
         "delayed",
         mock.patch.object(Version, "reaches", lambda self, number: asyncio.sleep(0)),
         "was given values by the critic's version",
+    ),
+    "whoever is fast is a member": (
+        "delayed",
+        mock.patch.object(
+            Candidates,
+            "_new_members",
+            lambda self: dict.fromkeys([g for g, v in self._is_varied.items() if v and g not in self.members][: self.num_left], 0),
+        ),
+        "and its members are",
+    ),
+    "prompts that were not needed do not come again": (
+        "periodic",
+        mock.patch.object(Admissions, "put_back", lambda self, surplus: None),
+        "the data's order is",
     ),
     "rows that are given up stay members of their step": (
         "synchronous",

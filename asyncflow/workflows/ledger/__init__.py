@@ -1,6 +1,7 @@
-"""The ledger, which owns the steps: `steps.py` is the state machine, `service.py` its face for the loops."""
+"""The ledger, which owns the steps: a state machine, `steps.py` over `passes.py` and `candidates.py`, and its face `service.py`."""
 
+from asyncflow.workflows.ledger.candidates import Candidates, Sifted, num_to_admit
 from asyncflow.workflows.ledger.service import LedgerService
 from asyncflow.workflows.ledger.steps import Consumed, Ledger, StepTotals, Update
 
-__all__ = ["Consumed", "Ledger", "LedgerService", "StepTotals", "Update"]
+__all__ = ["Candidates", "Consumed", "Ledger", "LedgerService", "Sifted", "StepTotals", "Update", "num_to_admit"]

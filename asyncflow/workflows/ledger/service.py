@@ -1,6 +1,6 @@
 """The ledger for loops in any process: it adds waiting to `Ledger`, and decides nothing by itself.
 
-consumes: what is opened, done, offered, consumed, given up and committed
+consumes: what is opened, done, judged, offered, consumed, given up and committed
 waits for: the schedule's word, a turn, the end of evaluations
 is unblocked by: whatever changes the ledger or what schedules look at
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
+from asyncflow.workflows.ledger.candidates import Candidates, Sifted
 from asyncflow.workflows.ledger.steps import Consumed, Ledger, StepTotals, Update
 from asyncflow.workflows.schedule import Progress, Schedule
 from asyncflow.workflows.signal import Signal
@@ -30,6 +31,7 @@ class LedgerService:
         self.is_stopping = False
         self.on_opened: Callable[[int], None] = lambda step: None
         self.on_consumed: Callable[[str, int, int, Consumed], None] = lambda task, step, update, group: None
+        self.on_sifted: Callable[[int, Sifted], None] = lambda step, sifted: None
         self.on_committed: Callable[[str, list[StepTotals], list[Update]], None] = lambda task, totals, updates: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
@@ -44,6 +46,21 @@ class LedgerService:
         for step in {meta.step for meta in metas if meta.purpose == "train"}:
             self.on_opened(step)
         self.changed()
+
+    async def widen(self, metas: list[GroupMeta]) -> None:
+        """More candidates of their step."""
+        self.ledger.widen(metas)
+        self.changed()
+
+    async def wanted(self, step: int) -> Candidates | None:
+        """Wait until the step has too few candidates, and return them. None: its members are known, or the run is stopping."""
+        await self._until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None)
+        return None if self.is_stopping else self.ledger.lacking(step)
+
+    def judge(self, group: int, *, is_varied: bool) -> None:
+        """See `Ledger.judge`."""
+        self.ledger.judge(group, is_varied=is_varied)
+        self._sift()
 
     def begun(self, versions: Mapping[int, int]) -> None:
         """See `Ledger.begun`: the version by group, of groups with rows that came with them."""
@@ -181,6 +198,12 @@ class LedgerService:
     def give_up(self, dead: list[DeadRow]) -> None:
         """Told by the rollout task's controller."""
         self.ledger.give_up(dead)
+        self._sift()
+
+    def _sift(self) -> None:
+        """Some candidates may be decided."""
+        for step, sifted in self.ledger.sift():
+            self.on_sifted(step, sifted)
         self.changed()
 
     def allow(self, steps: int, of: int) -> None:

@@ -9,8 +9,8 @@ Each update has its own members, turns and normaliser; a group stays with the ra
 epochs. Several models may be trained on the same rows (policy and critic), each by a task of its own, which has its own updates and
 commits.
 
-Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
-train in it, or when nothing is left that they could wait for. The groups of a turn are as nearly of one length as may be.
+A step may want groups whose rewards vary (`candidates.py`): it is opened with candidates then, which may become more (`widen`), and
+gets its members from them, one by one. Until it has all of them nothing of it closes.
 
 Where membership is `first_come`, a complete group may take the place of an incomplete one in an earlier step (`claim`): the two
 change steps, so that each step keeps as many groups, and the other one only if it will not be too old by then.
@@ -29,6 +29,8 @@ import numpy as np
 
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
+from asyncflow.workflows.ledger.candidates import Candidates, Sifted
+from asyncflow.workflows.ledger.passes import Pass
 
 
 class Consumed(msgspec.Struct, frozen=True):
@@ -72,43 +74,23 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Pass:
-    """One update of one task: who has consumed what of its mini-batch.
-
-    `members`: rows not yet consumed or given up, by group. `offered`: the groups that each rank has ready to train, with their
-    tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks
-    train at the same time; `given`: the groups in them.
-    """
-
-    offered: list[dict[int, int]]
-    asked: list[int]
-    members: dict[int, set[int]] = field(default_factory=dict)
-    order: dict[int, int] = field(default_factory=dict)
-    turns: list[list[list[int]]] = field(default_factory=list)
-    given: set[int] = field(default_factory=set)
-    tokens: int = 0
-    sequences: int = 0
-    non_finite_rows: list[int] = field(default_factory=list)
-
-    def remove(self, group: int, rows: Iterable[int]) -> None:
-        """These rows are members no longer, nor is a group without any."""
-        if group in self.members:
-            self.members[group].difference_update(rows)
-            if not self.members[group]:
-                del self.members[group]
-
-
-@dataclass(slots=True)
 class _Book:
     """One step, or one evaluation. `passes`: by task, its updates in order. `part`: the mini-batch of each group. `todo`: the rows
-    that each task has yet to do. `statistics`: of the groups that were offered, by task and group."""
+    that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `candidates`: where members are
+    chosen from them."""
 
-    passes: dict[str, list[_Pass]]
+    passes: dict[str, list[Pass]]
     part: dict[int, int] = field(default_factory=dict)
     todo: dict[str, set[int]] = field(default_factory=dict)
     last_version: int = 0  # no later one may generate its rows
     statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     dead: int = 0
+    candidates: Candidates | None = None
+
+    @property
+    def num_left(self) -> int:
+        """Members that are not known yet."""
+        return 0 if self.candidates is None else self.candidates.num_left
 
     @property
     def members(self) -> dict[int, set[int]]:
@@ -136,15 +118,23 @@ class Ledger:
         by_step: Sequence[str] = (),
         epochs: int = 1,
         mini_batches: int = 1,
+        chosen_by: str = "",
+        num_members: int = 0,
     ) -> None:
         """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
         train, each of them up to `groups_per_turn` groups of rows in a turn.
 
         `trained`: the tasks that train a model each, the policy's first; the others have one rank. `by_step`: those of `tasks`,
         the last ones, that such a model does under the version of each step: they end with a step, and a run that is gone on with
-        does them again. A step is `epochs` times `mini_batches` updates of each model."""
+        does them again. A step is `epochs` times `mini_batches` updates of each model.
+
+        `chosen_by`: that of `tasks` behind which a step's `num_members` groups are chosen among its candidates; none: a step trains
+        all that it is opened with."""
         self.tasks, self.trained, self._by_step = tuple(tasks), tuple(trained), tuple(by_step)
-        self._last_kept = next(task for task in reversed(self.tasks) if task not in self._by_step)
+        self._last_kept = next(task for task in reversed(self.tasks) if task not in (*self._by_step, chosen_by))
+        self._chosen_by, self._num_members = chosen_by, num_members
+        at = self.tasks.index(chosen_by) if chosen_by else len(self.tasks)
+        self._of_candidates, self._of_members = self.tasks[:at], self.tasks[at + 1 :]  # all that is opened passes them; members do
         self._epochs, self._mini_batches = epochs, mini_batches
         self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
         self._group_bits, self._max_staleness = group_bits, max_staleness
@@ -175,21 +165,90 @@ class Ledger:
             if key in self._books:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
             self._books[key] = self._new_book(key[0])
-        for meta in metas:
-            key = (meta.purpose, meta.step)
-            rows = self._rows(meta)
-            self._book_of_group[meta.group] = key
-            book = self._books[key]
-            for task in self.tasks:
-                book.todo.setdefault(task, set()).update(rows)
-            book.last_version = max(book.last_version, meta.interval.high)
+        self._enter(metas)
         for (purpose, step), of_book in _by_book(metas).items():
-            self._cut(self._books[purpose, step], of_book)
+            if self._books[purpose, step].candidates is None:
+                self._cut(self._books[purpose, step], of_book)
+
+    def widen(self, metas: Iterable[GroupMeta]) -> None:
+        """More candidates of a step that is open. A `ValueError` where it has its members."""
+        metas = list(metas)
+        for step in {meta.step for meta in metas}:
+            if self.is_settled(step):
+                raise ValueError(f"step {step} takes no more candidates")
+        self._enter(metas)
+
+    def _enter(self, metas: Iterable[GroupMeta]) -> None:
+        for meta in metas:
+            rows = self._rows(meta)
+            self._book_of_group[meta.group] = key = (meta.purpose, meta.step)
+            book = self._books[key]
+            if book.candidates is not None:
+                book.candidates.add(meta.group, rows)
+            for task in self.tasks:
+                todo = book.todo.setdefault(task, set())
+                if book.candidates is None or task not in self._of_members:
+                    todo.update(rows)
+            book.last_version = max(book.last_version, meta.interval.high)
+
+    def is_settled(self, step: int) -> bool:
+        """Whether the members of the step are known."""
+        return not self.is_open(step) or not self._books["train", step].num_left
+
+    def lacking(self, step: int) -> Candidates | None:
+        """The candidates of a step that has too few of them."""
+        book = self._books.get(("train", step))
+        candidates = book.candidates if book is not None else None
+        return candidates if candidates is not None and candidates.num_missing else None
+
+    def num_groups(self, step: int) -> int:
+        """How many groups the step has, or has had: its members, and candidates that are no surplus."""
+        return sum(key == ("train", step) for key in self._book_of_group.values())
+
+    def judge(self, group: int, *, is_varied: bool) -> None:
+        """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
+        book = self._book(group << self._group_bits)
+        if book is not None and book.candidates is not None:
+            book.candidates.judge(group, is_varied=is_varied)
+
+    def is_member(self, group: int) -> bool:
+        """Whether it has been chosen from the candidates of an open step."""
+        book = self._book(group << self._group_bits)
+        return book is not None and book.candidates is not None and group in book.candidates.members
+
+    def sift(self) -> list[tuple[int, Sifted]]:
+        """By step, what has become certain of its candidates since the last time: members are members from now on, what is
+        degenerate has nothing left to be done to it, and surplus has left its step."""
+        found = []
+        for (_, step), book in self._books.items():
+            if book.candidates is None or (sifted := book.candidates.sift()) is None:
+                continue
+            for group, place in sifted.members.items():
+                self._join(book, group, place, book.candidates.rows[group])
+            for rows in book.todo.values():
+                rows.difference_update(sifted.left)
+            for group in sifted.surplus:
+                del self._book_of_group[group]
+                self._begun.pop(group, None)
+            found.append((step, sifted))
+        return found
+
+    def _join(self, book: _Book, group: int, place: int, rows: Iterable[int]) -> None:
+        """A candidate becomes a member."""
+        book.part[group] = part = place * self._mini_batches // self._num_members
+        for passes in book.passes.values():
+            for one in passes[part :: self._mini_batches]:
+                one.members[group] = set(rows)
+        for task in self._of_members:
+            book.todo[task].update(rows)
 
     def _new_book(self, purpose: str) -> _Book:
         updates = dict.fromkeys(self.trained, self.num_updates) if purpose == "train" else {purpose: 1}
         ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
-        return _Book({t: [_Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
+        book = _Book({t: [Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
+        if self._chosen_by and purpose == "train":
+            book.candidates = Candidates(self._num_members, has_places=self._mini_batches > 1)
+        return book
 
     def _cut(self, book: _Book, metas: Sequence[GroupMeta]) -> None:
         """Mini-batches are neighbours in the order of their numbers, which is that of the data."""
@@ -207,7 +266,8 @@ class Ledger:
     def begun(self, groups: Iterable[int], version: int) -> None:
         """Some of these groups' rows are being generated by this version from now on."""
         for group in groups:
-            self._begun[group] = min(version, self._begun.get(group, version))
+            if self.knows(group):
+                self._begun[group] = min(version, self._begun.get(group, version))
 
     def done(self, task: str, rows: Iterable[int]) -> None:
         """These rows have what a task gives them."""
@@ -218,6 +278,10 @@ class Ledger:
     def step_of(self, group: int) -> int:
         """The step that a group is a member of."""
         return self._book_of_group[group][1]
+
+    def knows(self, group: int) -> bool:
+        """Whether it is of an open step or evaluation."""
+        return group in self._book_of_group
 
     def claim(self, step: int, group: int) -> int | None:
         """Have this complete group trained in this step, a member of which it becomes if it was one of a later step.
@@ -257,7 +321,10 @@ class Ledger:
         """These rows will never train: they leave their step, and are counted."""
         for letter in dead:
             book, group = self._book(letter.row), letter.row >> self._group_bits
-            if book is None or not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
+            if book is None:
+                continue
+            is_candidates = book.candidates is not None and book.candidates.give_up(group, letter.row)
+            if not is_candidates and not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
                 continue
             for one in chain(*book.passes.values()):
                 one.remove(group, [letter.row])
@@ -274,13 +341,14 @@ class Ledger:
         if group not in mine[0].members or group in mine[0].order:
             return False
         for one in mine:
-            one.offered[rank][group], one.order[group] = tokens, len(one.order)
+            one.offer(rank, group, tokens)
         book.statistics.setdefault(task, {})[group] = list(statistics)
         return True
 
     def is_taken(self, step: int, task: str = "train") -> bool:
         """Whether every group that is left of the step is in the hands of those who train it, or has been."""
-        return all(one.members.keys() <= one.order.keys() for one in self._open_book("train", step).passes[task])
+        book = self._open_book("train", step)
+        return not book.num_left and all(one.members.keys() <= one.order.keys() for one in book.passes[task])
 
     def statistics(self, step: int, task: str = "train") -> list[float]:
         """The sums, over the groups of the step, of what they were offered with: exact, but for one rounding."""
@@ -289,33 +357,13 @@ class Ledger:
 
     def ask_turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> None:
         """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
-        one = self._pass(step, task, update)
-        one.asked[rank] = number + 1
-        if min(one.asked) == len(one.turns) + 1 and self._is_turn_full(one):
-            one.turns.append([self._alike(one, offered) for offered in one.offered])
-            for offered, given in zip(one.offered, one.turns[-1], strict=True):
-                one.given.update(given)
-                for group in given:
-                    del offered[group]
+        is_all = self.is_settled(step)
+        self._pass(step, task, update).ask_turn(rank, number, most=self._groups_per_turn, is_all=is_all)
 
     def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
         """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
         turns = self._pass(step, task, update).turns
         return turns[number][rank] if number < len(turns) else None
-
-    def _alike(self, one: _Pass, offered: Mapping[int, int]) -> list[int]:
-        """A rank's part of a turn, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
-        group that was offered first of all that are left."""
-        first = min((next(iter(each)) for each in one.offered if each), key=lambda group: one.order[group])
-        tokens = next(each[first] for each in one.offered if first in each)
-        return sorted(offered, key=lambda group: (abs(offered[group] - tokens), one.order[group]))[: self._groups_per_turn]
-
-    def _is_turn_full(self, one: _Pass) -> bool:
-        """Whether every rank has what it can train in a turn, or what they have is all that is left."""
-        if all(len(groups) >= self._groups_per_turn for groups in one.offered):
-            return True
-        offered = set(chain(*one.offered))
-        return bool(offered) and one.members.keys() - one.given == offered
 
     def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
@@ -330,7 +378,7 @@ class Ledger:
 
     def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
         """Whether nothing of the update is left to consume."""
-        return step < self._committed[task] or not self._pass(step, task, update).members
+        return step < self._committed[task] or (self.is_settled(step) and not self._pass(step, task, update).members)
 
     def consume_evaluation(self, version: int, rows: Iterable[int]) -> None:
         """An evaluation has read these rows; with the last of them nothing of it is kept."""
@@ -344,6 +392,8 @@ class Ledger:
         if self._last_totals[task] and self._last_totals[task][0].step == step:
             return self._last_totals[task][update]
         book, one = self._open_book("train", step), self._pass(step, task, update)
+        if book.num_left:
+            raise ValueError(f"step {step} still waits for {book.num_left} of its members")
         if one.members:
             rows = sorted(chain(*one.members.values()))
             raise ValueError(f"step {step} still waits for {len(rows)} rows, the first of them {rows[0]}")
@@ -382,22 +432,32 @@ class Ledger:
             (task, step)
             for (_, step), book in self._books.items()
             for task, passes in book.passes.items()
-            if not any(one.members for one in passes)
+            if not book.num_left and not any(one.members for one in passes)
         ]
         steps = [(step, book) for (purpose, step), book in self._books.items() if purpose == "train"]
-        return consumed + [(task, step) for task in self._by_step for step, book in steps if not book.todo[task]]
+        return consumed + [
+            (task, step) for task in self._by_step for step, book in steps if not book.todo[task] and not book.num_left
+        ]
 
     def is_done(self, task: str, step: int) -> bool:
         """Every row of the step has what the task gives it, or will never have it."""
-        return step < self.committed or (self.is_open(step) and not self._books["train", step].todo[task])
+        if not self.is_open(step):
+            return step < self.committed
+        is_all = task in self._of_candidates or self.is_settled(step)
+        return step < self.committed or (is_all and not self._books["train", step].todo[task])
 
     def task_before(self, task: str) -> str:
         """The task whose outputs this one takes."""
         return self.tasks[self.tasks.index(task) - 1] if task in self.tasks else self.tasks[-1]
 
     def unfinished(self, version: int) -> int:
-        """Rows without a response that no version after `version` may generate."""
-        return sum(len(book.todo[self.tasks[0]]) for book in self._books.values() if book.last_version <= version)
+        """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
+        rows = sum(len(book.todo[self.tasks[0]]) for book in self._books.values() if book.last_version <= version)
+        return rows + self.to_come(version)
+
+    def to_come(self, version: int) -> int:
+        """Members to be found for steps that no version after `version` may generate: perhaps among candidates to be admitted."""
+        return sum(book.num_left for book in self._books.values() if book.last_version <= version)
 
     def missing(self) -> list[str]:
         """What every open step and evaluation waits for, in words."""
@@ -406,13 +466,18 @@ class Ledger:
             f" (first: {min(rows)})"
             for (purpose, step), book in self._books.items()
             if (rows := list(chain(*book.members.values())))
+        ] + [
+            f"train step {step}: {book.num_left} members are not found yet, among {len(book.candidates.rows)} candidates, with"
+            f" {len(book.todo[self.tasks[0]])} rows without a response"
+            for (_, step), book in self._books.items()
+            if book.candidates is not None and book.num_left
         ]
 
-    def _remove(self, one: _Pass, rows: Iterable[int]) -> None:
+    def _remove(self, one: Pass, rows: Iterable[int]) -> None:
         for row in rows:
             one.remove(row >> self._group_bits, [row])
 
-    def _pass(self, step: int, task: str, update: int) -> _Pass:
+    def _pass(self, step: int, task: str, update: int) -> Pass:
         return self._open_book("train", step).passes[task][update]
 
     def _book(self, row: int) -> _Book | None:

@@ -26,7 +26,7 @@ def test_of_every_evaluation_the_same_prompts_are_kept(greedy: bool) -> None:
         on_row=lambda row: None,
     )
     run = SimpleNamespace(
-        shape=SimpleNamespace(group_bits=3, prompts_per_step=8),
+        shape=SimpleNamespace(group_bits=3, numbers_per_step=8),
         config=SimpleNamespace(telemetry=SimpleNamespace(samples_per_step=3)),
         job=SimpleNamespace(num_held_out=5),
         reporter=SimpleNamespace(keep_sample=kept.append),

@@ -42,3 +42,12 @@ def test_what_is_pushed_comes_first_and_moves_nothing() -> None:
     assert order.take(2) == ["x", "y"] and order.position == 2
     assert order.take(3) == ["z", *plain[2:4]]
     assert order.take(2) == plain[4:] and order.position == 6
+
+
+def test_what_is_put_back_comes_before_what_was_pushed() -> None:
+    order = SeededOrder([0, 1, 2], seed=1)
+    first = order.take(2)
+    order.push([8, 9])
+    order.put_back(first)
+    assert order.take(4) == [*first, 8, 9] and order.position == 2
+    assert [*first, *order.take(1)] == SeededOrder([0, 1, 2], seed=1).take(3)

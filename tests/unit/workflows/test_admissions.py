@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from asyncflow.data.order import SeededOrder
-from asyncflow.types import Batch, Ragged
+from asyncflow.types import MAX_CANDIDATES, Batch, Ragged, RunError
 from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.bounded import Bounded
+from asyncflow.workflows.ledger import Candidates
 from asyncflow.workflows.samples import Prompt, Shape
 
 SHAPE = Shape(
@@ -71,3 +74,53 @@ def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() 
     metas, batch = admissions.step(5)  # what was never admitted goes on in the data's order
     assert [meta.group for meta in metas] == [10, 11] and not len(batch)
     assert prompts_of(batch) == [int(prompt.ids[0]) for prompt in SeededOrder(PROMPTS, seed=3, position=4).take(2)]
+
+
+N = MAX_CANDIDATES
+CHOOSING = replace(SHAPE, max_candidates=5, oversampling=1.5)
+
+
+def lacking(count: int, *degenerate: int) -> Candidates:
+    """Of a step of two members whose candidates are 0 to `count` - 1."""
+    candidates = Candidates(2)
+    for group in range(count):
+        candidates.add(group, [group])
+        candidates.judge(group, is_varied=group not in degenerate)
+    return candidates
+
+
+def test_candidates_are_consecutive_prompts_and_have_numbers_of_their_step() -> None:
+    order = SeededOrder(PROMPTS, seed=3)
+    due = [int(prompt.ids[0]) for prompt in SeededOrder(PROMPTS, seed=3).take(12)]
+    admissions = Admissions(order, SCHEDULE, CHOOSING)
+    metas, batch = admissions.step(0)
+    assert [meta.group for meta in metas] == [0, 1, 2] and prompts_of(batch) == due[:3]
+    metas, batch = admissions.more(0, lacking(3, 0, 1))
+    assert [(meta.group, meta.step) for meta in metas] == [(3, 0), (4, 0)] and prompts_of(batch) == due[3:5]
+    admissions.put_back([4, 3])
+    assert [*admissions.prompts] == [0, 1, 2]
+    metas, batch = admissions.step(1)
+    assert [(meta.group, meta.step) for meta in metas] == [(N, 1), (N + 1, 1), (N + 2, 1)] and prompts_of(batch) == due[3:6]
+    order.push([Prompt(np.array([99]), {})])
+    admissions.put_back([N + 2])
+    metas, batch = admissions.step(2)
+    assert [meta.group for meta in metas] == [2 * N, 2 * N + 1, 2 * N + 2] and prompts_of(batch) == [due[5], 99, due[6]]
+
+
+def test_a_step_that_was_widened_goes_on_behind_its_last_candidate_in_the_next_life() -> None:
+    steps = {1: {N + place: PROMPTS[place] for place in range(4)}}
+    order = SeededOrder(PROMPTS, seed=3, position=4)
+    admissions = Admissions(order, SCHEDULE, CHOOSING, first=1, steps=steps)
+    assert [meta.group for meta in admissions.step(1)[0]] == [N, N + 1, N + 2, N + 3]
+    assert [meta.group for meta in admissions.more(1, lacking(4, 0, 1, 2))[0]] == [N + 4]
+
+
+def test_a_step_that_finds_no_more_candidates_ends_the_run_in_a_sentence() -> None:
+    admissions = Admissions(SeededOrder(PROMPTS, seed=3), SCHEDULE, CHOOSING)
+    admissions.step(0)
+    admissions.more(0, lacking(3, 0, 1))
+    with pytest.raises(RunError) as refused:
+        admissions.more(0, lacking(5, 0, 1, 2, 3))
+    for words in ("step 0 has gone through 5 prompts, of which 1 had", "it needs 2", "group_size", "train.max_candidates above 5"):
+        assert words in str(refused.value)
+    assert admissions.step(1)[0][0].group == N

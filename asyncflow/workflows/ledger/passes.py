@@ -1,0 +1,65 @@
+"""One update of a step by one task: who has consumed what of its mini-batch, and what is trained at the same time. Pure.
+
+Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
+train in it, or when nothing is left that they could wait for. The groups of a turn are as nearly of one length as may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+
+@dataclass(slots=True)
+class Pass:
+    """`members`: rows not yet consumed or given up, by group. `offered`: the groups that each rank has ready to train, with their
+    tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks
+    train at the same time; `given`: the groups in them.
+    """
+
+    offered: list[dict[int, int]]
+    asked: list[int]
+    members: dict[int, set[int]] = field(default_factory=dict)
+    order: dict[int, int] = field(default_factory=dict)
+    turns: list[list[list[int]]] = field(default_factory=list)
+    given: set[int] = field(default_factory=set)
+    tokens: int = 0
+    sequences: int = 0
+    non_finite_rows: list[int] = field(default_factory=list)
+
+    def remove(self, group: int, rows: Iterable[int]) -> None:
+        """These rows are members no longer, nor is a group without any."""
+        if group in self.members:
+            self.members[group].difference_update(rows)
+            if not self.members[group]:
+                del self.members[group]
+
+    def offer(self, rank: int, group: int, tokens: int) -> None:
+        """This rank has a group of so many tokens ready to train."""
+        self.offered[rank][group], self.order[group] = tokens, len(self.order)
+
+    def ask_turn(self, rank: int, number: int, *, most: int, is_all: bool) -> None:
+        """This rank would take its part, up to `most` groups, of the turn of this number. When all would, and it is full, it is
+        given out. `is_all`: no more groups become members."""
+        self.asked[rank] = number + 1
+        if min(self.asked) == len(self.turns) + 1 and self._is_turn_full(most, is_all=is_all):
+            self.turns.append([self._alike(offered, most) for offered in self.offered])
+            for offered, given in zip(self.offered, self.turns[-1], strict=True):
+                self.given.update(given)
+                for group in given:
+                    del offered[group]
+
+    def _is_turn_full(self, most: int, *, is_all: bool) -> bool:
+        """Whether every rank has what it can train in a turn, or what they have is all that is left."""
+        if all(len(groups) >= most for groups in self.offered):
+            return True
+        offered = set(chain(*self.offered))
+        return is_all and bool(offered) and self.members.keys() - self.given == offered
+
+    def _alike(self, offered: Mapping[int, int], most: int) -> list[int]:
+        """A rank's part of a turn, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
+        group that was offered first of all that are left."""
+        first = min((next(iter(each)) for each in self.offered if each), key=lambda group: self.order[group])
+        tokens = next(each[first] for each in self.offered if first in each)
+        return sorted(offered, key=lambda group: (abs(offered[group] - tokens), self.order[group]))[:most]
