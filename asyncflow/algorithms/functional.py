@@ -225,8 +225,8 @@ def sequence_ratio_of_tokens(log_ratio_T: Tensor, row_T: Tensor, row_tokens_R: T
 
 
 def value_error(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) of each token, float32 [T], and bool [T], where V has moved by
-    more than `clip` and the second is the larger, so that there is no gradient. Without `clip` the first alone.
+    """1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) of each token, float32 [T], and bool [T], where V has moved
+    by more than `clip` and the second is the larger, so that there is no gradient. Without `clip` the first alone.
 
     The value clipping of PPO's first implementation (baselines' ppo2; arXiv:2005.12729, section 3): like the ratio's, pessimistic.
     """

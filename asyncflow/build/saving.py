@@ -122,6 +122,9 @@ class Saves:
         if version != self._version:
             raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
         self._has_more = False
+        # The critic may have committed the step after the policy, and has by now.
+        in_a_row = self._record.critic_skipped_in_a_row
+        self._state = msgspec.structs.replace(self._state, critic_skipped_in_a_row=in_a_row)
         self._own[version] = own = asyncio.ensure_future(self._write_own(version))
         own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
         first = self._schedule.interval(version).high
