@@ -135,15 +135,20 @@ class Saves:
     @remote
     async def written(self, version: int) -> None:
         """The trainers' files are there: make them a checkpoint. Returns when it is one, or has been given up."""
+        why = ""
         try:
             await self._own.pop(version)
             await self._record.finished(version)
-            if why := await self._part_of_critic(version):
-                await self._give_up(version, why)
-            else:
-                await asyncio.to_thread(self._checkpoints.commit, version)
         except OSError as error:
-            await self._give_up(version, f"{error.filename or 'a file'}: {error.strerror or error}")
+            why = _why(error)
+        of_critic = await self._part_of_critic(version)  # in any case: its files would stay else
+        if not (why := why or of_critic):
+            try:
+                await asyncio.to_thread(self._checkpoints.commit, version)
+            except OSError as error:
+                why = _why(error)
+        if why:
+            await self._give_up(version, why)
         self._settle(version)
 
     @remote
@@ -293,6 +298,10 @@ class Saving:
             await self._saves.failed(version, why)
         elif self._is_first:
             await self._saves.written(version)
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename or 'a file'}: {error.strerror or error}"
 
 
 def _seen(task: asyncio.Task[None]) -> None:
