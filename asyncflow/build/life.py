@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.build.prepare import Prepared
+from asyncflow.build.prepare import Prepared, make_algorithm
 from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver
 from asyncflow.build.saving import checkpoints_of
 from asyncflow.build.workers import JobFile, copy_tokenizer
@@ -74,7 +74,7 @@ class Life:
                 prepared = self._begin_anew(prepared, scratch)
             else:
                 check_fits(config, resumed.state, await asyncio.to_thread(data_hash, prepared.prompts))
-                if resumed.state.version == config.run.steps == self._folder.model_version:
+                if resumed.state.version == config.run.steps and self._has_results_of(config.run.steps):
                     self._tell_of_the_end(prepared, resumed)
                     return None
                 await self._go_back(resumed)
@@ -97,7 +97,8 @@ class Life:
         A model of an earlier life stays where there is none that could take its place. `model`: what the run was started from.
         """
         folder = self._folder
-        folder.restore_model()
+        folder.restore_models()
+        self._look_at_critic(committed)
         if folder.model_id() != self._model_before:  # saved in this life
             self._model_version = committed
             return
@@ -116,6 +117,14 @@ class Life:
             copy_tokenizer(model, partial)
         self._model_version = published.version
         self._says(f"the trainer could not save in time: {folder.model} holds the last published weights")
+
+    def _look_at_critic(self, committed: int) -> None:
+        """Say so if it could not save in time: nobody else has it."""
+        version = self._folder.critic_version
+        if self._has_critic and committed and (version is None or version < committed):
+            left = "is not there" if version is None else f"stays as it was after {version} steps"
+            where = "the newest checkpoint has it, if there is one"
+            self._says(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
 
     def note_end(self) -> None:
         """The run has ended in order, last of all: say so of the model that this life has saved."""
@@ -141,7 +150,7 @@ class Life:
         """What the run is to go on from; None if it is to begin. Raises `RunError` where all that there is is damaged."""
         if not self._resume:
             return None
-        self._folder.restore_model()
+        self._folder.restore_models()
         checkpoints = checkpoints_of(self._config)
         version = await asyncio.to_thread(checkpoints.newest, self._says)
         if version is not None:
@@ -169,6 +178,14 @@ class Life:
             model = Path(shutil.move(prepared.model, self._folder.initial_model))
             return dataclasses.replace(prepared, model=model)
         return prepared
+
+    @property
+    def _has_critic(self) -> bool:
+        return make_algorithm(self._config).critic is not None
+
+    def _has_results_of(self, steps: int) -> bool:
+        """Whether the final model, and the critic where there is one, have been trained for so many steps."""
+        return self._folder.model_version == steps and (not self._has_critic or self._folder.critic_version == steps)
 
     def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed) -> None:
         """The run is finished, with its model: nothing is to be done."""

@@ -13,7 +13,6 @@ rows that were not trained are kept with the versions that made them, and the ot
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,6 @@ from asyncflow.workflows.samples import Prompt
 DRIVER_FILE: Final = "driver.msgpack"
 ROWS_FILE: Final = "rows.afp"
 TRAINER_DIR: Final = "trainer"
-CRITIC_DIR: Final = "critic"
 CRITIC_FINGERPRINTS: Final = FINGERPRINTS_FILE.replace(".", ".critic.")
 VERSIONS_DIR: Final = "versions"
 
@@ -223,7 +221,7 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     for path in run_dir.glob(FINGERPRINTS_FILE.replace(".", "*.")):
         _keep_lines(path, lambda line: line["step"] < version)
     _cut_spans(run_dir / SPANS_FILE, version, now)
-    shutil.rmtree(RunDir(run_dir).model_partial, ignore_errors=True)
+    RunDir(run_dir).forget_partial_models()
     for name in (CERTIFICATE_FILE, REPORT_FILE, TRACE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     control_socket(run_dir).unlink(missing_ok=True)

@@ -24,7 +24,6 @@ import numpy as np
 
 from asyncflow.build.record import RecordState, RunRecord
 from asyncflow.build.resume import (
-    CRITIC_DIR,
     TRAINER_DIR,
     DriverState,
     as_saved,
@@ -36,7 +35,7 @@ from asyncflow.build.resume import (
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import CheckpointConfig, Config, dump
 from asyncflow.data.order import SeededOrder
-from asyncflow.run_dir import RunDir
+from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.unit import StorageUnit

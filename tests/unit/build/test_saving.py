@@ -12,9 +12,10 @@ import pytest
 
 from asyncflow.build import saving
 from asyncflow.build.record import RecordState
-from asyncflow.build.resume import CRITIC_DIR, read_driver
+from asyncflow.build.resume import read_driver
 from asyncflow.build.saving import Saves, checkpoints_of
 from asyncflow.config import parse
+from asyncflow.run_dir import CRITIC_DIR
 
 Made = Callable[[], Saves]
 
