@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncflow.algorithms import ALGORITHMS
-from asyncflow.algorithms.base import Algorithm
+from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.build.prompts import Source, read_source, short_enough, tokenize
 from asyncflow.cluster import CLUSTERS
@@ -43,6 +43,8 @@ CHOICE_OF_TURNS = 3
 """So many turns' groups each data-parallel rank makes ready, so that those of one turn can be of about one length."""
 SHAPES = "shapes:"
 """Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
+TRAINED = ("normaliser", "advantages", "loss")
+"""What an algorithm, or its critic, says in any case."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -224,16 +226,32 @@ def make_algorithm(config: Config) -> Algorithm:
     if config.algorithm.name in ALGORITHMS:
         options = {"correction": default_correction(old, schedule.max_staleness), **options}
     algorithm: Algorithm = build("algorithm", config.algorithm.name, options, ALGORITHMS)
-    for name in ("normaliser", "needs_reference", "correction", "is_token_local", "advantages", "loss"):
-        if not hasattr(algorithm, name):
-            raise UserError(
-                f"the algorithm {config.algorithm.name} has no {name!r}: asyncflow/algorithms/base.py says what is needed"
-            )
-    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps"):
-        if not hasattr(algorithm, name):
-            setattr(algorithm, name, getattr(Algorithm, name))
+    own = f"the algorithm {config.algorithm.name}"
+    _check_contract(own, algorithm, Algorithm, (*TRAINED, "needs_reference", "correction", "is_token_local"))
+    if algorithm.critic is not None:
+        _check_contract(f"the critic of {own}", algorithm.critic, Critic, TRAINED)
     check_correction(algorithm.correction, old, schedule.max_staleness)
     return algorithm
+
+
+def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[str]) -> None:
+    """That an object of the user's own has what is needed of a contract; what it may leave out is filled in. Raises `UserError`."""
+
+    def is_there(name: str) -> bool:
+        promised, own = getattr(contract, name, None), getattr(trained, name, None)
+        return hasattr(trained, name) and not (callable(promised) and getattr(own, "__func__", own) is promised)
+
+    for name in needed:
+        if not is_there(name):
+            raise UserError(f"{what} has no {name!r}: asyncflow/algorithms/base.py says what is needed")
+    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps"):
+        if not hasattr(trained, name) and hasattr(contract, name):
+            setattr(trained, name, getattr(contract, name))
+    for name in ("statistics", "normalised") if trained.waits_for_batch else ():
+        if not is_there(name):
+            raise UserError(
+                f"{what} has no {name!r}, which waits_for_batch needs: asyncflow/algorithms/base.py says what is needed"
+            )
 
 
 def num_devices(config: Config) -> int:
