@@ -31,12 +31,13 @@ from asyncflow.rewards.sandbox import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
+from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Layout, RunError, UserError, group_bits_for
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.critic import VALUES_TASK
-from asyncflow.workflows.samples import Prompt, Shape
+from asyncflow.workflows.samples import Prompt, Shape, schema
 from asyncflow.workflows.schedule import Schedule
 
 CHOICE_OF_TURNS = 3
@@ -90,6 +91,20 @@ def _groups_per_turn(config: Config) -> int:
     """A group, or, in a pipeline, as many as make up the micro-batches that go through it together."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
     return -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
+
+
+def queue_schema(config: Config) -> Schema:
+    """The columns and tasks of the run's queue."""
+    tasks = tasks_before_training(config)
+    return schema(
+        shape_of(config).group_bits,
+        config.queue.lease_seconds,
+        config.reward.max_attempts,
+        has_reward_task="reward" in tasks,
+        has_reference_task="reference" in tasks,
+        has_critic=VALUES_TASK in tasks,
+        has_reward_parts=config.reward.has_parts,
+    )
 
 
 def check_choices(config: Config, *, is_here: bool = True) -> None:

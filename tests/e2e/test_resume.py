@@ -169,16 +169,18 @@ def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path],
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    "changes",
     [
-        {"name": "sub_step"},
-        {"name": "bounded", "max_staleness": 2},
-        {"name": "bounded", "max_staleness": 2, "membership": "first_come"},
+        {"schedule": {"name": "sub_step"}},
+        {"schedule": {"name": "bounded", "max_staleness": 2}},
+        {"schedule": {"name": "bounded", "max_staleness": 2, "membership": "first_come"}},
+        # what each scorer gave is a column of rows that are kept, too
+        {"schedule": {"name": "bounded", "max_staleness": 2}, "reward": {"value_on_failure": 0.0}, "run": {"stall_timeout_seconds": 15}},
     ],
-    ids=lambda schedule: "-".join(map(str, schedule.values())),
+    ids=["sub_step", "bounded", "first_come", "reward_parts"],
 )
-def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(schedule: dict[str, Any], tmp_path: Path) -> None:
-    config = tree(tmp_path, {"schedule": schedule, "rollout": {"num_slots": 8}})
+def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = tree(tmp_path, changes, {"rollout": {"num_slots": 8}})
     for number in (3, 5):
         life = Life(config)
         life.wait_for_steps(number)
@@ -186,6 +188,7 @@ def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(schedule:
     assert [*(life.run_dir / "checkpoints").glob("*/rows.afp")]
     last = Life(config)
     assert last.end() == 0, last.said()
+    assert "going on from" in last.said() and "lack a column" not in last.said()
     check_each_once(last.run_dir)
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.voided, certificate

@@ -164,6 +164,11 @@ class Ledger:
         return self._committed[task]
 
     @property
+    def kept(self) -> tuple[str, ...]:
+        """The tasks whose outputs a run that is gone on with keeps."""
+        return self.tasks[: self.tasks.index(self._last_kept) + 1]
+
+    @property
     def num_updates(self) -> int:
         """Of a step, by each task that trains."""
         return self._epochs * self._mini_batches
