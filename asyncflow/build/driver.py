@@ -218,7 +218,8 @@ class Driver:
         self.transfer_queue.abandon(client_key)
         self.board.forget(worker)
         self.hub.left(worker)
-        if worker.startswith("trainer/") and launch_of(os.environ) and not self.ledger.is_stopping and not self.failure.done():
+        is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
+        if worker.startswith("trainer/") and launch_of(os.environ) and is_needed and not self.failure.done():
             self.failure.set_exception(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:

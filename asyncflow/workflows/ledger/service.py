@@ -202,6 +202,19 @@ class LedgerService:
         self.is_stopping = True
         self.changed()
 
+    @property
+    def is_finishing(self) -> bool:
+        """Whether a step is being made to its end, be the run stopping or not: updates of it are made that are not committed."""
+        return any(
+            is_final and self.ledger.committed_by(task) <= step
+            for step, is_final in self._is_final.items()
+            for task in self.ledger.trained
+        )
+
+    async def finished(self) -> None:
+        """Wait until no step is being made to its end."""
+        await self._signal.until(lambda: not self.is_finishing)
+
     def changed(self) -> None:
         """End the steps that have closed, and wake whoever waits for what is true now."""
         for task, step in self.ledger.closed():

@@ -726,13 +726,17 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
             assert await books.service.turn(0, 0, 0, "train", 1) is None
             continue
         await books.service.offer(0, 0, 1, 9)
+        assert not books.service.is_finishing
         assert await first is not None
         books.service.stop()  # too late: the step is made to its end
+        finished = asyncio.create_task(books.service.finished())
+        assert books.service.is_finishing and not await settled(finished)
         assert await books.service.turn(0, 0, 0, "train", 1) == [1]
         await books.service.consume(0, consumed(*rows_of(1)), "train", 1)
         assert await books.service.totals(0, "train", 1) is not None
         await books.service.commit(0, [UPDATE, UPDATE])
-        assert await books.service.totals(1) is None
+        await asyncio.wait_for(finished, 1)
+        assert await books.service.totals(1) is None and not books.service.is_finishing
 
 
 async def test_of_two_models_both_are_updated_or_none() -> None:
@@ -752,9 +756,10 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
     assert await books.service.turn(0, 0, 0, "critic", 0) == [0]
     await books.service.consume(0, consumed(*rows_of(0)), "critic", 0)
-    assert await books.service.totals(0, "critic", 0) is not None
+    assert await books.service.totals(0, "critic", 0) is not None and books.service.is_finishing
     await books.service.commit(0, [UPDATE], "critic")
     await asyncio.wait_for(released, 1)
+    assert not books.service.is_finishing
     assert await books.service.totals(1, "critic", 0) is None
     assert [told[:2] for told in books.told if told[0] == "end"] == [("end", "train"), ("end", "critic")]
 
