@@ -781,3 +781,36 @@ async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order()
     asked = asyncio.create_task(books.service.statistics(0, "train"))
     books.service.stop()
     assert await asked is None
+
+
+async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_stops() -> None:
+    async def begun(num_groups: int) -> Service:
+        books = Service(num_ranks=2)
+        await books.service.open([meta(group) for group in range(num_groups)])
+        for group in range(2):
+            await books.service.offer(0, group, group, 9, [1.0])
+        assert await asyncio.gather(*(books.service.turn(0, rank, 0) for rank in range(2))) == [[0], [1]]
+        return books
+
+    books = await begun(2)
+    assert await books.service.statistics(0, "train") == [2.0]
+    books.service.stop()
+    assert await books.service.statistics(0, "train") == [2.0]  # the other rank, which would be waited for for ever
+
+    books = await begun(3)
+    first = asyncio.create_task(books.service.statistics(0, "train"))
+    assert not await settled(first)
+    books.service.stop()
+    assert await first is None
+    await books.service.offer(0, 1, 2, 9, [1.0])  # it was on its way
+    assert await books.service.statistics(0, "train") is None
+
+    books = Service(trained=("train", "critic"))  # one model has begun its updates, so the other begins them, too
+    await books.service.open([meta(0)])
+    books.service.done("rollout", rows_of(0))
+    for task in ("train", "critic"):
+        await books.service.offer(0, 0, 0, 9, [3.0], task)
+    await books.service.consume(0, consumed(*rows_of(0)))
+    assert await books.service.totals(0) is not None
+    books.service.stop()
+    assert await books.service.statistics(0, "critic") == [3.0]
