@@ -84,6 +84,7 @@ def shape_of(config: Config) -> Shape:
         epochs=config.train.epochs,
         mini_batches=config.train.mini_batches,
         has_reward_parts=config.reward.has_parts,
+        num_ranks=config.layout.dp,
     )
 
 

@@ -103,7 +103,8 @@ def schema(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once."""
+    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once. `num_ranks`:
+    data-parallel groups that train."""
 
     prompts_per_step: int
     group_size: int
@@ -117,6 +118,7 @@ class Shape:
     epochs: int = 1
     mini_batches: int = 1
     has_reward_parts: bool = False
+    num_ranks: int = 1
 
     @property
     def num_updates(self) -> int:

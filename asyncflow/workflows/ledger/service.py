@@ -86,6 +86,16 @@ class LedgerService:
         return displaced is not None
 
     @remote
+    async def may_take(self, step: int, rank: int, ahead: int, task: str = "train") -> None:
+        """Wait until a rank may have one more group of the step (see `Ledger.may_take`), or none is left to take."""
+
+        def may_it() -> bool:
+            ledger = self.ledger
+            return not ledger.is_open(step) or ledger.is_taken(step, task) or ledger.may_take(step, rank, ahead, task)
+
+        await self._until(may_it)
+
+    @remote
     async def offer(
         self, step: int, rank: int, group: int, tokens: int, statistics: list[float] | None = None, task: str = "train"
     ) -> bool:

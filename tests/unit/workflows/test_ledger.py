@@ -814,3 +814,36 @@ async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_s
     assert await books.service.totals(0) is not None
     books.service.stop()
     assert await books.service.statistics(0, "critic") == [3.0]
+
+
+async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_others_have_by_then() -> None:
+    books = Service(num_ranks=3)
+    await books.service.open([meta(group) for group in range(7)])
+
+    def may_take() -> list[bool]:
+        return [books.ledger.may_take(0, rank, 2) for rank in range(3)]
+
+    assert may_take() == [True] * 3
+    for group, rank, expected in (
+        (0, 0, [True] * 3),
+        (1, 0, [False, True, True]),  # it is two ahead of both
+        (2, 1, [False, True, True]),
+        (3, 2, [True] * 3),
+        (4, 0, [False, True, True]),
+        (5, 1, [False, True, True]),
+    ):
+        await books.service.offer(0, rank, group, 9)
+        assert may_take() == expected, group
+    waiting = asyncio.create_task(books.service.may_take(0, 0, 2))
+    assert not await settled(waiting)  # 3 of 7 are its part, rounded up, however far the others get
+    await books.service.offer(0, 2, 6, 9)
+    await asyncio.wait_for(waiting, 1)  # nothing is left to take
+    assert not books.ledger.may_take(0, 0, 9)
+    await asyncio.wait_for(books.service.may_take(5, 0, 2), 1)  # of a step that is over, neither
+
+    books = Service(num_ranks=2, trained=("train", "critic"))  # whose second model has one rank
+    await books.service.open([meta(group) for group in range(3)])
+    for group in range(3):
+        assert books.ledger.may_take(0, 0, 1, "critic")
+        await books.service.offer(0, 0, group, 9, [], "critic")
+    assert [books.ledger.may_take(0, rank, 1) for rank in range(2)] == [True, True]
