@@ -175,7 +175,11 @@ def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path],
         {"schedule": {"name": "bounded", "max_staleness": 2}},
         {"schedule": {"name": "bounded", "max_staleness": 2, "membership": "first_come"}},
         # what each scorer gave is a column of rows that are kept, too
-        {"schedule": {"name": "bounded", "max_staleness": 2}, "reward": {"value_on_failure": 0.0}, "run": {"stall_timeout_seconds": 15}},
+        {
+            "schedule": {"name": "bounded", "max_staleness": 2},
+            "reward": {"value_on_failure": 0.0},
+            "run": {"stall_timeout_seconds": 15},
+        },
     ],
     ids=["sub_step", "bounded", "first_come", "reward_parts"],
 )

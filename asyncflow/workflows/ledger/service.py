@@ -115,9 +115,7 @@ class LedgerService:
         has got them, and none if another was given none, though the last group may have been offered since.
         """
         key = task, step
-        is_there = await self._until(
-            lambda: key in self._has_sums or step in self._is_final or self.ledger.is_taken(step, task)
-        )
+        is_there = await self._until(lambda: key in self._has_sums or step in self._is_final or self.ledger.is_taken(step, task))
         if key not in self._has_sums:
             before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
             self._has_sums = before | {key: is_there or self._is_final.get(step, False)}

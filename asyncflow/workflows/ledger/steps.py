@@ -102,8 +102,8 @@ class _Pass:
 @dataclass(slots=True)
 class _Book:
     """One step, or one evaluation. `passes`: by task, its updates in order. `part`: the mini-batch of each group. `todo`: the rows
-    that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `taken`: how many groups each rank
-    has offered, by task."""
+    that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `taken`: how many each rank has
+    offered, by task."""
 
     passes: dict[str, list[_Pass]]
     part: dict[int, int] = field(default_factory=dict)
