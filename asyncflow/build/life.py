@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.build.prepare import Prepared, make_algorithm
-from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver
+from asyncflow.build.prepare import Prepared, make_algorithm, queue_schema
+from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver, usable
 from asyncflow.build.saving import checkpoints_of
 from asyncflow.build.workers import JobFile, copy_tokenizer
 from asyncflow.cluster.torchrun import launch_of
@@ -77,6 +77,7 @@ class Life:
                 if resumed.state.version == config.run.steps and self._has_results_of(config.run.steps):
                     self._tell_of_the_end(prepared, resumed)
                     return None
+                resumed = self._usable(resumed)
                 await self._go_back(resumed)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -197,6 +198,13 @@ class Life:
         self.rows = {row.pop("step"): row for row in metrics_of(run_dir)}
         self.certificate = read_certificate(run_dir)
         self.job = self._job_file(prepared, resumed)
+
+    def _usable(self, resumed: Resumed) -> Resumed:
+        """With the rows that this life's queue can take."""
+        rows = usable(resumed.rows, queue_schema(self._config))
+        if resumed.rows is not None and rows is None:
+            self._says(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")
+        return dataclasses.replace(resumed, rows=rows)
 
     async def _go_back(self, resumed: Resumed) -> None:
         """Let the run's folder be as it was when the checkpoint was written."""

@@ -30,6 +30,7 @@ from asyncflow.telemetry.report import REPORT_FILE
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE
 from asyncflow.telemetry.trackers import METRICS_FILE
+from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
 from asyncflow.types import Batch, Ragged, RunError, UserError
 from asyncflow.workflows.samples import Prompt
@@ -175,6 +176,14 @@ def _joined(batches: Sequence[Batch]) -> Batch:
             columns[name] = np.concatenate([batch.dense(name) for batch in batches])
     indices = np.concatenate([batch.indices for batch in batches])
     return Batch(indices, np.empty(0, np.int64), columns)
+
+
+def usable(rows: Batch | None, schema: Schema) -> Batch | None:
+    """Rows of a checkpoint, where of each task's outputs all are there, or none: what is written is not written again, so a row
+    that has some of them could not be completed. None, too, where they are not: the run makes such rows again."""
+    if rows is None or all(len(rows.columns.keys() & task.outputs) in (0, len(task.outputs)) for task in schema.tasks):
+        return rows
+    return None
 
 
 def check_fits(config: Config, state: DriverState, data: str) -> None:

@@ -46,7 +46,7 @@ from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.evaluation import HeldOut
 from asyncflow.workflows.ledger import Ledger
-from asyncflow.workflows.samples import REFERENCE_COLUMN, RESPONSE_COLUMNS, Prompt
+from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 
@@ -219,7 +219,8 @@ class Saves:
         schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._record.shape.group_size
         numbers = [group << schema.group_bits for groups in steps.values() for group in groups]
         rows = np.array([row for n in numbers for row in range(n, n + size) if row not in lacking], np.int64)
-        columns = [*RESPONSE_COLUMNS, *(c.name for c in schema.columns if c.name == REFERENCE_COLUMN.name)]
+        made = {name for task in self._ledger.kept for name in schema.task(task).outputs}
+        columns = [column.name for column in schema.declared if column.name in made]
         units = [self._queue.places.get(StorageUnit, f"unit/{number}") for number in self._queue.places.units]
         return [batch for unit in units for batch in await _read(unit, rows, columns)]
 
