@@ -252,7 +252,8 @@ class TrainConfig(Section):
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3
-    """So many updates in a row that cannot be made (a loss or the gradient is not finite, or no row is left) end the run."""
+    """So many updates in a row of the policy, or of the critic, that cannot be made (a loss or the gradient is not finite, or no
+    row is left) end the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward passes; weights, gradient sums and optimiser state are float32 or more."""
     activation_checkpointing: bool = False

@@ -3,7 +3,8 @@
     prepared --start--> driver's services, workers, loops --done | interrupted | failed--> stop --> model, trace, report
 
 consumes: the ends of loops and workers, the watchdog's verdict, the user's interrupt
-waits for: the first of these; workers then have `run.stop_grace_seconds` to end by themselves
+waits for: the first of these; for the commit of a step whose updates have begun; workers then have `run.stop_grace_seconds` to end
+    by themselves
 is unblocked by: whatever comes first
 """
 
@@ -181,8 +182,9 @@ class Job:
             self._life.remove_weights()
 
     async def _stop(self, driver: Driver) -> None:
-        grace = self._grace_seconds(driver)
         await driver.stop()
+        await self._finish_step(driver)
+        grace = self._grace_seconds(driver)
         await self.scaling.stop()
         for name in await self._cluster.stop(grace, partial(self._settle, driver, grace)):
             self.listener.says(f"worker {name} did not end within {grace:g} s and was killed")
@@ -306,6 +308,32 @@ class Job:
         saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
         has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
         return len(self.rows) >= steps and evaluated and saved and has_begun
+
+    async def _finish_step(self, driver: Driver) -> None:
+        """A step whose updates have begun is made to its end, for as long as something moves: half of them is no state that a run
+        could end with. What the workers are given to end in begins after its commit."""
+        if self._has_failed or not driver.ledger.is_finishing:
+            return
+        finished = asyncio.ensure_future(driver.ledger.finished())
+        over = asyncio.ensure_future(self._cluster.wait(driver.health.died))
+        waiting: set[asyncio.Future[Any]] = {finished, over, driver.failure, *self._loops}  # of which one is the watchdog
+        seconds: float | None = self.config.run.stop_grace_seconds
+        try:
+            while not finished.done() and not over.done():
+                done, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if not done:
+                    self.listener.says("the step whose updates have begun is made to its end: interrupt again to end at once")
+                    seconds = None
+        except asyncio.CancelledError:
+            await self._cluster.stop(0.0)
+            raise
+        except Exception as error:  # whatever it is, the run is to stop
+            self.listener.says(f"the step whose updates had begun was not made to its end: {error}")
+        finally:
+            for future in (finished, over):
+                future.cancel()
 
     def _grace_seconds(self, driver: Driver) -> float:
         """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read

@@ -3,10 +3,10 @@
     runs/<name>/   config.yaml job.json control.sock key.pem logs/ initial-model/    what the run is, and how it is reached
                    metrics.jsonl eval.jsonl samples.jsonl spans.jsonl fingerprints.jsonl certificate.json    what it has told
                    checkpoints/step-000012/                                          what it can go on from
-                   model/ report.html trace.json                                     what is left of it
+                   model/ critic/ report.html trace.json                             what is left of it
 
 `model/` has a file `.asyncflow-version` beside those of Hugging Face: how many steps it has been trained. It stays until another
-one takes its place.
+one takes its place. So it is with `critic/`, where the algorithm has one.
 
 Whatever must be whole or not there at all is written beside its name, flushed to the disk, and renamed.
 """
@@ -29,6 +29,9 @@ KEY_FILE: Final = "key.pem"
 EVAL_FILE: Final = "eval.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 SNAPSHOTS_DIR: Final = "snapshots"
+MODEL_DIR: Final = "model"
+CRITIC_DIR: Final = "critic"
+"""In the run's folder, and in a checkpoint."""
 
 _MARKER_FILE: Final = ".asyncflow-run"
 _VERSION_FILE: Final = ".asyncflow-version"  # in a final model: how many steps it has been trained
@@ -51,16 +54,12 @@ class RunDir:
     @property
     def model(self) -> Path:
         """The final model."""
-        return self.path / "model"
+        return self.path / MODEL_DIR
 
     @property
-    def model_partial(self) -> Path:
-        """The final model while it is written."""
-        return self.path / "model.partial"
-
-    @property
-    def _model_over(self) -> Path:
-        return self.path / "model.over"
+    def critic(self) -> Path:
+        """The final critic, where the algorithm has one."""
+        return self.path / CRITIC_DIR
 
     @property
     def initial_model(self) -> Path:
@@ -78,10 +77,12 @@ class RunDir:
     @property
     def model_version(self) -> int | None:
         """How many steps the final model has been trained; None where there is none, or a run has ended before it could say so."""
-        try:
-            return int((self.model / _VERSION_FILE).read_text())
-        except (OSError, ValueError):
-            return None
+        return _version_in(self.model)
+
+    @property
+    def critic_version(self) -> int | None:
+        """Likewise of the final critic; None where there is none."""
+        return _version_in(self.critic)
 
     def note_model(self, version: int) -> None:
         """The final model is of so many steps."""
@@ -91,13 +92,15 @@ class RunDir:
         """What tells a final model from the one that it has replaced."""
         return self.model.stat().st_ino if self.model.exists() else None
 
-    def restore_model(self) -> None:
-        """Have the final model under its name again, if whoever was replacing it was killed between two renames."""
-        if self._model_over.exists():
-            if self.model.exists():
-                shutil.rmtree(self._model_over)
-            else:
-                self._model_over.rename(self.model)
+    def restore_models(self) -> None:
+        """Have final model and critic under their names again, if whoever was replacing one was killed between two renames."""
+        for model in (self.model, self.critic):
+            _restore(model)
+
+    def forget_partial_models(self) -> None:
+        """Remove what was being written when the run was killed."""
+        for model in (self.model, self.critic):
+            shutil.rmtree(_partial(model), ignore_errors=True)
 
     def check(self, *, may_overwrite: bool) -> None:
         """That a new run may begin here. Raises `UserError`."""
@@ -120,25 +123,29 @@ class RunDir:
         replace(self.path / CONFIG_FILE, config.encode())
 
     @contextmanager
-    def saving_model(self, *, is_first: bool = True) -> Iterator[Path]:
-        """Where the final model is written, which becomes `model` when the block ends well: whole or not at all.
+    def saving_model(self, name: str = MODEL_DIR, *, version: int | None = None, is_first: bool = True) -> Iterator[Path]:
+        """Where the final model, or critic, is written, which gets its name when the block ends well: whole or not at all.
 
-        Of several processes that write it, the first one renames it. An earlier one stays until then.
+        Of several processes that write it, the first one renames it. An earlier one stays until then. `version`: how many steps it
+        has been trained, where that is said at once.
         """
-        partial = self.model_partial
+        model = self.path / name
+        partial, over = _partial(model), _over(model)
         yield partial
         if is_first:
+            if version is not None:
+                (partial / _VERSION_FILE).write_text(f"{version}\n")
             for file in partial.rglob("*"):
                 if file.is_file():
                     sync_file(file)
             for folder in folders_of(partial):
                 sync_folder(folder)
-            self.restore_model()
-            if self.model.exists():  # of a run that is gone on with
-                self.model.rename(self._model_over)
-            partial.rename(self.model)
+            _restore(model)
+            if model.exists():  # of a run that is gone on with
+                model.rename(over)
+            partial.rename(model)
             sync_folder(self.path)
-            shutil.rmtree(self._model_over, ignore_errors=True)
+            shutil.rmtree(over, ignore_errors=True)
 
     def make_weights_dir(self) -> Path:
         """Shared memory where there is any, named after this process so that a later run can sweep what a killed one left."""
@@ -149,6 +156,31 @@ class RunDir:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         return folder
+
+
+def _partial(model: Path) -> Path:
+    """Where it is while it is written."""
+    return model.with_name(f"{model.name}.partial")
+
+
+def _over(model: Path) -> Path:
+    """Where the one before is while another takes its name."""
+    return model.with_name(f"{model.name}.over")
+
+
+def _restore(model: Path) -> None:
+    if _over(model).exists():
+        if model.exists():
+            shutil.rmtree(_over(model))
+        else:
+            _over(model).rename(model)
+
+
+def _version_in(model: Path) -> int | None:
+    try:
+        return int((model / _VERSION_FILE).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def sweep_shared_memory() -> None:

@@ -225,17 +225,18 @@ def sequence_ratio_of_tokens(log_ratio_T: Tensor, row_T: Tensor, row_tokens_R: T
 
 
 def value_error(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) of each token, float32 [T], and bool [T], where the second is
-    the larger, so that there is no gradient. Without `clip` the first alone.
+    """1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) of each token, float32 [T], and bool [T], where V has moved
+    by more than `clip` and the second is the larger, so that there is no gradient. Without `clip` the first alone.
 
     The value clipping of PPO's first implementation (baselines' ppo2; arXiv:2005.12729, section 3): like the ratio's, pessimistic.
     """
     error_T = (values_T - returns_T) ** 2
     if clip is None:
         return 0.5 * error_T, error_T.detach() < 0
-    clipped_T = old_values_T + (values_T - old_values_T).clamp(-clip, clip)
-    clipped_error_T = (clipped_T - returns_T) ** 2
-    return 0.5 * error_T.maximum(clipped_error_T), clipped_error_T.detach() > error_T.detach()
+    moved_T = values_T - old_values_T
+    clipped_error_T = (old_values_T + moved_T.clamp(-clip, clip) - returns_T) ** 2
+    is_larger_T = clipped_error_T.detach() > error_T.detach()  # nearer than `clip` too, by a rounding
+    return 0.5 * error_T.maximum(clipped_error_T), is_larger_T & (moved_T.detach().abs() > clip)
 
 
 def importance_ratio(log_ratio_T: Tensor) -> Tensor:

@@ -13,7 +13,15 @@ from typing import Any, Final
 
 from asyncflow.build.health import Health
 from asyncflow.build.model_files import ModelFiles
-from asyncflow.build.prepare import Prepared, make_storage, num_devices, shape_of, tasks_before_training, unit_options
+from asyncflow.build.prepare import (
+    Prepared,
+    make_storage,
+    num_devices,
+    queue_schema,
+    shape_of,
+    tasks_before_training,
+    unit_options,
+)
 from asyncflow.build.record import RecordState, RunRecord, Told
 from asyncflow.build.rendezvous import Rendezvous
 from asyncflow.build.resume import Resumed, as_prompt, evaluated_versions
@@ -37,7 +45,7 @@ from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import Ledger, LedgerService, Sifted, StepTotals, Update
 from asyncflow.workflows.loop import feed
-from asyncflow.workflows.samples import SELECT_TASK, Prompt, schema
+from asyncflow.workflows.samples import SELECT_TASK, Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.scored import SKIPPED
 from asyncflow.workflows.selection import Selection
@@ -120,16 +128,7 @@ class Driver:
         config, tasks = self.config.queue, tasks_before_training(self.config)
         storages = [make_storage(self.config, number) for number in range(config.num_units)] if config.place == "driver" else []
         return TransferQueue(
-            schema(
-                self.shape.group_bits,
-                config.lease_seconds,
-                self.config.reward.max_attempts,
-                has_reward_task="reward" in tasks,
-                has_reference_task="reference" in tasks,
-                has_critic=VALUES_TASK in tasks,
-                has_selection=SELECT_TASK in tasks,
-                has_reward_parts=self.shape.has_reward_parts,
-            ),
+            queue_schema(self.config),
             storages,
             callbacks={task: self._callbacks(task) for task in tasks},
             unit_options=unit_options(self.config),
@@ -223,7 +222,8 @@ class Driver:
         self.transfer_queue.abandon(client_key)
         self.board.forget(worker)
         self.hub.left(worker)
-        if worker.startswith("trainer/") and launch_of(os.environ) and not self.ledger.is_stopping and not self.failure.done():
+        is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
+        if worker.startswith("trainer/") and launch_of(os.environ) and is_needed and not self.failure.done():
             self.failure.set_exception(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:

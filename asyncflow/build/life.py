@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.build.prepare import Prepared
-from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver
+from asyncflow.build.prepare import Prepared, make_algorithm, queue_schema
+from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver, usable
 from asyncflow.build.saving import checkpoints_of
 from asyncflow.build.workers import JobFile, copy_tokenizer
 from asyncflow.cluster.torchrun import launch_of
@@ -74,9 +74,10 @@ class Life:
                 prepared = self._begin_anew(prepared, scratch)
             else:
                 check_fits(config, resumed.state, await asyncio.to_thread(data_hash, prepared.prompts))
-                if resumed.state.version == config.run.steps == self._folder.model_version:
+                if resumed.state.version == config.run.steps and self._has_results_of(config.run.steps):
                     self._tell_of_the_end(prepared, resumed)
                     return None
+                resumed = self._usable(resumed)
                 await self._go_back(resumed)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -97,7 +98,8 @@ class Life:
         A model of an earlier life stays where there is none that could take its place. `model`: what the run was started from.
         """
         folder = self._folder
-        folder.restore_model()
+        folder.restore_models()
+        self._look_at_critic(committed)
         if folder.model_id() != self._model_before:  # saved in this life
             self._model_version = committed
             return
@@ -116,6 +118,14 @@ class Life:
             copy_tokenizer(model, partial)
         self._model_version = published.version
         self._says(f"the trainer could not save in time: {folder.model} holds the last published weights")
+
+    def _look_at_critic(self, committed: int) -> None:
+        """Say so if it could not save in time: nobody else has it."""
+        version = self._folder.critic_version
+        if self._has_critic and committed and (version is None or version < committed):
+            left = "is not there" if version is None else f"stays as it was after {version} steps"
+            where = "the newest checkpoint has it, if there is one"
+            self._says(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
 
     def note_end(self) -> None:
         """The run has ended in order, last of all: say so of the model that this life has saved."""
@@ -141,7 +151,7 @@ class Life:
         """What the run is to go on from; None if it is to begin. Raises `RunError` where all that there is is damaged."""
         if not self._resume:
             return None
-        self._folder.restore_model()
+        self._folder.restore_models()
         checkpoints = checkpoints_of(self._config)
         version = await asyncio.to_thread(checkpoints.newest, self._says)
         if version is not None:
@@ -170,6 +180,14 @@ class Life:
             return dataclasses.replace(prepared, model=model)
         return prepared
 
+    @property
+    def _has_critic(self) -> bool:
+        return make_algorithm(self._config).critic is not None
+
+    def _has_results_of(self, steps: int) -> bool:
+        """Whether the final model, and the critic where there is one, have been trained for so many steps."""
+        return self._folder.model_version == steps and (not self._has_critic or self._folder.critic_version == steps)
+
     def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed) -> None:
         """The run is finished, with its model: nothing is to be done."""
         run_dir, steps = self._config.run_dir, self._config.run.steps
@@ -180,6 +198,13 @@ class Life:
         self.rows = {row.pop("step"): row for row in metrics_of(run_dir)}
         self.certificate = read_certificate(run_dir)
         self.job = self._job_file(prepared, resumed)
+
+    def _usable(self, resumed: Resumed) -> Resumed:
+        """With the rows that this life's queue can take."""
+        rows = usable(resumed.rows, queue_schema(self._config))
+        if resumed.rows is not None and rows is None:
+            self._says(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")
+        return dataclasses.replace(resumed, rows=rows)
 
     async def _go_back(self, resumed: Resumed) -> None:
         """Let the run's folder be as it was when the checkpoint was written."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncflow.algorithms import ALGORITHMS
-from asyncflow.algorithms.base import Algorithm
+from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.build.prompts import Source, read_source, short_enough, tokenize
 from asyncflow.cluster import CLUSTERS
@@ -31,12 +31,13 @@ from asyncflow.rewards.sandbox import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
+from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Layout, RunError, UserError, group_bits_for
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.critic import VALUES_TASK
-from asyncflow.workflows.samples import SELECT_TASK, Prompt, Shape
+from asyncflow.workflows.samples import SELECT_TASK, Prompt, Shape, schema
 from asyncflow.workflows.schedule import Schedule
 
 CHOICE_OF_TURNS = 3
@@ -45,6 +46,8 @@ CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 SHAPES = "shapes:"
 """Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
+TRAINED = ("normaliser", "advantages", "loss")
+"""What an algorithm, or its critic, says in any case."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -88,6 +91,7 @@ def shape_of(config: Config) -> Shape:
         has_reward_parts=config.reward.has_parts,
         max_candidates=most,
         oversampling=config.train.oversampling,
+        num_ranks=config.layout.dp,
     )
 
 
@@ -95,6 +99,21 @@ def _groups_per_turn(config: Config) -> int:
     """A group, or, in a pipeline, as many as make up the micro-batches that go through it together."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
     return -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
+
+
+def queue_schema(config: Config) -> Schema:
+    """The columns and tasks of the run's queue."""
+    tasks = tasks_before_training(config)
+    return schema(
+        shape_of(config).group_bits,
+        config.queue.lease_seconds,
+        config.reward.max_attempts,
+        has_reward_task="reward" in tasks,
+        has_reference_task="reference" in tasks,
+        has_critic=VALUES_TASK in tasks,
+        has_selection=SELECT_TASK in tasks,
+        has_reward_parts=config.reward.has_parts,
+    )
 
 
 def check_choices(config: Config, *, is_here: bool = True) -> None:
@@ -141,9 +160,30 @@ def _check_critic(config: Config) -> None:
             "schedule.membership=first_come has groups change their steps, and the critic has given them the values of one: take "
             "strict"
         )
+    if config.train.critic.path is not None:
+        _check_folder("train.critic.path", config.train.critic.path)
+
+
+def critic_folder(config: Config) -> Path | None:
+    """The model that the critic starts from; None where there is no critic, or it starts from the policy's."""
     path = config.train.critic.path
-    if path is not None and not (Path(path) / "config.json").is_file():
-        raise UserError(f"train.critic.path {path!r} is no folder with a model in Hugging Face format: it has no config.json")
+    return Path(path) if path is not None and make_algorithm(config).critic is not None else None
+
+
+def _check_critic_fits(critic: Path, policy: Path) -> None:
+    """That a critic's model reads the policy's tokens. Raises `UserError`."""
+    theirs, ours = (read_json(folder / "config.json").get("vocab_size", 0) for folder in (critic, policy))
+    if theirs < ours:
+        raise UserError(
+            f"the critic's model {critic} has {theirs} tokens, and the policy's {ours}: set train.critic.path to a model with the "
+            f"policy's tokens"
+        )
+    tokens = [read_json(folder / "tokenizer.json").get("model", {}).get("vocab") for folder in (critic, policy)]
+    if all(tokens) and tokens[0] != tokens[1]:
+        raise UserError(
+            f"the critic's model {critic} has another tokenizer than the policy's: set train.critic.path to a model with the "
+            f"policy's tokens"
+        )
 
 
 def _check_candidates(config: Config, *, wants_them: bool) -> None:
@@ -253,16 +293,32 @@ def make_algorithm(config: Config) -> Algorithm:
     if config.algorithm.name in ALGORITHMS:
         options = {"correction": default_correction(old, schedule.max_staleness), **options}
     algorithm: Algorithm = build("algorithm", config.algorithm.name, options, ALGORITHMS)
-    for name in ("normaliser", "needs_reference", "correction", "is_token_local", "advantages", "loss"):
-        if not hasattr(algorithm, name):
-            raise UserError(
-                f"the algorithm {config.algorithm.name} has no {name!r}: asyncflow/algorithms/base.py says what is needed"
-            )
-    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups"):
-        if not hasattr(algorithm, name):
-            setattr(algorithm, name, getattr(Algorithm, name))
+    own = f"the algorithm {config.algorithm.name}"
+    _check_contract(own, algorithm, Algorithm, (*TRAINED, "needs_reference", "correction", "is_token_local"))
+    if algorithm.critic is not None:
+        _check_contract(f"the critic of {own}", algorithm.critic, Critic, TRAINED)
     check_correction(algorithm.correction, old, schedule.max_staleness)
     return algorithm
+
+
+def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[str]) -> None:
+    """That an object of the user's own has what is needed of a contract; what it may leave out is filled in. Raises `UserError`."""
+
+    def is_there(name: str) -> bool:
+        promised, own = getattr(contract, name, None), getattr(trained, name, None)
+        return hasattr(trained, name) and not (callable(promised) and getattr(own, "__func__", own) is promised)
+
+    for name in needed:
+        if not is_there(name):
+            raise UserError(f"{what} has no {name!r}: asyncflow/algorithms/base.py says what is needed")
+    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups"):
+        if not hasattr(trained, name) and hasattr(contract, name):
+            setattr(trained, name, getattr(contract, name))
+    for name in ("statistics", "normalised") if trained.waits_for_batch else ():
+        if not is_there(name):
+            raise UserError(
+                f"{what} has no {name!r}, which waits_for_batch needs: asyncflow/algorithms/base.py says what is needed"
+            )
 
 
 def num_devices(config: Config) -> int:
@@ -407,13 +463,16 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
     model = made if made is not None and is_made else await model_folder(config, source, scratch)
     if not evaluate_only:
         check_train_engine(config, read_json(model / "config.json"))
+    critic = critic_folder(config) if not evaluate_only else None
+    if critic is not None:
+        _check_critic_fits(critic, model)
     tokenizer = CheckpointTokenizer(model)
     prompts = short_enough(config, tokenize(config, tokenizer, source), source.name)
     held_out_prompts = [] if held_out is None else short_enough(config, tokenize(config, tokenizer, held_out), held_out.name)
     if not evaluate_only:
         _check_enough(config, len(prompts), "short enough prompts")
     everything = [*prompts, *held_out_prompts] if not evaluate_only else held_out_prompts or prompts
-    context = _context(config, model, everything)
+    context = _context(config, model, critic, everything)
     check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
     left_out = len(source.rows) - len(prompts), len(held_out.rows if held_out is not None else ()) - len(held_out_prompts)
     return Prepared(model, prompts, held_out_prompts, context, left_out)
@@ -440,28 +499,38 @@ async def model_folder(config: Config, source: Source | None, scratch: Path) -> 
     if path.startswith("random:"):
         texts = source.texts() if source is not None else ()
         return await _random_model(config, texts, scratch / "random-model")
+    return _check_folder("model.path", path)
+
+
+def _check_folder(option: str, path: str) -> Path:
+    """That the folder at `path`, which the option gives, holds a causal language model. Raises `UserError`."""
     folder = Path(path)
     settings = read_json(folder / "config.json")
     if not settings:
         hint = "download it first: AsyncFlow loads no model from a hub" if not folder.exists() else "it has no config.json"
-        raise UserError(f"model.path {path!r} is no folder with a model in Hugging Face format: {hint}")
+        raise UserError(f"{option} {path!r} is no folder with a model in Hugging Face format: {hint}")
     architectures = settings.get("architectures") or ["?"]
     if not any(str(name).endswith("ForCausalLM") for name in architectures):
-        raise UserError(f"the model {path} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
-    check_family(settings)
+        raise UserError(f"{option} {path!r} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
+    try:
+        check_family(settings)
+    except UserError as error:
+        raise UserError(f"{option} {path!r}: {error}") from error
     if not [*folder.glob("*.safetensors")]:
-        raise UserError(f"the model {path} has no weights in safetensors format; write them with transformers' save_pretrained")
+        raise UserError(f"{option} {path!r} has no weights in safetensors format; write them with transformers' save_pretrained")
     return folder
 
 
-def _context(config: Config, model: Path, prompts: Sequence[Prompt]) -> int:
-    """Tokens that the longest prompt and its response take. Raises `UserError` if the model, or the user, allows fewer."""
+def _context(config: Config, model: Path, critic: Path | None, prompts: Sequence[Prompt]) -> int:
+    """Tokens that the longest prompt and its response take. Raises `UserError` if a model, or the user, allows fewer."""
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i].ids))
     length, new = len(prompts[longest].ids), config.rollout.max_new_tokens
     limits = {
         "model.max_context_tokens": config.model.max_context_tokens,
         "the model's max_position_embeddings": read_json(model / "config.json").get("max_position_embeddings"),
     }
+    if critic is not None:
+        limits["the critic's max_position_embeddings"] = read_json(critic / "config.json").get("max_position_embeddings")
     for name, limit in limits.items():
         if limit is not None and length + new > limit:
             way_out = f"set rollout.max_new_tokens to {limit - length} or less" if length < limit else "shorten the prompts"

@@ -61,6 +61,7 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rows_dead: int = 0
     skipped_updates: int = 0
     skipped_in_a_row: int = 0
+    critic_skipped_in_a_row: int = 0
     rows_redelivered: int = 0
     reward_failures: dict[str, int] = {}
     why_not_deterministic: str = ""
@@ -111,7 +112,9 @@ class RunRecord:
         )
         self._dead_committed = before.rows_dead
         self._num_unscored: Counter[int] = Counter()
-        self._skipped_in_a_row = before.skipped_in_a_row
+        in_a_row = (before.skipped_in_a_row, before.critic_skipped_in_a_row)
+        self._skipped_in_a_row = dict(zip(ledger.trained, in_a_row, strict=False))  # updates, by task
+        self._rows: dict[tuple[str, int, int], list[int]] = {}  # by task, step and update, what it has trained
         self._has_said_unshared = before.has_said_unshared
         self._has_said_mismatch = False
         self._redelivered = before.rows_redelivered
@@ -125,13 +128,19 @@ class RunRecord:
             overlapped_steps=sorted(step for step in observed.overlapped_steps if step < self._ledger.committed),
             rows_dead=self._dead_committed,
             skipped_updates=observed.skipped_updates,
-            skipped_in_a_row=self._skipped_in_a_row,
+            skipped_in_a_row=self._skipped_in_a_row[self._ledger.trained[0]],
+            critic_skipped_in_a_row=self.critic_skipped_in_a_row,
             rows_redelivered=self._redelivered,
             reward_failures=dict(self._reward_failures()),
             why_not_deterministic=self._why_not_deterministic(),
             has_said_unshared=self._has_said_unshared,
             resumed_at=self._before.resumed_at,
         )
+
+    @property
+    def critic_skipped_in_a_row(self) -> int:
+        """The critic's updates that were skipped since it last made one. It may commit a step after the policy has."""
+        return sum(self._skipped_in_a_row[task] for task in self._ledger.trained[1:])
 
     @property
     def is_deterministic(self) -> bool:
@@ -200,6 +209,7 @@ class RunRecord:
     def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
         """A group's gradient has been added."""
         self._progress()
+        self._rows.setdefault((task, step, update), []).extend(group.rows)
         if task != self._ledger.trained[0]:
             self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), group)
             return
@@ -230,9 +240,8 @@ class RunRecord:
         if task != self._ledger.trained[0]:
             step = of_updates[-1].step
             self._add_updates(self._critic_metrics.setdefault(step, StepMetrics()), updates)
-            if any(update.is_skipped for update in updates):
-                self._told.says(f"step {step} leaves the critic as it is: its loss or gradient was not finite, or no row was left")
             self._is_final(step)
+            self._check_updates(task, of_updates, updates)
             return
         totals = of_updates[-1]
         metrics = self._metrics.pop(totals.step, StepMetrics())
@@ -250,8 +259,7 @@ class RunRecord:
         self._started = committed
         self._committed[totals.step] = metrics, times
         self._is_final(totals.step)
-        for each, update in zip(of_updates, updates, strict=True):
-            self._check_update(each, update)
+        self._check_updates(task, of_updates, updates)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
@@ -347,28 +355,41 @@ class RunRecord:
         whys = [self._before.why_not_deterministic, *(worker.why_not_deterministic for worker in workers)]
         return next((why for why in whys if why), "")
 
-    def _check_update(self, totals: StepTotals, update: Update) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if update.is_skipped else 0
-        if not update.is_skipped:
-            return
-        self._observed.skipped_updates += 1
-        rows, shape = totals.non_finite_rows, self.shape
-        first_group, next_group = (step * shape.numbers_per_step for step in (totals.step, totals.step + 1))
-        first, last = first_group << shape.group_bits, ((next_group - 1) << shape.group_bits) + shape.group_size - 1
-        is_strict = self._schedule.membership == "strict" and not shape.max_candidates
-        which = f"rows {first} to {last}" if is_strict else f"its {totals.sequences} rows"
-        why = f"the gradient of {which} together was not finite"
-        if rows:
-            why = f"the loss of rows {', '.join(map(str, rows[:8]))} was not finite"
+    def _check_updates(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
+        """Say which of a step's updates were skipped, and why. Too many in a row end the run."""
+        for number, (totals, update) in enumerate(zip(of_updates, updates, strict=True)):
+            rows = self._rows.pop((task, totals.step, number), [])
+            self._skipped_in_a_row[task] = self._skipped_in_a_row[task] + 1 if update.is_skipped else 0
+            if update.is_skipped:
+                which = f"update {number + 1} of {len(updates)} of " if len(updates) > 1 else ""
+                self._skipped(task, f"{which}step {totals.step}", totals, update, rows)
+
+    def _skipped(self, task: str, which: str, totals: StepTotals, update: Update, rows: Sequence[int]) -> None:
+        """`rows`: that were to be trained by the update."""
+        is_policy, non_finite = task == self._ledger.trained[0], totals.non_finite_rows
+        why = f"the gradient of {self._named(rows)} together was not finite"
+        if non_finite:
+            why = f"the loss of rows {', '.join(map(str, non_finite[:8]))} was not finite"
         if not update.normaliser:
             why = "nothing was left to train on"
-        self._told.says(f"step {totals.step} is skipped, the weights stay as they are: {why}")
-        if self._skipped_in_a_row >= self._config.train.max_skipped_updates:
-            way_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
+        self._observed.skipped_updates += is_policy
+        whose = "skipped, the weights" if is_policy else "skipped for the critic, whose weights"
+        self._told.says(f"{which} is {whose} stay as they are: {why}")
+        if self._skipped_in_a_row[task] >= self._config.train.max_skipped_updates:
+            ways_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
+            if not is_policy:
+                ways_out = "lower train.critic.learning_rate, or look at these rows' rewards and values"
             if not update.normaliser:
-                way_out = "the messages above say why the rows were given up"
-            told = f"{self._skipped_in_a_row} updates in a row were skipped, the last because {why}; {way_out}"
+                ways_out = "the messages above say why the rows were given up"
+            updates = "updates" if is_policy else "updates of the critic"
+            told = f"{self._skipped_in_a_row[task]} {updates} in a row were skipped, the last because {why}; {ways_out}"
             self._told.failed(RunError(told))
+
+    def _named(self, rows: Sequence[int]) -> str:
+        """The first and the last one where they are of neighbouring groups; how many they are, where they are not."""
+        groups = {row >> self.shape.group_bits for row in rows}
+        are_neighbours = groups and max(groups) - min(groups) + 1 == len(groups)
+        return f"rows {min(rows)} to {max(rows)}" if are_neighbours else f"its {len(rows)} rows"
 
     async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
         """The step's row of metrics, once every worker has told what it did until the commit."""

@@ -13,7 +13,6 @@ rows that were not trained are kept with the versions that made them, and the ot
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from asyncflow.telemetry.report import REPORT_FILE
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE
 from asyncflow.telemetry.trackers import METRICS_FILE
+from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
 from asyncflow.types import Batch, Ragged, RunError, UserError
 from asyncflow.workflows.samples import Prompt
@@ -38,7 +38,6 @@ from asyncflow.workflows.samples import Prompt
 DRIVER_FILE: Final = "driver.msgpack"
 ROWS_FILE: Final = "rows.afp"
 TRAINER_DIR: Final = "trainer"
-CRITIC_DIR: Final = "critic"
 CRITIC_FINGERPRINTS: Final = FINGERPRINTS_FILE.replace(".", ".critic.")
 VERSIONS_DIR: Final = "versions"
 
@@ -180,6 +179,14 @@ def _joined(batches: Sequence[Batch]) -> Batch:
     return Batch(indices, np.empty(0, np.int64), columns)
 
 
+def usable(rows: Batch | None, schema: Schema) -> Batch | None:
+    """Rows of a checkpoint, where of each task's outputs all are there, or none: what is written is not written again, so a row
+    that has some of them could not be completed. None, too, where they are not: the run makes such rows again."""
+    if rows is None or all(len(rows.columns.keys() & task.outputs) in (0, len(task.outputs)) for task in schema.tasks):
+        return rows
+    return None
+
+
 def check_fits(config: Config, state: DriverState, data: str) -> None:
     """That a run may go on under this configuration and with this data. Raises `UserError`."""
     before, now = _flat(parse_dumped(state.config).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
@@ -224,7 +231,7 @@ def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]
     for path in run_dir.glob(FINGERPRINTS_FILE.replace(".", "*.")):
         _keep_lines(path, lambda line: line["step"] < version)
     _cut_spans(run_dir / SPANS_FILE, version, now)
-    shutil.rmtree(RunDir(run_dir).model_partial, ignore_errors=True)
+    RunDir(run_dir).forget_partial_models()
     for name in (CERTIFICATE_FILE, REPORT_FILE, TRACE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     control_socket(run_dir).unlink(missing_ok=True)

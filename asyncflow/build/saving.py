@@ -24,7 +24,6 @@ import numpy as np
 
 from asyncflow.build.record import RecordState, RunRecord
 from asyncflow.build.resume import (
-    CRITIC_DIR,
     TRAINER_DIR,
     DriverState,
     as_saved,
@@ -36,7 +35,7 @@ from asyncflow.build.resume import (
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import CheckpointConfig, Config, dump
 from asyncflow.data.order import SeededOrder
-from asyncflow.run_dir import RunDir
+from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.unit import StorageUnit
@@ -47,7 +46,7 @@ from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.evaluation import HeldOut
 from asyncflow.workflows.ledger import Ledger
-from asyncflow.workflows.samples import REFERENCE_COLUMN, RESPONSE_COLUMNS, Prompt
+from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 
@@ -122,6 +121,9 @@ class Saves:
         if version != self._version:
             raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
         self._has_more = False
+        # The critic may have committed the step after the policy, and has by now.
+        in_a_row = self._record.critic_skipped_in_a_row
+        self._state = msgspec.structs.replace(self._state, critic_skipped_in_a_row=in_a_row)
         self._own[version] = own = asyncio.ensure_future(self._write_own(version))
         own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
         first = self._schedule.interval(version).high
@@ -132,15 +134,20 @@ class Saves:
     @remote
     async def written(self, version: int) -> None:
         """The trainers' files are there: make them a checkpoint. Returns when it is one, or has been given up."""
+        why = ""
         try:
             await self._own.pop(version)
             await self._record.finished(version)
-            if why := await self._part_of_critic(version):
-                await self._give_up(version, why)
-            else:
-                await asyncio.to_thread(self._checkpoints.commit, version)
         except OSError as error:
-            await self._give_up(version, f"{error.filename or 'a file'}: {error.strerror or error}")
+            why = _why(error)
+        of_critic = await self._part_of_critic(version)  # in any case: its files would stay else
+        if not (why := why or of_critic):
+            try:
+                await asyncio.to_thread(self._checkpoints.commit, version)
+            except OSError as error:
+                why = _why(error)
+        if why:
+            await self._give_up(version, why)
         self._settle(version)
 
     @remote
@@ -212,7 +219,8 @@ class Saves:
         schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._record.shape.group_size
         numbers = [group << schema.group_bits for groups in steps.values() for group in groups]
         rows = np.array([row for n in numbers for row in range(n, n + size) if row not in lacking], np.int64)
-        columns = [*RESPONSE_COLUMNS, *(c.name for c in schema.columns if c.name == REFERENCE_COLUMN.name)]
+        made = {name for task in self._ledger.kept for name in schema.task(task).outputs}
+        columns = [column.name for column in schema.declared if column.name in made]
         units = [self._queue.places.get(StorageUnit, f"unit/{number}") for number in self._queue.places.units]
         return [batch for unit in units for batch in await _read(unit, rows, columns)]
 
@@ -290,6 +298,10 @@ class Saving:
             await self._saves.failed(version, why)
         elif self._is_first:
             await self._saves.written(version)
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename or 'a file'}: {error.strerror or error}"
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -28,7 +28,7 @@ from asyncflow.build.prepare import (
     unit_options,
 )
 from asyncflow.build.rendezvous import Rendezvous, meet_at_driver
-from asyncflow.build.resume import CRITIC_DIR, CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
+from asyncflow.build.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.build.saving import Saves, Saving, checkpoints_of
 from asyncflow.cluster.abroad import abroad, own_address
 from asyncflow.config import Config, RewardModelConfig, load
@@ -42,7 +42,7 @@ from asyncflow.rewards.base import Sample, Score
 from asyncflow.rewards.delays import Scoring, delayed
 from asyncflow.rewards.fallback import with_fallback
 from asyncflow.rewards.model import by_model, together
-from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket
+from asyncflow.run_dir import CONFIG_FILE, CRITIC_DIR, JOB_FILE, KEY_FILE, RunDir, control_socket
 from asyncflow.telemetry.batches import BatchLog, StepLogs
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
@@ -344,19 +344,19 @@ async def critic_worker(name: str, run_dir: Path) -> None:
     async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(_critic_engine, run)
-        saving = await critic_steps(run, engine)
-        with run.reporter.recorder.busy("save"):
-            await _save_critic(engine, run_dir)
+        saving, version = await critic_steps(run, engine)
+        with run.reporter.recorder.busy("save"), RunDir(run_dir).saving_model(CRITIC_DIR, version=version) as folder:
+            await engine.save(folder)
         run.reporter.recorder.waiting("checkpoint")
         await saving.written()
         run.reporter.recorder.waiting("stop")
         await engine.close()
 
 
-async def critic_steps(run: Connection, engine: CriticEngine) -> Saving:
+async def critic_steps(run: Connection, engine: CriticEngine) -> tuple[Saving, int]:
     """A critic worker's work, with what was built for it.
 
-    Returns when the last checkpoint is staged; it is yet to be written.
+    Returns when the last checkpoint is staged, which is yet to be written, and how many steps the critic has been trained.
     """
     critic = make_algorithm(run.config).critic
     assert critic is not None, "the run has a critic worker"
@@ -373,16 +373,7 @@ async def critic_steps(run: Connection, engine: CriticEngine) -> Saving:
             run.queue, run.ledger, _schedule(run), engine, critic, run.shape, lane, fingerprints, saving, version
         )
     await saving.save(reached)
-    return saving
-
-
-async def _save_critic(engine: CriticEngine, run_dir: Path) -> None:
-    """Whole, or not at all."""
-    folder, partial = run_dir / CRITIC_DIR, run_dir / f"{CRITIC_DIR}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    await engine.save(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    return saving, reached
 
 
 def _config_of(run_dir: Path) -> Config:

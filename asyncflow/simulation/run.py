@@ -307,7 +307,7 @@ class SimulatedJob(Job):
     async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
             engine = SleepingCritic(self._costs_of(name), learning_rate=self.config.train.critic.learning_rate)
-            saving = await critic_steps(run, engine)
+            saving, _ = await critic_steps(run, engine)
             await saving.written()
             run.reporter.recorder.waiting("stop")
             await engine.close()

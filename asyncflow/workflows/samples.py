@@ -84,6 +84,9 @@ def schema(
     With `has_reward_task` it is another task that scores them, with `has_reference_task` one more adds the reference's log-probs.
     With `has_critic` one adds values, and another one trains on them beside the policy's training. With `has_selection` one says
     which groups are trained, and the tasks behind it see only those.
+
+    A model computes a group in pieces, so reference and values wait for rewards: a row without one leaves its group, and which rows
+    they see, and training does after them, is not to depend on which task was there first.
     """
     parts = (PARTS_COLUMN,) if has_reward_parts else ()
     scored = ("reward", *(column.name for column in parts))
@@ -102,8 +105,9 @@ def schema(
     for column in chosen:
         tasks.append(TaskSpec(SELECT_TASK, ("reward",), (column.name,), purpose="train", sampler="whole_groups"))
     for column in added:
-        task, responses = TASK_OF_COLUMN[column.name], ("prompt_ids", "response_ids", *(column.name for column in chosen))
-        tasks.append(TaskSpec(task, responses, (column.name,), purpose="train", sampler="whole_groups"))
+        awaited = ("reward",) if has_reward_task and not chosen else tuple(column.name for column in chosen)
+        responses = ("prompt_ids", "response_ids", *awaited)
+        tasks.append(TaskSpec(TASK_OF_COLUMN[column.name], responses, (column.name,), purpose="train", sampler="whole_groups"))
     if has_critic:
         tasks.append(TaskSpec("critic_update", trained, purpose="train", sampler="whole_groups"))
     timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
@@ -112,7 +116,8 @@ def schema(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once."""
+    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once. `num_ranks`:
+    data-parallel groups that train."""
 
     prompts_per_step: int
     group_size: int
@@ -126,6 +131,7 @@ class Shape:
     epochs: int = 1
     mini_batches: int = 1
     has_reward_parts: bool = False
+    num_ranks: int = 1
     max_candidates: int | None = None  # of a step, where it chooses its prompts among them
     oversampling: float = 1.0
 

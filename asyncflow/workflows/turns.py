@@ -8,8 +8,8 @@ is unblocked by: producers; the ledger, which gives out turns; the end of the st
                     (some groups ahead)                        (all ranks alike)
 
 Nothing here computes for long: the engine finds its next turn prepared when it has ended one. Where a step has several updates, or
-an algorithm waits for the whole batch, all of the step's groups are made ready as they come, and kept until the last update that
-needs them; their leases are held until the commit in any case.
+an algorithm waits for the whole batch, all of the step's groups are made ready as they come, by each rank about as many, and kept
+until the last update that needs them; their leases are held until the commit in any case.
 """
 
 from __future__ import annotations
@@ -181,8 +181,12 @@ class Turns:
                 self._changed.notify()
 
     async def _has_room(self) -> None:
-        """Wait until one more group may be made ready, or the step is over."""
-        await self._changed.until(lambda: self._is_over or self._keeps_all or len(self._ready) < self._shape.groups_ahead)
+        """Wait until one more group may be made ready, or the step is over. Who keeps all that it takes asks the ledger, so that
+        every rank gets its part."""
+        if not self._keeps_all:
+            await self._changed.until(lambda: self._is_over or len(self._ready) < self._shape.groups_ahead)
+        elif self._shape.num_ranks > 1:
+            await self._ledger.may_take(self.step, self._rank, self._shape.groups_ahead, self.task)
 
 
 async def members(

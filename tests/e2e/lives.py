@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import multiprocessing
 import os
 import re
@@ -45,6 +46,13 @@ class Life:
         while self.num_steps() < number and self._process.is_alive():
             assert time.monotonic() < deadline, f"waited in vain: {self.said()}"
             time.sleep(0.005)
+
+    def wait_for(self, words: str, seconds: float = 60.0) -> None:
+        """Until they are said."""
+        deadline = time.monotonic() + seconds
+        while words not in self.said():
+            assert time.monotonic() < deadline and self._process.is_alive(), f"waited in vain: {self.said()}"
+            time.sleep(0.01)
 
     def end(self, by: int | None = None, seconds: float = 60.0) -> int:
         """Have it end, by a signal perhaps. Returns the exit status as a shell sees it."""
@@ -113,6 +121,18 @@ def _slow(load: Callable[..., Any], number: int) -> Callable[..., Any]:
     return load_slowly
 
 
+def _slow_updates(optim_step: Callable[..., Any], seconds: float, number: int) -> Callable[..., Any]:
+    made = itertools.count()
+
+    async def step_slowly(engine: Any, normaliser: int) -> Any:
+        if not next(made):
+            os.kill(os.getpid(), number)
+        await asyncio.sleep(seconds)
+        return await optim_step(engine, normaliser)
+
+    return step_slowly
+
+
 @contextlib.contextmanager
 def harmed(how: str, number: int) -> Iterator[None]:
     """Something happens at the write of this number to a checkpoint, from 0 on.
@@ -120,12 +140,18 @@ def harmed(how: str, number: int) -> Iterator[None]:
     `kill`: the process ends before it; `after`: right after it; `term`: it is told to end by SIGTERM; `full`: at the write of this
     number of the checkpoint of version 1, of the next number of that of version 2, and so on, there is no room. `load`:
     a checkpoint is loaded slowly, and the process gets the signal of this number, unless it is 0, as soon as that begins.
+    `updates` and a number of milliseconds, which each update takes: the process gets the signal of this number in the first one.
     """
     if not how:
         yield
         return
     if how == "load":
         with patched(torch_engine.TorchEngine, "load_state", _slow(torch_engine.TorchEngine.load_state, number)):
+            yield
+        return
+    if how.startswith("updates"):
+        seconds = int(how.removeprefix("updates")) / 1000
+        with patched(torch_engine.TorchEngine, "optim_step", _slow_updates(torch_engine.TorchEngine.optim_step, seconds, number)):
             yield
         return
     places: list[tuple[Any, str]] = [

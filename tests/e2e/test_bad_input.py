@@ -110,6 +110,37 @@ def test_a_model_that_cannot_be_packed(small: Small, tmp_path: Path, fields: dic
     assert words in refusal(write_config(tmp_path, small(model={"path": str(model)})))
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "train.critic.path '{}' is a Qwen2ForSequenceClassification"),
+        ({"model_type": "bert"}, "train.critic.path '{}': The trainer cannot train a model of type 'bert'"),
+        ({"vocab_size": 5}, "the critic's model {} has 5 tokens, and the policy's 373"),
+        ({"max_position_embeddings": 30}, "the critic's max_position_embeddings is 30"),
+    ],
+)
+def test_a_critic_that_cannot_be_trained_beside_the_policy(
+    small: Small, tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    critic = model_with(tmp_path, **fields)
+    config = write_config(tmp_path, small(train={"critic": {"path": str(critic)}}, algorithm="ppo"))
+    assert words.format(critic) in refusal(config)
+
+
+def test_a_critic_without_weights_or_with_other_tokens(small: Small, tmp_path: Path) -> None:
+    critic = model_with(tmp_path, vocab_size=400)  # more rows than tokens are no mistake
+    config = write_config(tmp_path, small(train={"critic": {"path": str(critic)}}, algorithm="ppo", run={"steps": 1}))
+    tokenizer = json.loads((critic / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    (critic / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert f"the critic's model {critic} has another tokenizer than the policy's" in refusal(config)
+    (critic / "model.safetensors").unlink()
+    assert "has no weights in safetensors format" in refusal(config)
+    shutil.rmtree(critic)
+    assert f"train.critic.path '{critic}' is no folder with a model" in refusal(config)
+
+
 def test_a_tokenizer_without_an_end_token(small: Small, tmp_path: Path) -> None:
     model = model_with(tmp_path, eos_token_id=None)
     assert "end token" in refusal(write_config(tmp_path, small(model={"path": str(model)})))

@@ -63,6 +63,19 @@ class Sometimes(GRPO):
         return sums
 """
 
+BAD_CRITIC = """
+from asyncflow.algorithms.ppo import PPO
+
+class Broken(PPO):
+    def __init__(self, **options):
+        super().__init__(**options)
+        of_critic = self.critic.loss
+        def loss(batch):
+            sums = of_critic(batch)
+            return type(sums)(sums.loss * float("nan"), sums.metrics)
+        self.critic.loss = loss
+"""
+
 BAD_ENGINE = """
 import dataclasses
 import numpy as np
@@ -91,12 +104,12 @@ class Recorded(Listener):
         self.said.append(text)
 
 
-def run_inline(tree: Mapping[str, Any]) -> tuple[Job, list[str]]:
+def run_inline(tree: Mapping[str, Any], *, resume: bool = False) -> tuple[Job, list[str]]:
     """A whole run in this process, and what it said."""
     recorded = Recorded()
 
     async def main() -> Job:
-        job = Job(parse({**tree, "cluster": "inline"}), recorded)
+        job = Job(parse({**tree, "cluster": "inline"}), recorded, resume=resume)
         assert await job.run()
         return job
 
@@ -180,6 +193,38 @@ def test_three_skipped_steps_in_a_row_end_the_run(small: Small, tmp_path: Path) 
     (tmp_path / "loss.py").write_text(BAD_LOSS)
     with pytest.raises(RunError, match="3 updates in a row"):
         run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [*range(99)]}, run={"steps": 9}))
+
+
+def test_one_of_several_updates_that_is_skipped_is_named_with_the_rows_of_its_mini_batch(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(BAD_LOSS)
+    algorithm = {"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_gradients": [3], "bad_calls": [9]}
+    train = {"epochs": 2, "mini_batches": 2, "old": "step_start"}
+    job, said = run_inline(small(algorithm=algorithm, run={"steps": 2}, train=train))
+    assert [job.rows[s]["policy/skipped_updates"] for s in range(2)] == [1, 1]
+    of_gradient, of_loss = (text for text in said if "skipped" in text)
+    stay = "is skipped, the weights stay as they are:"
+    assert of_gradient == f"update 2 of 4 of step 0 {stay} the gradient of rows 8 to 15 together was not finite"
+    assert of_loss.startswith(f"update 1 of 4 of step 1 {stay} the loss of rows ")
+    assert {int(row) for row in of_loss.split("rows ")[1].removesuffix(" was not finite").split(", ")} < {*range(16, 24)}
+
+
+def test_skipped_updates_of_the_critic_end_the_run_as_the_policys_do_also_over_two_lives(small: Small, tmp_path: Path) -> None:
+    (tmp_path / "critic.py").write_text(BAD_CRITIC)
+
+    def tree(steps: int) -> dict[str, Any]:
+        path = f"{tmp_path / 'critic.py'}:Broken"
+        return small(algorithm={"path": path}, run={"steps": steps}, checkpoint={"keep": 1}, telemetry={"trackers": []})
+
+    job, said = run_inline(tree(2))
+    assert [job.rows[s]["critic/skipped_updates"] for s in range(2)] == [1, 1]
+    assert [job.rows[s]["policy/skipped_updates"] for s in range(2)] == [0, 0]
+    assert job.certificate is not None and job.certificate.skipped_updates == 0
+    skipped = [text for text in said if "skipped" in text]
+    is_skipped = "is skipped for the critic, whose weights stay as they are: the loss of"
+    assert [text.split(" rows ")[0] for text in skipped] == [f"step {s} {is_skipped}" for s in range(2)]
+    with pytest.raises(RunError, match=r"3 updates of the critic in a row .* train\.critic\.learning_rate"):
+        run_inline(tree(9), resume=True)
+    assert len(rows(tmp_path / "runs" / "test" / "metrics.jsonl")) <= 3  # the one update that was left of the three
 
 
 def test_a_killed_worker_that_is_not_to_be_started_again_ends_the_run_with_its_name_and_leaves_no_process(

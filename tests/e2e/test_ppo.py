@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from asyncflow.run_dir import RunDir
 from asyncflow.telemetry.trace import read_spans
 from tests.e2e.commands import rows, run_command, write_config
 
@@ -72,6 +74,11 @@ def test_a_run_with_a_critic_goes_on_as_if_it_had_not_ended(small: Callable[...,
     assert run("parts", 2) == [each[:2] for each in whole]
     assert [*(tmp_path / "runs" / "parts" / "checkpoints" / "step-000002" / "critic").glob("*.safetensors")]
     assert run("parts", 3, "--resume") == whole
+
+    folder = RunDir(tmp_path / "runs" / "parts")
+    assert folder.critic_version == folder.model_version == 3
+    shutil.rmtree(folder.critic)  # its worker was killed before it could save, say
+    assert run("parts", 3, "--resume") == whole and folder.critic_version == 3
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

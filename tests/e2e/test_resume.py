@@ -169,16 +169,22 @@ def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path],
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    "changes",
     [
-        {"name": "sub_step"},
-        {"name": "bounded", "max_staleness": 2},
-        {"name": "bounded", "max_staleness": 2, "membership": "first_come"},
+        {"schedule": {"name": "sub_step"}},
+        {"schedule": {"name": "bounded", "max_staleness": 2}},
+        {"schedule": {"name": "bounded", "max_staleness": 2, "membership": "first_come"}},
+        # what each scorer gave is a column of rows that are kept, too
+        {
+            "schedule": {"name": "bounded", "max_staleness": 2},
+            "reward": {"value_on_failure": 0.0},
+            "run": {"stall_timeout_seconds": 15},
+        },
     ],
-    ids=lambda schedule: "-".join(map(str, schedule.values())),
+    ids=["sub_step", "bounded", "first_come", "reward_parts"],
 )
-def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(schedule: dict[str, Any], tmp_path: Path) -> None:
-    config = tree(tmp_path, {"schedule": schedule, "rollout": {"num_slots": 8}})
+def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = tree(tmp_path, changes, {"rollout": {"num_slots": 8}})
     for number in (3, 5):
         life = Life(config)
         life.wait_for_steps(number)
@@ -186,9 +192,32 @@ def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(schedule:
     assert [*(life.run_dir / "checkpoints").glob("*/rows.afp")]
     last = Life(config)
     assert last.end() == 0, last.said()
+    assert "going on from" in last.said() and "lack a column" not in last.said()
     check_each_once(last.run_dir)
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.voided, certificate
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_step_whose_updates_have_begun_is_made_to_its_end_and_kept(by: signal.Signals, tmp_path: Path) -> None:
+    """They take longer than workers are given to end in, which begins with the commit."""
+    config = tree(tmp_path, {"train": {"epochs": 6, "old": "rollout"}, "run": {"stop_grace_seconds": 2}})
+    life = Life(config, harm=("updates500", by))
+    assert life.end() == 128 + by, life.said()
+    assert "is made to its end" in life.said() and "did not end" not in life.said()
+    assert life.num_steps() == 1 and [path.name for path in (life.run_dir / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_step_is_made_to_its_end_for_as_long_as_something_moves_and_nobody_interrupts_again(tmp_path: Path) -> None:
+    config = tree(tmp_path, {"train": {"epochs": 2, "old": "rollout"}, "run": {"stop_grace_seconds": 0.5}})
+    began = time.monotonic()
+    life = Life(config, harm=("updates60000", signal.SIGINT))
+    life.wait_for("interrupt again to end at once")
+    assert life.end(signal.SIGINT, seconds=20) != 0
+    stalled = Life(merged(config, {"run": {"stall_timeout_seconds": 3}}), harm=("updates60000", signal.SIGINT))
+    assert stalled.end(seconds=30) == 130
+    assert "was not made to its end: nothing has moved for 3 s" in stalled.said()
+    assert time.monotonic() - began < 50 and life.num_steps() == stalled.num_steps() == 0
 
 
 def test_more_steps_after_a_normal_end_and_what_may_not_change(tmp_path: Path) -> None:

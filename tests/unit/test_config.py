@@ -286,6 +286,65 @@ def test_what_a_critic_cannot_be_trained_with_is_refused(tree: dict[str, Any], s
         check_choices(parse({**NEEDED, "algorithm": "ppo", **tree}))
 
 
+OWN = """
+from asyncflow.algorithms.base import Algorithm, Critic
+class Plain:
+    normaliser = "tokens"
+    def advantages(self, group): return group.rewards
+    def loss(self, batch): ...
+class Least(Plain):
+    needs_reference, correction, is_token_local = False, "none", True
+class Waits(Least):
+    waits_for_batch = True
+    def statistics(self, group, advantages): return (1.0,)
+class Half(Least, Algorithm):
+    def __init__(self): self.waits_for_batch = True
+    def statistics(self, group, advantages): return (1.0,)
+class Lossless(Algorithm):
+    normaliser, needs_reference, correction, is_token_local = "tokens", False, "none", True
+    def advantages(self, group): return group.rewards
+class Judged(Least):
+    def __init__(self): self.critic = Plain()
+class Unjudged(Least):
+    class critic(Critic):
+        normaliser = "tokens"
+        def loss(self, batch): ...
+    critic = critic()
+class Nothing(Least):
+    critic = object()
+class Whole(Waits):
+    def normalised(self, advantages, sums): return advantages
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [
+        ("Plain", "has no 'needs_reference'"),
+        ("Waits", "Waits has no 'normalised', which waits_for_batch needs"),
+        ("Half", "has no 'normalised', which waits_for_batch needs"),
+        ("Lossless", "has no 'loss'"),
+        ("Unjudged", "the critic of the algorithm .*Unjudged has no 'advantages'"),
+        ("Nothing", "the critic of the algorithm .*Nothing has no 'normaliser'"),
+    ],
+)
+def test_what_an_algorithm_of_ones_own_lacks_is_named(tmp_path: Path, name: str, lacks: str) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(UserError, match=lacks + ".*: asyncflow/algorithms/base.py says what is needed"):
+        make_algorithm(parse({**NEEDED, "algorithm": {"path": f"{tmp_path / 'own.py'}:{name}"}}))
+
+
+def test_what_an_algorithm_of_ones_own_may_leave_out_is_filled_in(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    least, judged, whole = (
+        make_algorithm(parse({**NEEDED, "algorithm": {"path": f"{tmp_path / 'own.py'}:{name}"}}))
+        for name in ("Least", "Judged", "Whole")
+    )
+    assert (least.critic, least.waits_for_batch, least.needs_reference_ahead, least.held_steps) == (None, False, False, 0)
+    assert judged.critic is not None and judged.critic.waits_for_batch is False and not hasattr(judged.critic, "held_steps")
+    assert whole.waits_for_batch
+
+
 def test_a_critic_is_trained_as_the_policy_but_for_what_it_says() -> None:
     train = {"critic": {"learning_rate": 0.5, "warmup_steps": 3}, "learning_rate": 0.1, "old": "step_start", "accumulate": "exact"}
     config = parse({**NEEDED, "algorithm": "ppo", "train": train, "plan": {"train": {"dp": 2}}})

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from asyncflow import run_dir as run_dir_file
-from asyncflow.run_dir import RunDir
+from asyncflow.run_dir import CRITIC_DIR, MODEL_DIR, RunDir
 from tests.killing import in_a_process, killed_at
 
 WRITES = [(Path, "rename"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]
 
 
-def save(folder: RunDir, version: int) -> None:
-    with folder.saving_model() as partial:
+def save(folder: RunDir, version: int, name: str = MODEL_DIR, *, says_so: bool = False) -> None:
+    with folder.saving_model(name, version=version if says_so else None) as partial:
         (partial / "more").mkdir(parents=True, exist_ok=True)
         (partial / "more" / "weights").write_text(f"weights {version}")
 
 
-def weights(folder: RunDir) -> str:
-    return (folder.model / "more" / "weights").read_text()
+def weights(folder: RunDir, name: str = MODEL_DIR) -> str:
+    return (folder.path / name / "more" / "weights").read_text()
 
 
 def test_a_model_says_of_how_many_steps_it_is_until_another_takes_its_place(tmp_path: Path) -> None:
@@ -36,6 +36,18 @@ def test_a_model_says_of_how_many_steps_it_is_until_another_takes_its_place(tmp_
     save(folder, 4)
     assert weights(folder) == "weights 4" and folder.model_version is None and folder.model_id() != before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_critic_is_saved_as_the_model_is_and_says_at_once_of_how_many_steps(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path)
+    assert folder.critic_version is None
+    for version in (3, 4):
+        save(folder, version, CRITIC_DIR, says_so=True)
+        assert weights(folder, CRITIC_DIR) == f"weights {version}" and folder.critic_version == version
+    assert folder.model_version is None and [path.name for path in tmp_path.iterdir()] == ["critic"]
+    (tmp_path / "critic.partial").mkdir()
+    folder.forget_partial_models()
+    assert [path.name for path in tmp_path.iterdir()] == ["critic"]
 
 
 def test_a_block_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
@@ -57,22 +69,24 @@ def test_files_and_folders_are_flushed_before_the_name_changes(tmp_path: Path, m
     assert done == ["model.partial/more/weights", "model.partial/more", "model.partial", "rename", "."]
 
 
-def save_and_be_killed(folder: RunDir, number: int, is_before: bool) -> None:
+def save_and_be_killed(folder: RunDir, name: str, number: int, is_before: bool) -> None:
     killed_at(WRITES, number, is_before)
-    save(folder, 4)
+    save(folder, 4, name, says_so=name == CRITIC_DIR)
 
 
+@pytest.mark.parametrize("name", [MODEL_DIR, CRITIC_DIR])
 @pytest.mark.parametrize("is_before", [True, False])
-def test_killed_at_each_write_one_of_the_two_models_is_left_whole(tmp_path: Path, is_before: bool) -> None:
+def test_killed_at_each_write_one_of_the_two_models_is_left_whole(tmp_path: Path, is_before: bool, name: str) -> None:
     for number in range(20):
         folder = RunDir(tmp_path / str(number))
-        save(folder, 3)
-        status = in_a_process(lambda folder=folder, number=number: save_and_be_killed(folder, number, is_before))
-        folder.restore_model()
+        save(folder, 3, name, says_so=name == CRITIC_DIR)
+        status = in_a_process(lambda folder=folder, number=number: save_and_be_killed(folder, name, number, is_before))
+        folder.restore_models()
         if os.WIFEXITED(status):
-            assert number >= 5 and weights(folder) == "weights 4"
+            assert number >= 5 and weights(folder, name) == "weights 4"
             return
-        assert os.WTERMSIG(status) == signal.SIGKILL and weights(folder) in ("weights 3", "weights 4")
-        save(folder, 5)
-        assert weights(folder) == "weights 5"
+        assert os.WTERMSIG(status) == signal.SIGKILL and weights(folder, name) in ("weights 3", "weights 4")
+        assert name == MODEL_DIR or weights(folder, name) == f"weights {folder.critic_version}"
+        save(folder, 5, name)
+        assert weights(folder, name) == "weights 5"
     raise AssertionError("saving does not end")

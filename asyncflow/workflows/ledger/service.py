@@ -37,6 +37,7 @@ class LedgerService:
         self._ended: set[tuple[str, int]] = set()
         # What one rank was told, all are, and those who train another model on the same rows: they step together.
         self._may_train: dict[int, bool] = {}
+        self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
         self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
 
     @remote
@@ -102,6 +103,16 @@ class LedgerService:
         return displaced is not None
 
     @remote
+    async def may_take(self, step: int, rank: int, ahead: int, task: str = "train") -> None:
+        """Wait until a rank may have one more group of the step (see `Ledger.may_take`), or none is left to take."""
+
+        def may_it() -> bool:
+            ledger = self.ledger
+            return not ledger.is_open(step) or ledger.is_taken(step, task) or ledger.may_take(step, rank, ahead, task)
+
+        await self._until(may_it)
+
+    @remote
     async def offer(
         self, step: int, rank: int, group: int, tokens: int, statistics: list[float] | None = None, task: str = "train"
     ) -> bool:
@@ -115,9 +126,17 @@ class LedgerService:
 
     @remote
     async def statistics(self, step: int, task: str) -> list[float] | None:
-        """Wait until every group of the step has been offered, and return the sums of their statistics. None: the run stops."""
-        is_there = await self._until(lambda: step in self._is_final or self.ledger.is_taken(step, task))
-        return self.ledger.statistics(step, task) if is_there or self._is_final.get(step) else None
+        """Wait until every group of the step has been offered, and return the sums of their statistics. None: the run stops.
+
+        Ranks step together, so what one of them was told all are: one that asks when the run is stopping gets the sums if another
+        has got them, and none if another was given none, though the last group may have been offered since.
+        """
+        key = task, step
+        is_there = await self._until(lambda: key in self._has_sums or step in self._is_final or self.ledger.is_taken(step, task))
+        if key not in self._has_sums:
+            before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
+            self._has_sums = before | {key: is_there or self._is_final.get(step, False)}
+        return self.ledger.statistics(step, task) if self._has_sums[key] else None
 
     @remote
     async def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
@@ -224,6 +243,19 @@ class LedgerService:
         """Nothing more is opened or begun."""
         self.is_stopping = True
         self.changed()
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether a step is being made to its end, be the run stopping or not: updates of it are made that are not committed."""
+        return any(
+            is_final and self.ledger.committed_by(task) <= step
+            for step, is_final in self._is_final.items()
+            for task in self.ledger.trained
+        )
+
+    async def finished(self) -> None:
+        """Wait until no step is being made to its end."""
+        await self._signal.until(lambda: not self.is_finishing)
 
     def changed(self) -> None:
         """End the steps that have closed, and wake whoever waits for what is true now."""

@@ -19,6 +19,7 @@ change steps, so that each step keeps as many groups, and the other one only if 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,14 +77,15 @@ class StepTotals(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class _Book:
     """One step, or one evaluation. `passes`: by task, its updates in order. `part`: the mini-batch of each group. `todo`: the rows
-    that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `candidates`: where members are
-    chosen from them."""
+    that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `taken`: how many each rank has
+    offered, by task. `candidates`: where members are chosen from them."""
 
     passes: dict[str, list[Pass]]
     part: dict[int, int] = field(default_factory=dict)
     todo: dict[str, set[int]] = field(default_factory=dict)
     last_version: int = 0  # no later one may generate its rows
     statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    taken: dict[str, Counter[int]] = field(default_factory=dict)
     dead: int = 0
     candidates: Candidates | None = None
 
@@ -152,6 +154,11 @@ class Ledger:
     def committed_by(self, task: str) -> int:
         """Steps that a task has committed: its model's version."""
         return self._committed[task]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The tasks whose outputs a run that is gone on with keeps."""
+        return self.tasks[: self.tasks.index(self._last_kept) + 1]
 
     @property
     def num_updates(self) -> int:
@@ -343,7 +350,15 @@ class Ledger:
         for one in mine:
             one.offer(rank, group, tokens)
         book.statistics.setdefault(task, {})[group] = list(statistics)
+        book.taken.setdefault(task, Counter())[rank] += 1
         return True
+
+    def may_take(self, step: int, rank: int, ahead: int, task: str = "train") -> bool:
+        """Whether a rank may have one more group of the step: its part is not full, nor has it so many more than any other. Who
+        keeps what it takes would have most of the step if it were there first, and the others would wait for it in every turn."""
+        book = self._open_book("train", step)
+        ranks, taken = range(len(book.passes[task][0].offered)), book.taken.get(task, Counter[int]())
+        return taken[rank] * len(ranks) < len(book.part) and taken[rank] < min(taken[each] for each in ranks) + ahead
 
     def is_taken(self, step: int, task: str = "train") -> bool:
         """Whether every group that is left of the step is in the hands of those who train it, or has been."""

@@ -135,6 +135,17 @@ def test_the_value_loss_by_hand() -> None:
     assert plain.metrics["critic/clip_ratio"].item() == 0
 
 
+def test_a_value_is_clipped_where_it_has_no_gradient_and_nowhere_by_a_rounding() -> None:
+    """V_old + (V - V_old) is not V in float32: its error may be the larger one by a rounding, though nothing is cut off."""
+    torch.manual_seed(0)
+    old_T, values_T, returns_T = torch.randn(20000), torch.randn(20000, requires_grad=True), torch.rand(20000)
+    error_T, clipped_T = functional.value_error(values_T, old_T, returns_T, 0.2)
+    (gradient_T,) = torch.autograd.grad(error_T.sum(), values_T)
+    assert torch.equal(clipped_T, gradient_T == 0) and 0.1 < clipped_T.float().mean() < 0.9
+    near_T = (values_T.detach() - old_T).abs() <= 0.2
+    assert near_T.sum() > 1000 and not clipped_T[near_T].any()
+
+
 @pytest.mark.parametrize("clip", [None, 0.05, 0.5])
 def test_the_value_loss_is_what_plain_numbers_say(clip: float | None) -> None:
     rng = np.random.default_rng(0)

@@ -20,6 +20,7 @@ from asyncflow.build.resume import (
     data_hash,
     holds_results,
     read_driver,
+    usable,
     write_added,
     write_driver,
 )
@@ -27,7 +28,7 @@ from asyncflow.config import Config, dump, parse
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.types import Batch, Ragged, RunError, UserError
-from asyncflow.workflows.samples import Prompt
+from asyncflow.workflows.samples import PARTS_COLUMN, REFERENCE_COLUMN, RESPONSE_COLUMNS, Prompt, schema
 
 TREE: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d"}}
 
@@ -58,6 +59,24 @@ def test_the_drivers_part_comes_back_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "step" / "rows.afp").write_bytes((tmp_path / "step" / "rows.afp").read_bytes()[:-3])
     with pytest.raises(RunError, match="cannot be read"):
         read_driver(tmp_path / "step")
+
+
+def test_rows_that_have_some_of_a_tasks_outputs_are_made_again_and_others_go_on() -> None:
+    def with_columns(*names: str) -> Batch:
+        return Batch(np.array([3], np.int64), np.empty(0, np.int64), {name: np.zeros(1, np.float32) for name in names})
+
+    plain, parts = schema(1, 9.0, 2), schema(1, 9.0, 2, has_reward_parts=True)
+    by_task = schema(1, 9.0, 2, has_reward_task=True, has_reward_parts=True, has_reference_task=True)
+    responses, scored = with_columns(*RESPONSE_COLUMNS), with_columns(*RESPONSE_COLUMNS, PARTS_COLUMN.name)
+    assert usable(None, parts) is None
+    assert usable(responses, plain) is responses and usable(scored, parts) is scored
+    assert usable(responses, parts) is None  # as checkpoints had them once: the row waited for its parts for ever
+    assert usable(responses, by_task) is None
+    assert usable(scored, by_task) is scored  # the reference's log-probs are the next task's
+    unscored = with_columns(*(name for name in RESPONSE_COLUMNS if name != "reward"))
+    assert usable(unscored, by_task) is unscored and usable(unscored, plain) is None
+    referred = with_columns(*RESPONSE_COLUMNS, REFERENCE_COLUMN.name)
+    assert usable(referred, plain) is referred  # a column that this queue has not is left out of what is put into it
 
 
 @pytest.mark.parametrize(

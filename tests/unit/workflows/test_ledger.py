@@ -677,7 +677,7 @@ def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
     ledger = Ledger(BITS, ("rollout", "values"), trained=("train", "critic"), by_step=("values",))
     ledger.open([meta(0)])
     ledger.done("rollout", rows_of(0))
-    assert ledger.not_generated() == set()  # values are made again
+    assert ledger.not_generated() == set() and ledger.kept == ("rollout",)  # values are made again
     assert ledger.closed() == []
     ledger.done("values", rows_of(0))
     assert ledger.closed() == [("values", 0)]
@@ -726,13 +726,17 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
             assert await books.service.turn(0, 0, 0, "train", 1) is None
             continue
         await books.service.offer(0, 0, 1, 9)
+        assert not books.service.is_finishing
         assert await first is not None
         books.service.stop()  # too late: the step is made to its end
+        finished = asyncio.create_task(books.service.finished())
+        assert books.service.is_finishing and not await settled(finished)
         assert await books.service.turn(0, 0, 0, "train", 1) == [1]
         await books.service.consume(0, consumed(*rows_of(1)), "train", 1)
         assert await books.service.totals(0, "train", 1) is not None
         await books.service.commit(0, [UPDATE, UPDATE])
-        assert await books.service.totals(1) is None
+        await asyncio.wait_for(finished, 1)
+        assert await books.service.totals(1) is None and not books.service.is_finishing
 
 
 async def test_of_two_models_both_are_updated_or_none() -> None:
@@ -752,9 +756,10 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
     assert await books.service.turn(0, 0, 0, "critic", 0) == [0]
     await books.service.consume(0, consumed(*rows_of(0)), "critic", 0)
-    assert await books.service.totals(0, "critic", 0) is not None
+    assert await books.service.totals(0, "critic", 0) is not None and books.service.is_finishing
     await books.service.commit(0, [UPDATE], "critic")
     await asyncio.wait_for(released, 1)
+    assert not books.service.is_finishing
     assert await books.service.totals(1, "critic", 0) is None
     assert [told[:2] for told in books.told if told[0] == "end"] == [("end", "train"), ("end", "critic")]
 
@@ -776,3 +781,69 @@ async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order()
     asked = asyncio.create_task(books.service.statistics(0, "train"))
     books.service.stop()
     assert await asked is None
+
+
+async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_stops() -> None:
+    async def begun(num_groups: int) -> Service:
+        books = Service(num_ranks=2)
+        await books.service.open([meta(group) for group in range(num_groups)])
+        for group in range(2):
+            await books.service.offer(0, group, group, 9, [1.0])
+        assert await asyncio.gather(*(books.service.turn(0, rank, 0) for rank in range(2))) == [[0], [1]]
+        return books
+
+    books = await begun(2)
+    assert await books.service.statistics(0, "train") == [2.0]
+    books.service.stop()
+    assert await books.service.statistics(0, "train") == [2.0]  # the other rank, which would be waited for for ever
+
+    books = await begun(3)
+    first = asyncio.create_task(books.service.statistics(0, "train"))
+    assert not await settled(first)
+    books.service.stop()
+    assert await first is None
+    await books.service.offer(0, 1, 2, 9, [1.0])  # it was on its way
+    assert await books.service.statistics(0, "train") is None
+
+    books = Service(trained=("train", "critic"))  # one model has begun its updates, so the other begins them, too
+    await books.service.open([meta(0)])
+    books.service.done("rollout", rows_of(0))
+    for task in ("train", "critic"):
+        await books.service.offer(0, 0, 0, 9, [3.0], task)
+    await books.service.consume(0, consumed(*rows_of(0)))
+    assert await books.service.totals(0) is not None
+    books.service.stop()
+    assert await books.service.statistics(0, "critic") == [3.0]
+
+
+async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_others_have_by_then() -> None:
+    books = Service(num_ranks=3)
+    await books.service.open([meta(group) for group in range(7)])
+
+    def may_take() -> list[bool]:
+        return [books.ledger.may_take(0, rank, 2) for rank in range(3)]
+
+    assert may_take() == [True] * 3
+    for group, rank, expected in (
+        (0, 0, [True] * 3),
+        (1, 0, [False, True, True]),  # it is two ahead of both
+        (2, 1, [False, True, True]),
+        (3, 2, [True] * 3),
+        (4, 0, [False, True, True]),
+        (5, 1, [False, True, True]),
+    ):
+        await books.service.offer(0, rank, group, 9)
+        assert may_take() == expected, group
+    waiting = asyncio.create_task(books.service.may_take(0, 0, 2))
+    assert not await settled(waiting)  # 3 of 7 are its part, rounded up, however far the others get
+    await books.service.offer(0, 2, 6, 9)
+    await asyncio.wait_for(waiting, 1)  # nothing is left to take
+    assert not books.ledger.may_take(0, 0, 9)
+    await asyncio.wait_for(books.service.may_take(5, 0, 2), 1)  # of a step that is over, neither
+
+    books = Service(num_ranks=2, trained=("train", "critic"))  # whose second model has one rank
+    await books.service.open([meta(group) for group in range(3)])
+    for group in range(3):
+        assert books.ledger.may_take(0, 0, 1, "critic")
+        await books.service.offer(0, 0, group, 9, [], "critic")
+    assert [books.ledger.may_take(0, rank, 1) for rank in range(2)] == [True, True]

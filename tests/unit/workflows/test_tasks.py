@@ -40,10 +40,10 @@ SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1, 1)
 class World:
     """A queue in which rollout is done by hand."""
 
-    def __init__(self, schedule: Schedule, task: str) -> None:
+    def __init__(self, schedule: Schedule, task: str, **others: bool) -> None:
         self.task, self.dead, self.spans = task, list[DeadRow](), list[Span]()
         self.ledger = Ledger(BITS, ("rollout", task))
-        flags = {f"has_{task}_task": True}
+        flags = {f"has_{task}_task": True, **others}
         callbacks: dict[str, Any] = {
             each: {"on_done": lambda rows, each=each: self._done(each, rows)} for each in ("rollout", task)
         }
@@ -83,8 +83,10 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def serving(task: str, work: Work, schedule: Schedule | None = None, at_once: int = 1) -> AsyncIterator[World]:
-    world = World(schedule or Periodic(), task)
+async def serving(
+    task: str, work: Work, schedule: Schedule | None = None, at_once: int = 1, **others: bool
+) -> AsyncIterator[World]:
+    world = World(schedule or Periodic(), task, **others)
     async with world.queue.running():
         running = asyncio.create_task(serve(task, world.client, world.service, work, world.recorder, at_once=at_once))
         await turns()
@@ -159,6 +161,28 @@ async def test_what_no_scorer_has_anything_to_say_about_is_left_out_and_not_trie
         await world.generate(0, 1, 2)
         assert world.dead == [DeadRow(0, 1, "skipped: nothing to say")] and asked.count("1 2") == 1
         leased = await world.client.lease("train")
+        assert leased is not None and leased.lease.indices == [0, 2]
+
+
+@pytest.mark.parametrize("task", ["reference", "values"])
+async def test_whoever_computes_a_group_in_pieces_sees_the_rows_that_training_will_see(task: str) -> None:
+    may_skip = asyncio.Event()
+
+    async def score(sample: Sample) -> Score:
+        if sample.response == "1 2":
+            await may_skip.wait()
+            raise RewardFailure("skipped", "nothing to say")
+        return Score(1.0, ())
+
+    work = reward(score, decode, lambda line: None, SHAPE)
+    async with serving("reward", work, has_reference_task=task == "reference", has_critic=task == "values") as world:
+        await world.admit(meta(0))
+        await world.generate(0, 1, 2)
+        lease = asyncio.create_task(world.client.lease(task, Want(step=0)))
+        await turns()
+        assert not lease.done()  # its responses are there, and row 1 may leave it yet
+        may_skip.set()
+        leased = await asyncio.wait_for(lease, 5)
         assert leased is not None and leased.lease.indices == [0, 2]
 
 

@@ -59,15 +59,15 @@ class World:
     def _end_step(self, purpose: str, step: int) -> None:
         self.ending = asyncio.ensure_future(self.queue.client().end_step(purpose, step))
 
-    async def admit(self, num_steps: int, begun: Mapping[int, int] | None = None) -> None:
-        """`begun`: groups that an older version has begun, or none (NEVER)."""
-        metas = [GroupMeta(group, 1, group // 2, self.schedule.interval(group // 2)) for group in range(2 * num_steps)]
+    async def admit(self, num_steps: int, begun: Mapping[int, int] | None = None, each: int = 2) -> None:
+        """`begun`: groups that an older version has begun, or none (NEVER). `each`: groups of a step."""
+        metas = [GroupMeta(group, 1, group // each, self.schedule.interval(group // each)) for group in range(each * num_steps)]
         await self.service.open(metas)
         await self.client.put(metas, admission(metas, [Prompt(np.arange(2), {})] * len(metas), [1.0] * len(metas)))
         leased = await self.client.lease("rollout", Want(groups=99))
         assert leased is not None
         self.rollout = leased.lease
-        for group in range(2 * num_steps):
+        for group in range(each * num_steps):
             if (version := (begun or {}).get(group, 0)) != NEVER:
                 self.ledger.begun([group], version)
 
@@ -394,3 +394,44 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
         assert asked == ["mismatch/kl", *["policy/kl"] * 4]  # engines are compared under the version's own weights alone
         counts = world.queue.controllers["train"].table.counts()
         assert counts["ready"] == counts["leased"] == 0  # dropped
+
+
+@pytest.mark.parametrize("late", [0.0, 0.05])
+async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> None:
+    """All of it is there already, and the second rank comes to it later."""
+    shape = replace(SHAPE, epochs=2, num_ranks=2, groups_ahead=3)
+    async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
+        await world.admit(1, each=12)
+        await world.complete(*range(12))
+        trained: list[list[list[int]]] = [[], []]
+
+        async def train(rank: int) -> None:
+            await asyncio.sleep(rank * late)
+            client = world.queue.client()
+            turns_of = Turns(client, world.service, world.schedule, GRPO(), shape, rank, 0, {})
+            async with turns_of:
+                for number in range(2):
+                    async for turn in turns_of.of(number):
+                        trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
+                        turns_of.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.works], FingerprintLog(None))
+                    assert await world.service.totals(0, "train", number) is not None
+            await turns_of.acknowledge()
+            await turns_of.drop()
+
+        await asyncio.wait_for(asyncio.gather(*(train(rank) for rank in range(2))), 5)
+        assert [len(of_rank) for of_rank in trained] == [12, 12]  # 6 turns an epoch, each of a group of either rank
+        assert all(len(turn) == 1 for of_rank in trained for turn in of_rank)
+
+
+async def test_who_waits_for_its_part_is_not_waited_for_when_the_run_stops() -> None:
+    shape = replace(SHAPE, epochs=2, num_ranks=2)
+    async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
+        await world.admit(1, each=4)
+        await world.complete(*range(4))
+        turns_of = Turns(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        async with turns_of:
+            await turns()
+            assert world.queue.controllers["train"].table.counts()["leased"] == 1  # one ahead of the other rank, and no more
+            world.service.stop()
+            world.queue.stop()
+            await asyncio.wait_for(world.service.may_take(0, 0, 1), 5)

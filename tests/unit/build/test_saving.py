@@ -1,0 +1,120 @@
+"""The driver's end of a checkpoint: it becomes one when all parts are there, and none of them is left of one that is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from asyncflow.build import saving
+from asyncflow.build.record import RecordState
+from asyncflow.build.resume import read_driver
+from asyncflow.build.saving import Saves, checkpoints_of
+from asyncflow.config import parse
+from asyncflow.run_dir import CRITIC_DIR
+
+Made = Callable[[], Saves]
+
+
+class Record:
+    """Of a run whose critic commits after the policy."""
+
+    is_deterministic, critic_skipped_in_a_row = True, 0
+
+    def state(self) -> RecordState:
+        return RecordState(critic_skipped_in_a_row=self.critic_skipped_in_a_row)
+
+    async def finished(self, version: int) -> None: ...
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def made(tmp_path: Path, said: list[str]) -> Made:
+    """`Saves` of a run that has a critic and has committed a step; what it asks the others is answered by the least there is."""
+
+    def make() -> Saves:
+        tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
+        parts: dict[str, Any] = {
+            "config": parse(tree),
+            "schedule": SimpleNamespace(max_staleness=0, interval=lambda step: SimpleNamespace(low=step, high=step)),
+            "ledger": SimpleNamespace(trained=("train", "critic_update"), committed=1, groups=dict),
+            "board": SimpleNamespace(kept=lambda versions: []),
+            "queue": SimpleNamespace(),
+            "held_out": SimpleNamespace(is_planned=lambda version: False),
+            "source": SimpleNamespace(position=0, pushed=[], items=[]),
+            "admissions": SimpleNamespace(prompts={}, waiting={}, forget=lambda groups: None),
+            "record": Record(),
+        }
+        return Saves(**parts, says=said.append, evaluated=set())
+
+    return make
+
+
+async def waits(saves: Saves) -> asyncio.Task[None]:
+    """The trainers' part is written, and that does not end before the critic has told of its own."""
+    writing = asyncio.ensure_future(saves.written(1))
+    await asyncio.sleep(0.05)
+    assert not writing.done()
+    return writing
+
+
+def test_of_a_checkpoint_that_the_drivers_part_spoils_no_file_of_the_critic_stays(
+    made: Made, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "driver.msgpack")
+
+    async def main() -> None:
+        saves = made()
+        partial = checkpoints_of(saves._config).partial(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(saving, "write_driver", full)
+            await saves.begin(1)
+            writing = await waits(saves)
+        (partial / CRITIC_DIR).mkdir(parents=True)
+        (partial / CRITIC_DIR / "state").write_text("late")
+        await saves.critic_written(1, "")
+        await writing
+        assert not partial.exists() and saves.settled == 1
+        (sentence,) = said
+        assert "could not be written" in sentence and sentence.endswith("driver.msgpack: No space left on device")
+        await saves.begin(1)  # what the critic said of the other one says nothing of this
+        (await waits(saves)).cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("why", ["", "the critic's disk is full"])
+def test_a_checkpoint_has_the_critics_part_or_is_given_up(made: Made, said: list[str], why: str) -> None:
+    async def main() -> None:
+        saves = made()
+        checkpoints = checkpoints_of(saves._config)
+        await saves.begin(1)
+        writing = await waits(saves)
+        await saves.critic_written(1, why)
+        await writing
+        assert checkpoints.versions() == ([] if why else [1]) and not checkpoints.partial(1).exists()
+        assert [sentence.split(": ", 1)[1] for sentence in said] == ([why] if why else [])
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_holds_the_updates_that_the_critic_has_skipped_in_a_step_committed_after_the_policys(made: Made) -> None:
+    async def main() -> None:
+        saves = made()
+        cast(Any, saves._record).critic_skipped_in_a_row = 2
+        await saves.critic_written(1, "")
+        await saves.begin(1)
+        await saves.written(1)
+        folder = checkpoints_of(saves._config).path(1)
+        assert read_driver(folder).record.critic_skipped_in_a_row == 2
+
+    asyncio.run(main())
