@@ -38,7 +38,7 @@ from asyncflow.engines.rollout.vllm_instance import Instance
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.engines.rollout.vllm_servers import Servers, given_hosts, own_hosts
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
-from asyncflow.engines.rollout.vllm_weights import HeldWeights
+from asyncflow.engines.rollout.vllm_weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
 from asyncflow.types import Array, RunError, UserError
 
@@ -155,7 +155,7 @@ class VllmEngine:
                 start_seconds=start_seconds,
             )
             hosts = own_hosts(options, instances, devices, device, tensor_parallel)
-        self._weights = HeldWeights(model_path, dtype, version)
+        self._weights = ServerWeights(model_path, dtype, version)
         if addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(model_path))
         connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)

@@ -71,10 +71,6 @@ class _Generated(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _WeightInfo(msgspec.Struct):
-    weight_version: str
-
-
 class ServerSettings(msgspec.Struct):
     """Of vLLM's `ModelConfig`."""
 
@@ -83,7 +79,6 @@ class ServerSettings(msgspec.Struct):
 
 
 _generated = msgspec.json.Decoder(_Generated)
-_weight_info = msgspec.json.Decoder(_WeightInfo)
 _settings = msgspec.json.Decoder(ServerSettings)
 
 
@@ -170,10 +165,6 @@ class VllmClient:
             return _settings.decode(content)
         except msgspec.DecodeError as error:
             raise ServerLost(f"{self.address} does not say how it was started: {error}") from error
-
-    async def weight_version(self) -> str:
-        """The name that the server gives its weights."""
-        return _weight_info.decode(await self._ask("GET", "/weight_info")).weight_version
 
     async def set_weight_version(self, version: int) -> None:
         """Name the weights that are there."""

@@ -641,7 +641,7 @@ async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str)
         assert (Path(server.socket).parent.stat().st_mode & 0o777) == 0o700
         assert not any(server.key in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
         stranger = VllmClient(server.address, "another key", generation_seconds=5, deadline_seconds=5)
-        for call in (stranger.resume(), stranger.set_weight_version(3), stranger.weight_version()):
+        for call in (stranger.resume(), stranger.set_weight_version(3), stranger.settings()):
             with pytest.raises(Refused, match="401"):
                 await call
         assert not await stranger.is_ready()
