@@ -33,7 +33,7 @@ from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, PauseMode, Refused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_addresses, check_numbers
+from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers
 from asyncflow.engines.rollout.vllm_instance import Instance
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.engines.rollout.vllm_servers import Servers, given_hosts, own_hosts
@@ -122,12 +122,12 @@ class VllmEngine:
         """
         check_numbers(instances, tensor_parallel, devices)
         check_addresses(addresses)
+        check_arguments(arguments or {}, device)
         self.num_slots, self.max_context = num_slots, max_context
         self._vocab_size = json.loads((model_path / "config.json").read_text())["vocab_size"]
         self._stop_ids = sorted(end_token_ids(model_path) if stop_ids is None else stop_ids)
         self._recomputes, self._pause_mode, self._seeded = kv_on_install == "recompute", pause_mode, seeded
         self._generation_seconds = generation_seconds
-        self._are_others = bool(addresses)
         self._is_paused = self._is_closed = self._is_begun = False
         self._gate = asyncio.Event()
         self._gate.set()
@@ -335,8 +335,7 @@ class VllmEngine:
 
     async def _bring_up(self, client: VllmClient) -> None:
         """Bring a server that has just come to the current version."""
-        if self._are_others:
-            await self._check_settings(client)
+        await self._check_settings(client)
         if self._weights.file is not None:
             await client.pause("abort", clear_cache=True)
             await self._transfer.send(client, self._weights.file)
@@ -345,7 +344,7 @@ class VllmEngine:
             await client.set_weight_version(self._weights.version)
 
     async def _check_settings(self, client: VllmClient) -> None:
-        """That a server which somebody else has started was started as docs/vllm.md says. Raises `UserError`."""
+        """That a server was started as docs/vllm.md says, whoever has started it. Raises `UserError`."""
         if not await client.wants_a_key():
             raise UserError(
                 f"{client.address} answers without a key, so anybody on its machine can change its weights: start it with "
@@ -361,6 +360,11 @@ class VllmEngine:
             raise UserError(
                 f"{client.address} has --max-model-len {settings.max_model_len}, and this run's prompts and responses have up to "
                 f"{self.max_context} tokens: start it with so many (docs/vllm.md)"
+            )
+        if self._seeded and settings.device_type == "cpu" and settings.enable_chunked_prefill:
+            raise UserError(
+                f"{client.address} is on a CPU and cuts long prompts, of which vLLM dies where a request has a seed: start it with "
+                f"--no-enable-chunked-prefill, or set rollout.engine.seeded=false (docs/vllm.md)"
             )
 
     async def _update(self, instance: Instance, client: VllmClient) -> None:

@@ -72,10 +72,12 @@ class _Generated(msgspec.Struct):
 
 
 class ServerSettings(msgspec.Struct):
-    """Of vLLM's `ModelConfig`."""
+    """Of vLLM's `VllmConfig`."""
 
     max_model_len: int
     logprobs_mode: str
+    enable_chunked_prefill: bool
+    device_type: str
 
 
 _generated = msgspec.json.Decoder(_Generated)

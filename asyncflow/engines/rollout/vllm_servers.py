@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from asyncflow.engines.rollout.vllm_client import VllmClient
+from asyncflow.engines.rollout.vllm_devices import is_cpu
 from asyncflow.engines.rollout.vllm_instance import Call, Host, Instance, OwnServer, RunningServer
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.types import UserError
@@ -44,8 +45,8 @@ def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
 
 def _consecutive(device: str, number: int, tensor_parallel: int, instances: int) -> list[int] | None:
     """The devices of one of several instances: one after another. A single instance takes those that it sees."""
-    kind, _, first = device.partition(":")
-    if kind == "cpu" or (instances == 1 and not first):
+    first = device.partition(":")[2]
+    if is_cpu(device) or (instances == 1 and not first):
         return None
     begin = int(first or 0) + number * tensor_parallel
     return list(range(begin, begin + tensor_parallel))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -32,8 +33,10 @@ from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout import vllm_instance
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_devices import check_arguments
 from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
 from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
+from asyncflow.engines.rollout.vllm_servers import own_hosts
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
 from asyncflow.types import RunError, UserError
@@ -195,7 +198,9 @@ async def test_what_the_server_writes_for_no_number_is_none(model: Path, python:
 
 
 async def test_what_a_server_refuses_to_generate_is_said_in_a_sentence(model: Path, python: str) -> None:
-    async with opened(model, python, arguments={"max_model_len": 50}) as engine:
+    async with opened(model, python, max_context=50) as engine:
+        await responses(engine, length=30)
+        engine.max_context = 512
         with pytest.raises(RunError, match=r"does not generate what this run asks for .*status 400: .*too long"):
             await responses(engine, length=40)
 
@@ -477,6 +482,11 @@ async def test_a_given_server_that_dies_does_not_keep_the_others_from_new_weight
         (True, {}, "answers without a key, .*--middleware asyncflow_vllm.RequireKey"),
         (False, {"arguments": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode raw_logprobs, .*processed_logprobs"),
         (False, {"arguments": {"max_model_len": 511}}, "--max-model-len 511, .* up to 512 tokens"),
+        (
+            False,
+            {"arguments": {"no_enable_chunked_prefill": False}},
+            "on a CPU and cuts long prompts, .*--no-enable-chunked-prefill",
+        ),
     ],
 )
 async def test_a_given_server_that_was_started_otherwise_is_refused(
@@ -489,6 +499,34 @@ async def test_a_given_server_that_was_started_otherwise_is_refused(
         async with opened(model, python, addresses=[server.address]) as engine:
             with pytest.raises(UserError, match=words):
                 await responses(engine)
+
+
+@pytest.mark.parametrize(("seeded", "device_type"), [(False, "cpu"), (True, "cuda")])
+async def test_a_given_server_may_cut_prompts_where_vllm_does_not_die_of_it(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch, seeded: bool, device_type: str
+) -> None:
+    (model / "settings").write_text(json.dumps({"device_type": device_type}))
+    with running(model, python, 1, monkeypatch, arguments={"no_enable_chunked_prefill": False}) as (server,):
+        async with opened(model, python, addresses=[server.address], seeded=seeded) as engine:
+            assert len(await responses(engine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs"), ({"enable_chunked_prefill": True}, "cuts long prompts")],
+)
+async def test_the_runs_own_servers_are_asked_too(model: Path, python: str, said: dict[str, Any], words: str) -> None:
+    (model / "settings").write_text(json.dumps(said))
+    async with opened(model, python) as engine:
+        with pytest.raises(UserError, match=words):
+            await responses(engine)
+
+
+async def test_a_server_with_asyncflows_modules_of_before_is_said_to_be_one(model: Path, python: str) -> None:
+    (model / "settings").write_text(json.dumps({"device_type": None}))
+    async with opened(model, python) as engine:
+        with pytest.raises(RunError, match=r"does not say how it was started: .*device_type"):
+            await responses(engine)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +560,14 @@ def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
         ({"engine": {"addresses": ["unix:/a", "unix:/a"]}}, {}, "names a server twice"),
         ({"engine": {"addresses": ["http://localhost:1", "http://localhost:1/"]}}, {}, "names a server twice"),
         ({"engine": {"addresses": ["http://10.0.0.7:1"]}}, {}, "is neither http"),
-        ({"num_workers": 2, "device": "cuda"}, {}, "would start their servers on the same devices"),
+        ({"num_workers": 2, "device": "cuda"}, {}, "under cluster=local would start their servers on the same devices"),
+        ({"num_workers": 2, "device": "cuda"}, {"cluster": "inline"}, "under cluster=inline would start their servers on the same"),
+        ({"engine": {"instances": 0}}, {}, "instances=0, .*do not go together"),
+        ({"engine": {"tensor_parallel": 0}}, {}, "tensor_parallel=0 .*do not go together"),
+        ({"engine": {"devices": [[0]], "instances": 2}}, {}, r"devices=\[\[0\]\] do not go together"),
+        ({"engine": {"devices": [[0], [1]], "instances": 2, "tensor_parallel": 2}}, {}, "a list of 2 for each instance"),
+        ({"engine": {"instances": "two"}}, {}, "does not take these options"),
+        ({"engine": {"arguments": {"logprobs_mode": "raw_logprobs"}}}, {}, "arguments: logprobs_mode is not to be given there"),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}, "pause_mode=wait ends all"),
     ],
 )
@@ -536,6 +581,9 @@ def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, An
     [
         ({"engine": {"addresses": ["unix:/a", "http://127.0.0.1:1", "http://[::1]:1"]}}, {}),
         ({"num_workers": 2}, {}),
+        ({"num_workers": 2, "device": "cpu:0"}, {"cluster": "inline"}),
+        ({"engine": {"devices": [[0, 1], [2, 3]], "instances": 2, "tensor_parallel": 2}}, {}),
+        ({"engine": {"arguments": {"max_num_seqs": 7, "gpu-memory-utilization": 0.85, "compilation_config.mode": 3}}}, {}),
         ({"num_workers": 2, "device": "cuda"}, {"cluster": "ray"}),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": "delayed"}),
         ({"engine": {"pause_mode": "abort"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}),
@@ -544,6 +592,63 @@ def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, An
 def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[str, Any]) -> None:
     config = config_of(rollout, **changes)
     check_rollout_engine(config, config.rollout.num_workers)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"api_key": "sekret"}, r"api_key is not to be given there: a secret is on no command line"),
+        ({"api-key": ["sekret"]}, "api-key is not"),
+        ({"hf_token": "sekret"}, "a secret is on no command line"),
+        ({"middleware": None}, "middleware is not to be given there"),
+        ({"middleware": "their.Middleware"}, "middleware is not"),
+        ({"no_enable_scale_out": True}, "no_enable_scale_out .*is not"),
+        ({"enable_scale_out": False}, "enable_scale_out is not"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size is not .*rollout\.engine\.tensor_parallel"),
+        ({"max_model_len": 50}, "it is what the longest prompt"),
+        ({"dtype": "auto"}, r"it is rollout\.dtype"),
+        ({"model": "elsewhere"}, r"it is model\.path"),
+        ({"config": "vllm.yaml"}, "a file might set"),
+        ({"port": 8000}, "a socket of AsyncFlow's own"),
+        ({"weight_transfer_config.backend": "nccl"}, "it is rollout.engine.transfer"),
+        ({"logprobs_m": "raw_logprobs"}, r"logprobs_m \(vLLM may take it for logprobs-mode\) is not"),
+        ({"--logprobs-mode": "raw_logprobs"}, "is no option of vLLM's"),
+        ({"logprobs_mode=raw_logprobs": True}, "is no option of vLLM's"),
+        ({"": 1}, "is no option of vLLM's"),
+        ({7: 1}, "7 is no option of vLLM's"),
+        ({"enable_prefix_caching": "--logprobs-mode=raw_logprobs"}, "would take for another option"),
+        ("max_num_seqs", "takes vLLM's options by name"),
+    ],
+)
+def test_what_asyncflow_relies_on_is_not_set_by_name(model: Path, python: str, given: Any, words: str) -> None:
+    """However it is written: neither in a run's configuration, nor where an engine is built without one."""
+    with pytest.raises(UserError, match=words) as of_a_run:
+        check_choices(config_of({"engine": {"arguments": given}}))
+    with pytest.raises(UserError, match=words):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, arguments=given)
+    assert "sekret" not in str(of_a_run.value)
+
+
+@pytest.mark.parametrize("name", ["enable_chunked_prefill", "no-enable-chunked-prefill"])
+def test_only_on_a_cpu_prompts_are_never_cut(name: str) -> None:
+    for device in ("cpu", "cpu:0"):
+        with pytest.raises(UserError, match=f"{name} is not .*vLLM dies there of a prompt that is cut"):
+            check_choices(config_of({"device": device, "engine": {"arguments": {name: True}}}))
+    config = config_of({"device": "cuda", "engine": {"arguments": {name: True}}})
+    check_rollout_engine(config, 1)
+
+
+def test_what_asyncflow_sets_for_good_is_in_the_command_line_and_is_refused() -> None:
+    """An option that it sets from now on has to be one of the two."""
+    command = server_options("py", MODEL).command("/s")
+    may_be_changed = {"max-num-seqs", "disable-uvicorn-access-log", "enforce-eager", "kv-cache-memory-bytes"}
+    may_be_changed |= {"distributed-executor-backend"}
+    options = {word.removeprefix("--") for word in command if word.startswith("--")}
+    assert may_be_changed < options
+    for option in options - may_be_changed:
+        with pytest.raises(UserError, match=f"{option} is not to be given there"):
+            check_arguments({option: "1"}, "cpu")
+    check_arguments(dict.fromkeys(may_be_changed, 1), "cpu")
 
 
 async def test_no_worker_joins_one_with_given_servers() -> None:
@@ -627,7 +732,12 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
     assert command[command.index("--max-num-seqs") + 1] == "7" and command[command.index("--x-y") + 1] == "[1]"
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs" and "--enable-scale-out" in command
-    assert "--no-enable-chunked-prefill" in server_options("py", MODEL).command("/s")
+    for cpu in ("cpu", "cpu:0"):
+        on_cpu = server_options("py", MODEL, device=cpu, devices=[0])
+        assert {"--no-enable-chunked-prefill", "--enforce-eager", "--kv-cache-memory-bytes"} <= set(on_cpu.command("/s"))
+        assert on_cpu.environment("secret")["OMP_NUM_THREADS"] == "1"
+        hosts = own_hosts(partial(server_options, "py", MODEL), 2, None, cpu, 1)
+        assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [None, None]
     assert "--enforce-eager" not in command and "--distributed-executor-backend" not in command
     environment = options.environment("secret")
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3" and environment["PYTHONPATH"].split(os.pathsep)[0] == str(IN_VLLM)
@@ -744,6 +854,7 @@ def test_nccl_needs_vllm_beside_asyncflow(model: Path, python: str) -> None:
 
 OWNER = """
 import sys, time
+from functools import partial
 from pathlib import Path
 from asyncflow.engines.rollout.vllm import VllmEngine
 engine = VllmEngine(Path(sys.argv[1]), num_slots=2, max_context=64, python=sys.argv[2], instances=2)
