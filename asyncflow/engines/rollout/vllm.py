@@ -129,8 +129,6 @@ class VllmEngine:
         self._recomputes, self._pause_mode, self._seeded = kv_on_install == "recompute", pause_mode, seeded
         self._generation_seconds = generation_seconds
         self._is_paused = self._is_closed = self._is_begun = False
-        self._gate = asyncio.Event()
-        self._gate.set()
         self._one_by_one = asyncio.Lock()  # calls that change what the servers do
         self._open: set[asyncio.Queue[Response | Exception]] = set()
         self._transfer: Transfer = SharedMemoryTransfer()
@@ -242,12 +240,13 @@ class VllmEngine:
         """None if it has to be asked for again."""
         instance = sample.instance
         async with instance.slot():
-            await self._gate.wait()
+            await instance.gate.wait()
             if not instance.is_up:
                 return None
             life, version = instance.life, self._weights.version
             try:
-                made = await instance.client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
+                async with instance.until_lost() as client:
+                    made = await client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
             except Aborted:
                 return None
             except ServerLost as error:
@@ -281,13 +280,13 @@ class VllmEngine:
             self._check_open()
             if self._weights.prepared != version:
                 await self._weights.prepare(version, tensors)
-            self._gate.clear()
+            self._servers.close_gates()
             try:
                 self._weights.take_prepared()  # from here on a server that comes back is given this version
-                await self._servers.everywhere(self._update)
+                await self._servers.everywhere(self._update, opens=not self._is_paused)
             finally:
                 if not self._is_paused:
-                    self._gate.set()
+                    self._servers.open_gates()
 
     async def pause(self) -> None:
         """See `RolloutEngine`. With `pause_mode` wait, responses under way end first; with abort, they begin anew afterwards."""
@@ -295,7 +294,7 @@ class VllmEngine:
         async with self._one_by_one:
             self._check_open()
             self._is_paused = True
-            self._gate.clear()
+            self._servers.close_gates()
             await self._servers.everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
 
     async def resume(self) -> None:
@@ -303,9 +302,8 @@ class VllmEngine:
         async with self._one_by_one:
             self._check_open()
             if self._is_paused:
-                await self._servers.everywhere(lambda instance, client: client.resume())
+                await self._servers.everywhere(lambda instance, client: client.resume(), opens=True)
                 self._is_paused = False
-                self._gate.set()
 
     async def close(self) -> None:
         """See `RolloutEngine`. Ends the servers that it has started; others go on with the weights they have."""

@@ -5,7 +5,8 @@
     pausing         POST /pause, /resume
 
 consumes: requests, as many at a time as are made
-waits for: the server's answer; for a response as long as `generation_seconds`, for all else `deadline_seconds`
+waits for: the server's answer; for a response as long as `generation_seconds`, whether it is ready `HEALTH_SECONDS`, for all else
+`deadline_seconds`
 is unblocked by: the answer, the end of the connection, the deadline
 
 A request that is cancelled hangs up, which makes the server drop it.
@@ -24,6 +25,7 @@ import numpy as np
 from asyncflow.types import Array
 
 CONNECT_SECONDS = 10.0
+HEALTH_SECONDS = 20.0  # a front end says at once whether its engine lives, however much that has to do; so one that does not hangs
 ON_ITS_OWN = {"Connection": "close"}  # after an error vLLM's server hangs up, maybe on the next request of that connection
 UNFINISHED = "unfinished"  # weights of which nobody knows what they are
 PauseMode = Literal["keep", "wait", "abort"]
@@ -147,7 +149,7 @@ class VllmClient:
     async def is_ready(self) -> bool:
         """Whether the server answers, and its engine lives."""
         try:
-            await self._ask("GET", "/health")
+            await self._ask("GET", "/health", timeout=httpx2.Timeout(HEALTH_SECONDS, connect=CONNECT_SECONDS))
         except (ServerLost, Refused):
             return False
         return True

@@ -94,9 +94,28 @@ class Servers:
         """That one is of no use any more, as was seen in its life number `life`; it is brought back in the background."""
         instance.lost(life, why, self._bring_up)
 
-    async def everywhere(self, call: Callable[[Instance, VllmClient], Awaitable[None]]) -> None:
-        """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on."""
-        await asyncio.gather(*(instance.change(partial(call, instance), self._bring_up) for instance in self.instances))
+    async def everywhere(self, call: Callable[[Instance, VllmClient], Awaitable[None]], *, opens: bool = False) -> None:
+        """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on.
+
+        `opens`: each has its gate opened as soon as it is done, whatever the others do.
+        """
+
+        async def one(instance: Instance) -> None:
+            await instance.change(partial(call, instance), self._bring_up)
+            if opens:
+                instance.gate.set()
+
+        await asyncio.gather(*(one(instance) for instance in self.instances))
+
+    def close_gates(self) -> None:
+        """No sample begins, until each gate is opened."""
+        for instance in self.instances:
+            instance.gate.clear()
+
+    def open_gates(self) -> None:
+        """Samples begin."""
+        for instance in self.instances:
+            instance.gate.set()
 
     async def least_loaded(self) -> Instance:
         """The instance with the fewest outstanding tokens, as soon as there is one.

@@ -30,7 +30,7 @@ from asyncflow.build.prepare import check_choices, check_rollout_engine
 from asyncflow.build.scaling import Scaling
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout import vllm_instance
+from asyncflow.engines.rollout import vllm_client, vllm_instance
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_devices import check_arguments
@@ -92,7 +92,11 @@ def server_of(instance: Instance) -> VllmServer:
 
 def group_of(instance: Instance) -> list[psutil.Process]:
     """The processes of an instance: guard, front end, and what stands for its engine."""
-    guard = psutil.Process(server_of(instance).pid)
+    return group_of_server(server_of(instance))
+
+
+def group_of_server(server: VllmServer) -> list[psutil.Process]:
+    guard = psutil.Process(server.pid)
     return [guard, *guard.children(recursive=True)]
 
 
@@ -313,6 +317,46 @@ async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_wi
         assert np.array_equal((await responses(engine, (0,), 150))[0].logprobs, one.logprobs)
 
 
+async def test_a_front_end_that_hangs_keeps_neither_the_others_nor_an_install(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes connections and answers none. It is started again; meanwhile the others generate by the new version."""
+    monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 3.0)
+    async with opened(model, python, instances=2, num_slots=16) as engine:
+        await engine.install(1, changed(0.1))
+        hung, other = engine.instances
+        before = [asyncio.create_task(responses(engine, range(4), 400, index=i)) for i in range(2)]
+        await under_way(engine, 8)
+        group_of(hung)[1].suspend()
+        installing = asyncio.create_task(engine.install(2, changed(0.2)))
+        hung.outstanding_tokens += 10_000  # what is asked now is asked of the other
+        made = await asyncio.wait_for(responses(engine), 20)
+        hung.outstanding_tokens -= 10_000
+        assert made[0].version_spans.tolist() == [[0, 2]] and not installing.done() and hung.is_up
+        await asyncio.wait_for(installing, 20)
+        assert [len(made) for made in await asyncio.wait_for(asyncio.gather(*before), 20)] == [4, 4]
+        await until(lambda: hung.is_up)
+        assert [hung.num_restarts, other.num_restarts] == [1, 0]
+        assert [i.outstanding_tokens for i in engine.instances] == [0, 0]
+
+
+async def test_those_who_are_resumed_do_not_wait_for_one_that_hangs(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 3.0)
+    async with opened(model, python, instances=2, num_slots=16) as engine:
+        await responses(engine)
+        await engine.pause()
+        hung = engine.instances[0]
+        group_of(hung)[1].suspend()
+        resuming = asyncio.create_task(engine.resume())
+        hung.outstanding_tokens += 10_000
+        assert await asyncio.wait_for(responses(engine), 20) and not resuming.done()
+        hung.outstanding_tokens -= 10_000
+        await asyncio.wait_for(resuming, 20)
+        assert hung.num_restarts <= 1 and not hung.is_up
+
+
 async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: str) -> None:
     """vLLM's front end lives on without its engine, and lets those wait who ask for a pause."""
     async with opened(model, python) as engine:
@@ -474,6 +518,29 @@ async def test_a_given_server_that_dies_does_not_keep_the_others_from_new_weight
                 await asyncio.wait_for(engine.install(version, changed(0.1 * version)), 10)
                 assert (await asyncio.wait_for(responses(engine), 10))[0].version_spans.tolist() == [[0, version]]
             assert not engine.instances[0].is_up and engine.instances[0].error is None
+
+
+async def test_what_a_given_server_that_hangs_was_making_is_made_by_another(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody ends it here, so it would keep its requests for `generation_seconds`. It is used again when it goes on."""
+    monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 1.0)
+    with running(model, python, 2, monkeypatch) as (one, other):
+        async with opened(model, python, addresses=[one.address, other.address], num_slots=16) as engine:
+            await engine.install(1, changed(0.1))
+            tasks = [asyncio.create_task(responses(engine, range(4), 400, index=i)) for i in range(2)]
+            await under_way(engine, 8)
+            front_end = group_of_server(one)[1]
+            front_end.suspend()
+            for made in await asyncio.wait_for(asyncio.gather(*tasks), 20):
+                assert [response.version_spans.tolist() for response in made.values()] == [[[0, 1]]] * 4
+            await asyncio.wait_for(engine.install(2, changed(0.2)), 10)
+            assert not engine.instances[0].is_up and engine.instances[0].error is None
+            front_end.resume()
+            await until(lambda: engine.instances[0].is_up)
+            engine.instances[1].outstanding_tokens += 10_000
+            assert (await asyncio.wait_for(responses(engine), 10))[0].version_spans.tolist() == [[0, 2]]
+            engine.instances[1].outstanding_tokens -= 10_000
 
 
 @pytest.mark.parametrize(
