@@ -20,13 +20,12 @@ from typing import Any, Final
 import psutil
 
 from asyncflow.cluster.abroad import own_address
-from asyncflow.engines.base import RANKS_STORE
+from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_STORE
 from asyncflow.registry import load
 from asyncflow.transport import remote
 
 AT_DRIVER: Final = "driver://"
 """What the environment of such ranks says of where they find each other."""
-_CALL_SECONDS: Final = 600.0  # as long as ranks wait for each other in any exchange
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -92,7 +91,7 @@ def meet_at_driver(rendezvous: Rendezvous, door: str) -> None:
     loop = asyncio.get_running_loop()
 
     def call(method: str, *arguments: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(getattr(rendezvous, method)(*arguments), loop).result(_CALL_SECONDS)
+        return asyncio.run_coroutine_threadsafe(getattr(rendezvous, method)(*arguments), loop).result(EXCHANGE_SECONDS)
 
     offer: Callable[[str, Callable[..., Any]], None] = load("function", "asyncflow.engines.train.parallel.store:offer")
     offer(AT_DRIVER.partition(":")[0], call)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
 
@@ -280,6 +280,8 @@ class CriticEngine(Protocol):
 
 RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
 """The environment variable that says where a train engine's processes find each other: a URL that torch.distributed takes."""
+EXCHANGE_SECONDS: Final = 600.0
+"""How long one of these processes waits for the others in one exchange. One that has died is noticed at once."""
 
 
 class TrainEngine(LogProbEngine, Protocol):

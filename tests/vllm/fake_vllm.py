@@ -206,7 +206,14 @@ class FakeVllm:
             case "/update_weight_version":
                 self.version = body["new_version"]
             case "/asyncflow/settings":  # of AsyncFlow's middleware
-                return 200, {"max_model_len": int(self.arguments.max_model_len), "logprobs_mode": self.arguments.logprobs_mode}
+                said = Path(self.arguments.model) / "settings"  # a test's: what a server says that was started otherwise
+                own = {
+                    "max_model_len": int(self.arguments.max_model_len),
+                    "logprobs_mode": self.arguments.logprobs_mode,
+                    "enable_chunked_prefill": not self.arguments.no_enable_chunked_prefill,
+                    "device_type": "cpu",
+                }
+                return 200, {**own, **(json.loads(said.read_text()) if said.exists() else {})}
             case "/weight_info":
                 return 200, {"weight_version": self.version}
             case "/state":  # a test's
@@ -281,6 +288,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("model", "uds", "max-model-len", "max-num-seqs", "weight-transfer-config", "logprobs-mode"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--no-enable-chunked-prefill", action="store_true")
     return parser.parse_known_args(arguments)[0]
 
 

@@ -99,7 +99,7 @@ async def refused_without_the_key(address: str) -> None:
         stranger.resume(),
         stranger.start_weight_update(),
         stranger.set_weight_version(9),
-        stranger.weight_version(),
+        stranger.settings(),
         stranger.generate([1], {"max_tokens": 1}, "salt"),
     ):
         with pytest.raises(Refused, match="401"):

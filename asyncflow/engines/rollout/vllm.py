@@ -33,12 +33,12 @@ from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, PauseMode, Refused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_addresses, check_numbers
+from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers
 from asyncflow.engines.rollout.vllm_instance import Instance
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.engines.rollout.vllm_servers import Servers, given_hosts, own_hosts
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
-from asyncflow.engines.rollout.vllm_weights import HeldWeights
+from asyncflow.engines.rollout.vllm_weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
 from asyncflow.types import Array, RunError, UserError
 
@@ -122,15 +122,13 @@ class VllmEngine:
         """
         check_numbers(instances, tensor_parallel, devices)
         check_addresses(addresses)
+        check_arguments(arguments or {}, device)
         self.num_slots, self.max_context = num_slots, max_context
         self._vocab_size = json.loads((model_path / "config.json").read_text())["vocab_size"]
         self._stop_ids = sorted(end_token_ids(model_path) if stop_ids is None else stop_ids)
         self._recomputes, self._pause_mode, self._seeded = kv_on_install == "recompute", pause_mode, seeded
         self._generation_seconds = generation_seconds
-        self._are_others = bool(addresses)
         self._is_paused = self._is_closed = self._is_begun = False
-        self._gate = asyncio.Event()
-        self._gate.set()
         self._one_by_one = asyncio.Lock()  # calls that change what the servers do
         self._open: set[asyncio.Queue[Response | Exception]] = set()
         self._transfer: Transfer = SharedMemoryTransfer()
@@ -155,7 +153,7 @@ class VllmEngine:
                 start_seconds=start_seconds,
             )
             hosts = own_hosts(options, instances, devices, device, tensor_parallel)
-        self._weights = HeldWeights(model_path, dtype, version)
+        self._weights = ServerWeights(model_path, dtype, version)
         if addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(model_path))
         connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)
@@ -242,12 +240,13 @@ class VllmEngine:
         """None if it has to be asked for again."""
         instance = sample.instance
         async with instance.slot():
-            await self._gate.wait()
+            await instance.gate.wait()
             if not instance.is_up:
                 return None
             life, version = instance.life, self._weights.version
             try:
-                made = await instance.client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
+                async with instance.until_lost() as client:
+                    made = await client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
             except Aborted:
                 return None
             except ServerLost as error:
@@ -281,13 +280,13 @@ class VllmEngine:
             self._check_open()
             if self._weights.prepared != version:
                 await self._weights.prepare(version, tensors)
-            self._gate.clear()
+            self._servers.close_gates()
             try:
                 self._weights.take_prepared()  # from here on a server that comes back is given this version
-                await self._servers.everywhere(self._update)
+                await self._servers.everywhere(self._update, opens=not self._is_paused)
             finally:
                 if not self._is_paused:
-                    self._gate.set()
+                    self._servers.open_gates()
 
     async def pause(self) -> None:
         """See `RolloutEngine`. With `pause_mode` wait, responses under way end first; with abort, they begin anew afterwards."""
@@ -295,7 +294,7 @@ class VllmEngine:
         async with self._one_by_one:
             self._check_open()
             self._is_paused = True
-            self._gate.clear()
+            self._servers.close_gates()
             await self._servers.everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
 
     async def resume(self) -> None:
@@ -303,9 +302,8 @@ class VllmEngine:
         async with self._one_by_one:
             self._check_open()
             if self._is_paused:
-                await self._servers.everywhere(lambda instance, client: client.resume())
+                await self._servers.everywhere(lambda instance, client: client.resume(), opens=True)
                 self._is_paused = False
-                self._gate.set()
 
     async def close(self) -> None:
         """See `RolloutEngine`. Ends the servers that it has started; others go on with the weights they have."""
@@ -335,8 +333,7 @@ class VllmEngine:
 
     async def _bring_up(self, client: VllmClient) -> None:
         """Bring a server that has just come to the current version."""
-        if self._are_others:
-            await self._check_settings(client)
+        await self._check_settings(client)
         if self._weights.file is not None:
             await client.pause("abort", clear_cache=True)
             await self._transfer.send(client, self._weights.file)
@@ -345,7 +342,7 @@ class VllmEngine:
             await client.set_weight_version(self._weights.version)
 
     async def _check_settings(self, client: VllmClient) -> None:
-        """That a server which somebody else has started was started as docs/vllm.md says. Raises `UserError`."""
+        """That a server was started as docs/vllm.md says, whoever has started it. Raises `UserError`."""
         if not await client.wants_a_key():
             raise UserError(
                 f"{client.address} answers without a key, so anybody on its machine can change its weights: start it with "
@@ -361,6 +358,11 @@ class VllmEngine:
             raise UserError(
                 f"{client.address} has --max-model-len {settings.max_model_len}, and this run's prompts and responses have up to "
                 f"{self.max_context} tokens: start it with so many (docs/vllm.md)"
+            )
+        if self._seeded and settings.device_type == "cpu" and settings.enable_chunked_prefill:
+            raise UserError(
+                f"{client.address} is on a CPU and cuts long prompts, of which vLLM dies where a request has a seed: start it with "
+                f"--no-enable-chunked-prefill, or set rollout.engine.seeded=false (docs/vllm.md)"
             )
 
     async def _update(self, instance: Instance, client: VllmClient) -> None:

@@ -5,7 +5,8 @@
     pausing         POST /pause, /resume
 
 consumes: requests, as many at a time as are made
-waits for: the server's answer; for a response as long as `generation_seconds`, for all else `deadline_seconds`
+waits for: the server's answer; for a response as long as `generation_seconds`, whether it is ready `HEALTH_SECONDS`, for all else
+`deadline_seconds`
 is unblocked by: the answer, the end of the connection, the deadline
 
 A request that is cancelled hangs up, which makes the server drop it.
@@ -24,6 +25,7 @@ import numpy as np
 from asyncflow.types import Array
 
 CONNECT_SECONDS = 10.0
+HEALTH_SECONDS = 20.0  # a front end says at once whether its engine lives, however much that has to do; so one that does not hangs
 ON_ITS_OWN = {"Connection": "close"}  # after an error vLLM's server hangs up, maybe on the next request of that connection
 UNFINISHED = "unfinished"  # weights of which nobody knows what they are
 PauseMode = Literal["keep", "wait", "abort"]
@@ -71,19 +73,16 @@ class _Generated(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _WeightInfo(msgspec.Struct):
-    weight_version: str
-
-
 class ServerSettings(msgspec.Struct):
-    """Of vLLM's `ModelConfig`."""
+    """Of vLLM's `VllmConfig`."""
 
     max_model_len: int
     logprobs_mode: str
+    enable_chunked_prefill: bool
+    device_type: str
 
 
 _generated = msgspec.json.Decoder(_Generated)
-_weight_info = msgspec.json.Decoder(_WeightInfo)
 _settings = msgspec.json.Decoder(ServerSettings)
 
 
@@ -150,7 +149,7 @@ class VllmClient:
     async def is_ready(self) -> bool:
         """Whether the server answers, and its engine lives."""
         try:
-            await self._ask("GET", "/health")
+            await self._ask("GET", "/health", timeout=httpx2.Timeout(HEALTH_SECONDS, connect=CONNECT_SECONDS))
         except (ServerLost, Refused):
             return False
         return True
@@ -170,10 +169,6 @@ class VllmClient:
             return _settings.decode(content)
         except msgspec.DecodeError as error:
             raise ServerLost(f"{self.address} does not say how it was started: {error}") from error
-
-    async def weight_version(self) -> str:
-        """The name that the server gives its weights."""
-        return _weight_info.decode(await self._ask("GET", "/weight_info")).weight_version
 
     async def set_weight_version(self, version: int) -> None:
         """Name the weights that are there."""

@@ -3,10 +3,35 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from asyncflow.types import UserError
+
+_SOCKET: Final = "a server listens on a socket of AsyncFlow's own"
+_SAMPLING: Final = "the run says how it samples, and training needs the log-probs of what was sampled from"
+_DEVICES: Final = "the devices of an instance are rollout.engine.tensor_parallel and rollout.engine.devices"
+_SECRET: Final = "a secret is on no command line: AsyncFlow makes the server's key, and what else there is goes by the environment"
+_CONTROL: Final = "AsyncFlow controls the server by it"
+_FIXED: Final[Mapping[str, str]] = {
+    "model": "it is model.path",
+    "load-format": "a server's first weights are those of model.path",
+    "dtype": "it is rollout.dtype",
+    "max-model-len": "it is what the longest prompt and rollout.max_new_tokens take",
+    "weight-transfer-config": "it is rollout.engine.transfer",
+    "config": "a file might set what AsyncFlow does; give its options here",
+    **dict.fromkeys(("logprobs-mode", "generation-config", "override-generation-config"), _SAMPLING),
+    **dict.fromkeys(("tensor-parallel-size", "pipeline-parallel-size", "prefill-context-parallel-size"), _DEVICES),
+    **dict.fromkeys(("data-parallel-size", "nnodes", "device-ids"), _DEVICES),
+    **dict.fromkeys(("api-key", "hf-token"), _SECRET),
+    **dict.fromkeys(("worker-extension-cls", "enable-scale-out", "middleware", "headless"), _CONTROL),
+    **dict.fromkeys(("uds", "host", "port", "grpc", "grpc-port", "ssl-keyfile", "ssl-certfile"), _SOCKET),
+}
+"""vLLM's options that are not the user's to give: what AsyncFlow relies on, and what would undo it. Why."""
+_FIXED_ON_CPU: Final = {"enable-chunked-prefill": "vLLM dies there of a prompt that is cut and has a seed"}
+_ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 def num_devices(*, instances: int = 1, tensor_parallel: int = 1, addresses: Sequence[str] = (), **_others: object) -> int:
@@ -20,22 +45,28 @@ def check(
     cluster: str,
     device: str,
     installs_in_flight: bool,
+    instances: int = 1,
+    tensor_parallel: int = 1,
+    devices: Sequence[Sequence[int]] | None = None,
     addresses: Sequence[str] = (),
+    arguments: Mapping[str, Any] | None = None,
     pause_mode: str = "keep",
     **_others: object,
 ) -> None:
     """That so many workers can have such engines: the first four are the run's, the others `VllmEngine`'s. Raises `UserError`."""
+    check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)
+    check_arguments(arguments or {}, device)
     if addresses and num_workers > 1:
         raise UserError(
             f"rollout.engine.addresses: {num_workers} rollout workers would install their weights in the same servers, each "
             f"under the other's responses; take one worker with all the addresses (asyncflow verify takes two: let it start "
             f"servers of its own)"
         )
-    if cluster == "local" and num_workers > 1 and not device.startswith("cpu"):
+    if cluster != "ray" and num_workers > 1 and not is_cpu(device):
         raise UserError(
-            f"{num_workers} rollout workers of vLLM's under cluster=local would start their servers on the same devices: take one "
-            f"worker with rollout.engine.instances={num_workers}, or cluster=ray, which gives each worker devices of its own"
+            f"{num_workers} rollout workers of vLLM's under cluster={cluster} would start their servers on the same devices: "
+            f"take one worker with rollout.engine.instances={num_workers}, or cluster=ray, which gives each worker its own"
         )
     if installs_in_flight and pause_mode == "wait":
         raise UserError(
@@ -46,11 +77,37 @@ def check(
 
 def check_numbers(instances: int, tensor_parallel: int, devices: Sequence[Sequence[int]] | None) -> None:
     """That they go together. Raises `UserError`."""
-    if instances < 1 or tensor_parallel < 1 or (devices is not None and len(devices) != instances):
+    lengths = [tensor_parallel] * instances if devices is None else [len(these) for these in devices]
+    if instances < 1 or tensor_parallel < 1 or lengths != [tensor_parallel] * instances:
         raise UserError(
             f"rollout.engine: instances={instances}, tensor_parallel={tensor_parallel} and devices={devices} do not go "
-            f"together: both numbers are at least 1, and devices has a list for each instance"
+            f"together: both numbers are at least 1, and devices has a list of {tensor_parallel} for each instance"
         )
+
+
+def check_arguments(arguments: Mapping[str, Any], device: str) -> None:
+    """That none of vLLM's options given by name is AsyncFlow's to set, however it is written. Raises `UserError`."""
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"rollout.engine.arguments is {arguments!r}; it takes vLLM's options by name: {{max_num_seqs: 64}}")
+    fixed = {**_FIXED, **(_FIXED_ON_CPU if is_cpu(device) else {})}
+    for name, value in arguments.items():
+        if not isinstance(name, str) or not _ARGUMENT.fullmatch(name):
+            raise UserError(
+                f"rollout.engine.arguments: {name!r} is no option of vLLM's: write its name without --, as max_num_seqs"
+            )
+        # vLLM takes underscores for dashes, `no-` for a negation, a dot for a part, and an option's first letters for the option.
+        stem = name.replace("_", "-").partition(".")[0].removeprefix("no-")
+        for option, why in fixed.items():
+            if option.startswith(stem):
+                meant = "" if option == stem else f" (vLLM may take it for {option})"
+                raise UserError(f"rollout.engine.arguments: {name}{meant} is not to be given there: {why}")
+        if isinstance(value, str) and value.startswith("-"):
+            raise UserError(f"rollout.engine.arguments: {name} has the value {value!r}, which vLLM would take for another option")
+
+
+def is_cpu(device: str) -> bool:
+    """Whether it is one, with a number or without."""
+    return device.partition(":")[0] == "cpu"
 
 
 def check_addresses(addresses: Sequence[str]) -> None:

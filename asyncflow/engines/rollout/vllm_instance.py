@@ -5,8 +5,8 @@
     lost --------> ended, started again, given the current weights, and used again
 
 consumes: samples, versions
-waits for: a free slot; the server
-is unblocked by: another sample's end; the server's answer, or its end, which is looked for every `WATCH_SECONDS`
+waits for: a free slot; the gate, which is closed while the server's state is changed; the server
+is unblocked by: another sample's end; that change's end; the server's answer; its loss, which is looked for every `WATCH_SECONDS`
 """
 
 from __future__ import annotations
@@ -135,10 +135,13 @@ class Instance:
         self.num_outstanding = 0
         self.num_served = 0
         self.num_restarts = 0
+        self.gate = asyncio.Event()  # open: samples may begin
+        self.gate.set()
         self._connect, self._changed = connect, changed
         self._max_restarts, self._start_seconds = max_restarts, start_seconds
         self._slots = asyncio.Semaphore(num_slots)
         self._lock = asyncio.Lock()
+        self._asked: set[asyncio.Timeout] = set()  # of the calls under way
         self._life = 0
         self._client: VllmClient | None = None
         self._coming_back: asyncio.Task[None] | None = None
@@ -160,6 +163,24 @@ class Instance:
                 yield
             finally:
                 self.num_outstanding -= 1
+
+    @contextlib.asynccontextmanager
+    async def until_lost(self) -> AsyncIterator[VllmClient]:
+        """The server's client, for a call that is cut off when the server is lost: one that hangs would not end it.
+
+        Raises `ServerLost` then.
+        """
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._asked.add(limit)
+                yield self.client
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ServerLost(f"{self.host.name} was lost meanwhile") from error
+        finally:
+            self._asked.discard(limit)
 
     async def come_up(self, update: Call) -> None:
         """Once the host has the server: connect, have it brought to the current weights by `update`, and use it.
@@ -185,7 +206,7 @@ class Instance:
                 await unused.close()
 
     async def _watch(self, client: VllmClient, life: int, update: Call) -> None:
-        """A front end whose engine has died answers some requests with an error, and others not at all."""
+        """A front end whose engine has died answers some requests with an error, and others not at all; one that hangs, none."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if not self.is_up or life != self._life:  # the client may be closed by now
@@ -216,6 +237,9 @@ class Instance:
         if not self.is_up or life != self._life or self._is_closed:
             return
         self.is_up = False
+        asked, self._asked = self._asked, set()
+        for limit in asked:
+            limit.reschedule(asyncio.get_running_loop().time())
         self._coming_back = asyncio.create_task(self._come_back(why, update), name=f"bringing back {self.host.name}")
 
     async def _come_back(self, why: Exception, update: Call) -> None:
@@ -260,7 +284,8 @@ class Instance:
             if not self.is_up:
                 return
             try:
-                await call(self.client)
+                async with self.until_lost() as client:
+                    await call(client)
             except Exception as error:  # whatever it is: between start and finish a server computes nothing of use
                 self.lost(self._life, error, update)
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx2
 
+from asyncflow.engines.rollout.vllm_devices import is_cpu
 from asyncflow.types import RunError, UserError
 
 IN_VLLM = Path(__file__).parent / "in_vllm"
@@ -81,7 +82,7 @@ class ServerOptions:
             "middleware": "asyncflow_vllm.RequireKey",
             "weight_transfer_config": json.dumps({"backend": self.transfer}),
         }
-        if self.device == "cpu":
+        if is_cpu(self.device):
             # Prompts are computed whole: vLLM 0.32.0 dies of cutting one that has a seed, for a CPU's generators have no offset.
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes(), "no_enable_chunked_prefill": True}
         if self.tensor_parallel == 1:  # its worker in the engine's own process: one process less to start and to talk to
@@ -103,7 +104,7 @@ class ServerOptions:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        if self.device == "cpu":
+        if is_cpu(self.device):
             own |= {"OMP_NUM_THREADS": str(self.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         elif self.devices is not None:
             variable = _VISIBLE[self.device.partition(":")[0]]

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from asyncflow.engines.rollout.vllm_client import VllmClient
+from asyncflow.engines.rollout.vllm_devices import is_cpu
 from asyncflow.engines.rollout.vllm_instance import Call, Host, Instance, OwnServer, RunningServer
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.types import UserError
@@ -44,8 +45,8 @@ def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
 
 def _consecutive(device: str, number: int, tensor_parallel: int, instances: int) -> list[int] | None:
     """The devices of one of several instances: one after another. A single instance takes those that it sees."""
-    kind, _, first = device.partition(":")
-    if kind == "cpu" or (instances == 1 and not first):
+    first = device.partition(":")[2]
+    if is_cpu(device) or (instances == 1 and not first):
         return None
     begin = int(first or 0) + number * tensor_parallel
     return list(range(begin, begin + tensor_parallel))
@@ -93,9 +94,28 @@ class Servers:
         """That one is of no use any more, as was seen in its life number `life`; it is brought back in the background."""
         instance.lost(life, why, self._bring_up)
 
-    async def everywhere(self, call: Callable[[Instance, VllmClient], Awaitable[None]]) -> None:
-        """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on."""
-        await asyncio.gather(*(instance.change(partial(call, instance), self._bring_up) for instance in self.instances))
+    async def everywhere(self, call: Callable[[Instance, VllmClient], Awaitable[None]], *, opens: bool = False) -> None:
+        """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on.
+
+        `opens`: each has its gate opened as soon as it is done, whatever the others do.
+        """
+
+        async def one(instance: Instance) -> None:
+            await instance.change(partial(call, instance), self._bring_up)
+            if opens:
+                instance.gate.set()
+
+        await asyncio.gather(*(one(instance) for instance in self.instances))
+
+    def close_gates(self) -> None:
+        """No sample begins, until each gate is opened."""
+        for instance in self.instances:
+            instance.gate.clear()
+
+    def open_gates(self) -> None:
+        """Samples begin."""
+        for instance in self.instances:
+            instance.gate.set()
 
     async def least_loaded(self) -> Instance:
         """The instance with the fewest outstanding tokens, as soon as there is one.

@@ -29,7 +29,7 @@ _ALIGNMENT = 64
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class HeldWeights:
+class ServerWeights:
     """The version that the servers are to have, and the one that is to come next, each in a file."""
 
     def __init__(self, model_path: Path, dtype: str, version: int) -> None:

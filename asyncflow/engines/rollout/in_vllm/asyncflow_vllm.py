@@ -145,7 +145,12 @@ class RequireKey:
 
 def _settings(config: Any) -> dict[str, Any]:
     """What a server was started with, of what AsyncFlow relies on (vLLM's own /server_info looks for compilers, and may fail)."""
-    return {"max_model_len": config.model_config.max_model_len, "logprobs_mode": config.model_config.logprobs_mode}
+    return {
+        "max_model_len": config.model_config.max_model_len,
+        "logprobs_mode": config.model_config.logprobs_mode,
+        "enable_chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "device_type": config.device_config.device_type,
+    }
 
 
 async def _answer(send: Any, status: int, said: dict[str, Any]) -> None:

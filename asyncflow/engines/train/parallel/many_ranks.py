@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.base import EXCHANGE_SECONDS, MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.hf_files import write_model
@@ -36,7 +36,7 @@ from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.parallel.cut_model import CutModel, placed_like
 from asyncflow.engines.train.parallel.data import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
-from asyncflow.engines.train.parallel.ranks import EXCHANGE_SECONDS, Ranks
+from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.sharing_check import SharingCheck
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
 from asyncflow.engines.train.state import EngineState, fingerprint_of

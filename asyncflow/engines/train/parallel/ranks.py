@@ -25,13 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from asyncflow.engines.base import RANKS_STORE
+from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_STORE
 from asyncflow.engines.devices import own_device
 from asyncflow.engines.train.parallel.calls import Call, decode, encode
 from asyncflow.types import Layout, RunError, UserError
 
-EXCHANGE_SECONDS: Final = 600.0
-"""How long a rank waits for the others in one exchange. One that has died is noticed at once."""
 _PARKED: Final = timedelta(days=30)
 """A follower waits for its leader, and the leader for rows: how long that may take is for the run's watchdog to say."""
 _LIMB: Final = 48  # bits of an integer that travel in one int64, so that 2**15 ranks' can be added up

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -29,11 +30,13 @@ from asyncflow.build.prepare import check_choices, check_rollout_engine
 from asyncflow.build.scaling import Scaling
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout import vllm_instance
+from asyncflow.engines.rollout import vllm_client, vllm_instance
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_devices import check_arguments
 from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
 from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
+from asyncflow.engines.rollout.vllm_servers import own_hosts
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
 from asyncflow.types import RunError, UserError
@@ -89,7 +92,11 @@ def server_of(instance: Instance) -> VllmServer:
 
 def group_of(instance: Instance) -> list[psutil.Process]:
     """The processes of an instance: guard, front end, and what stands for its engine."""
-    guard = psutil.Process(server_of(instance).pid)
+    return group_of_server(server_of(instance))
+
+
+def group_of_server(server: VllmServer) -> list[psutil.Process]:
+    guard = psutil.Process(server.pid)
     return [guard, *guard.children(recursive=True)]
 
 
@@ -195,7 +202,9 @@ async def test_what_the_server_writes_for_no_number_is_none(model: Path, python:
 
 
 async def test_what_a_server_refuses_to_generate_is_said_in_a_sentence(model: Path, python: str) -> None:
-    async with opened(model, python, arguments={"max_model_len": 50}) as engine:
+    async with opened(model, python, max_context=50) as engine:
+        await responses(engine, length=30)
+        engine.max_context = 512
         with pytest.raises(RunError, match=r"does not generate what this run asks for .*status 400: .*too long"):
             await responses(engine, length=40)
 
@@ -306,6 +315,65 @@ async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_wi
         await engine.install(3, changed(0.2))
         await engine.install(2, changed(0.1))
         assert np.array_equal((await responses(engine, (0,), 150))[0].logprobs, one.logprobs)
+
+
+async def hang(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Stop the front end: it takes connections and answers none. That is looked for once the event is set."""
+    monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 1.0)
+    client, is_looked_for, may_be_seen = instance.client, asyncio.Event(), asyncio.Event()
+    is_ready = client.is_ready
+
+    async def later() -> bool:
+        is_looked_for.set()
+        await may_be_seen.wait()
+        return await is_ready()
+
+    monkeypatch.setattr(client, "is_ready", later)
+    await asyncio.wait_for(is_looked_for.wait(), 10)
+    group_of(instance)[1].suspend()
+    return may_be_seen
+
+
+async def test_a_front_end_that_hangs_keeps_neither_the_others_nor_an_install(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again; meanwhile the others generate by the new version."""
+    async with opened(model, python, instances=2, num_slots=16) as engine:
+        await engine.install(1, changed(0.1))
+        hung, other = engine.instances
+        before = [asyncio.create_task(responses(engine, range(4), 490, index=i)) for i in range(2)]
+        await under_way(engine, 8)
+        may_be_seen = await hang(hung, monkeypatch)
+        installing = asyncio.create_task(engine.install(2, changed(0.2)))
+        await until(lambda: engine.installed_version == 2)
+        hung.outstanding_tokens += 10_000  # what is asked now is asked of the other
+        made = await asyncio.wait_for(responses(engine), 20)
+        hung.outstanding_tokens -= 10_000
+        assert made[0].version_spans.tolist() == [[0, 2]] and not installing.done() and hung.is_up
+        may_be_seen.set()
+        await asyncio.wait_for(installing, 20)
+        assert [len(made) for made in await asyncio.wait_for(asyncio.gather(*before), 20)] == [4, 4]
+        await until(lambda: hung.is_up)
+        assert [hung.num_restarts, other.num_restarts] == [1, 0]
+        assert [i.outstanding_tokens for i in engine.instances] == [0, 0]
+
+
+async def test_those_who_are_resumed_do_not_wait_for_one_that_hangs(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(model, python, instances=2, num_slots=16) as engine:
+        await responses(engine)
+        await engine.pause()
+        hung = engine.instances[0]
+        may_be_seen = await hang(hung, monkeypatch)
+        resuming = asyncio.create_task(engine.resume())
+        hung.outstanding_tokens += 10_000
+        assert await asyncio.wait_for(responses(engine), 20) and not resuming.done()
+        hung.outstanding_tokens -= 10_000
+        may_be_seen.set()
+        await asyncio.wait_for(resuming, 20)
+        await until(lambda: hung.is_up)
+        assert hung.num_restarts == 1
 
 
 async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: str) -> None:
@@ -471,12 +539,40 @@ async def test_a_given_server_that_dies_does_not_keep_the_others_from_new_weight
             assert not engine.instances[0].is_up and engine.instances[0].error is None
 
 
+async def test_what_a_given_server_that_hangs_was_making_is_made_by_another(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody ends it here, so it would keep its requests for `generation_seconds`. It is used again when it goes on."""
+    monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 1.0)
+    with running(model, python, 2, monkeypatch) as (one, other):
+        async with opened(model, python, addresses=[one.address, other.address], num_slots=16) as engine:
+            await engine.install(1, changed(0.1))
+            tasks = [asyncio.create_task(responses(engine, range(4), 400, index=i)) for i in range(2)]
+            await under_way(engine, 8)
+            front_end = group_of_server(one)[1]
+            front_end.suspend()
+            for made in await asyncio.wait_for(asyncio.gather(*tasks), 20):
+                assert [response.version_spans.tolist() for response in made.values()] == [[[0, 1]]] * 4
+            await asyncio.wait_for(engine.install(2, changed(0.2)), 10)
+            assert not engine.instances[0].is_up and engine.instances[0].error is None
+            front_end.resume()
+            await until(lambda: engine.instances[0].is_up)
+            engine.instances[1].outstanding_tokens += 10_000
+            assert (await asyncio.wait_for(responses(engine), 10))[0].version_spans.tolist() == [[0, 2]]
+            engine.instances[1].outstanding_tokens -= 10_000
+
+
 @pytest.mark.parametrize(
     ("is_open", "changes", "words"),
     [
         (True, {}, "answers without a key, .*--middleware asyncflow_vllm.RequireKey"),
         (False, {"arguments": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode raw_logprobs, .*processed_logprobs"),
         (False, {"arguments": {"max_model_len": 511}}, "--max-model-len 511, .* up to 512 tokens"),
+        (
+            False,
+            {"arguments": {"no_enable_chunked_prefill": False}},
+            "on a CPU and cuts long prompts, .*--no-enable-chunked-prefill",
+        ),
     ],
 )
 async def test_a_given_server_that_was_started_otherwise_is_refused(
@@ -489,6 +585,34 @@ async def test_a_given_server_that_was_started_otherwise_is_refused(
         async with opened(model, python, addresses=[server.address]) as engine:
             with pytest.raises(UserError, match=words):
                 await responses(engine)
+
+
+@pytest.mark.parametrize(("seeded", "device_type"), [(False, "cpu"), (True, "cuda")])
+async def test_a_given_server_may_cut_prompts_where_vllm_does_not_die_of_it(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch, seeded: bool, device_type: str
+) -> None:
+    (model / "settings").write_text(json.dumps({"device_type": device_type}))
+    with running(model, python, 1, monkeypatch, arguments={"no_enable_chunked_prefill": False}) as (server,):
+        async with opened(model, python, addresses=[server.address], seeded=seeded) as engine:
+            assert len(await responses(engine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs"), ({"enable_chunked_prefill": True}, "cuts long prompts")],
+)
+async def test_the_runs_own_servers_are_asked_too(model: Path, python: str, said: dict[str, Any], words: str) -> None:
+    (model / "settings").write_text(json.dumps(said))
+    async with opened(model, python) as engine:
+        with pytest.raises(UserError, match=words):
+            await responses(engine)
+
+
+async def test_a_server_with_asyncflows_modules_of_before_is_said_to_be_one(model: Path, python: str) -> None:
+    (model / "settings").write_text(json.dumps({"device_type": None}))
+    async with opened(model, python) as engine:
+        with pytest.raises(RunError, match=r"does not say how it was started: .*device_type"):
+            await responses(engine)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +646,14 @@ def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
         ({"engine": {"addresses": ["unix:/a", "unix:/a"]}}, {}, "names a server twice"),
         ({"engine": {"addresses": ["http://localhost:1", "http://localhost:1/"]}}, {}, "names a server twice"),
         ({"engine": {"addresses": ["http://10.0.0.7:1"]}}, {}, "is neither http"),
-        ({"num_workers": 2, "device": "cuda"}, {}, "would start their servers on the same devices"),
+        ({"num_workers": 2, "device": "cuda"}, {}, "under cluster=local would start their servers on the same devices"),
+        ({"num_workers": 2, "device": "cuda"}, {"cluster": "inline"}, "under cluster=inline would start their servers on the same"),
+        ({"engine": {"instances": 0}}, {}, "instances=0, .*do not go together"),
+        ({"engine": {"tensor_parallel": 0}}, {}, "tensor_parallel=0 .*do not go together"),
+        ({"engine": {"devices": [[0]], "instances": 2}}, {}, r"devices=\[\[0\]\] do not go together"),
+        ({"engine": {"devices": [[0], [1]], "instances": 2, "tensor_parallel": 2}}, {}, "a list of 2 for each instance"),
+        ({"engine": {"instances": "two"}}, {}, "does not take these options"),
+        ({"engine": {"arguments": {"logprobs_mode": "raw_logprobs"}}}, {}, "arguments: logprobs_mode is not to be given there"),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}, "pause_mode=wait ends all"),
     ],
 )
@@ -536,6 +667,9 @@ def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, An
     [
         ({"engine": {"addresses": ["unix:/a", "http://127.0.0.1:1", "http://[::1]:1"]}}, {}),
         ({"num_workers": 2}, {}),
+        ({"num_workers": 2, "device": "cpu:0"}, {"cluster": "inline"}),
+        ({"engine": {"devices": [[0, 1], [2, 3]], "instances": 2, "tensor_parallel": 2}}, {}),
+        ({"engine": {"arguments": {"max_num_seqs": 7, "gpu-memory-utilization": 0.85, "compilation_config.mode": 3}}}, {}),
         ({"num_workers": 2, "device": "cuda"}, {"cluster": "ray"}),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": "delayed"}),
         ({"engine": {"pause_mode": "abort"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}),
@@ -544,6 +678,63 @@ def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, An
 def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[str, Any]) -> None:
     config = config_of(rollout, **changes)
     check_rollout_engine(config, config.rollout.num_workers)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"api_key": "sekret"}, r"api_key is not to be given there: a secret is on no command line"),
+        ({"api-key": ["sekret"]}, "api-key is not"),
+        ({"hf_token": "sekret"}, "a secret is on no command line"),
+        ({"middleware": None}, "middleware is not to be given there"),
+        ({"middleware": "their.Middleware"}, "middleware is not"),
+        ({"no_enable_scale_out": True}, "no_enable_scale_out .*is not"),
+        ({"enable_scale_out": False}, "enable_scale_out is not"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size is not .*rollout\.engine\.tensor_parallel"),
+        ({"max_model_len": 50}, "it is what the longest prompt"),
+        ({"dtype": "auto"}, r"it is rollout\.dtype"),
+        ({"model": "elsewhere"}, r"it is model\.path"),
+        ({"config": "vllm.yaml"}, "a file might set"),
+        ({"port": 8000}, "a socket of AsyncFlow's own"),
+        ({"weight_transfer_config.backend": "nccl"}, "it is rollout.engine.transfer"),
+        ({"logprobs_m": "raw_logprobs"}, r"logprobs_m \(vLLM may take it for logprobs-mode\) is not"),
+        ({"--logprobs-mode": "raw_logprobs"}, "is no option of vLLM's"),
+        ({"logprobs_mode=raw_logprobs": True}, "is no option of vLLM's"),
+        ({"": 1}, "is no option of vLLM's"),
+        ({7: 1}, "7 is no option of vLLM's"),
+        ({"enable_prefix_caching": "--logprobs-mode=raw_logprobs"}, "would take for another option"),
+        ("max_num_seqs", "takes vLLM's options by name"),
+    ],
+)
+def test_what_asyncflow_relies_on_is_not_set_by_name(model: Path, python: str, given: Any, words: str) -> None:
+    """However it is written: neither in a run's configuration, nor where an engine is built without one."""
+    with pytest.raises(UserError, match=words) as of_a_run:
+        check_choices(config_of({"engine": {"arguments": given}}))
+    with pytest.raises(UserError, match=words):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, arguments=given)
+    assert "sekret" not in str(of_a_run.value)
+
+
+@pytest.mark.parametrize("name", ["enable_chunked_prefill", "no-enable-chunked-prefill"])
+def test_only_on_a_cpu_prompts_are_never_cut(name: str) -> None:
+    for device in ("cpu", "cpu:0"):
+        with pytest.raises(UserError, match=f"{name} is not .*vLLM dies there of a prompt that is cut"):
+            check_choices(config_of({"device": device, "engine": {"arguments": {name: True}}}))
+    config = config_of({"device": "cuda", "engine": {"arguments": {name: True}}})
+    check_rollout_engine(config, 1)
+
+
+def test_what_asyncflow_sets_for_good_is_in_the_command_line_and_is_refused() -> None:
+    """An option that it sets from now on has to be one of the two."""
+    command = server_options("py", MODEL).command("/s")
+    may_be_changed = {"max-num-seqs", "disable-uvicorn-access-log", "enforce-eager", "kv-cache-memory-bytes"}
+    may_be_changed |= {"distributed-executor-backend"}
+    options = {word.removeprefix("--") for word in command if word.startswith("--")}
+    assert may_be_changed < options
+    for option in options - may_be_changed:
+        with pytest.raises(UserError, match=f"{option} is not to be given there"):
+            check_arguments({option: "1"}, "cpu")
+    check_arguments(dict.fromkeys(may_be_changed, 1), "cpu")
 
 
 async def test_no_worker_joins_one_with_given_servers() -> None:
@@ -627,7 +818,12 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
     assert command[command.index("--max-num-seqs") + 1] == "7" and command[command.index("--x-y") + 1] == "[1]"
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs" and "--enable-scale-out" in command
-    assert "--no-enable-chunked-prefill" in server_options("py", MODEL).command("/s")
+    for cpu in ("cpu", "cpu:0"):
+        on_cpu = server_options("py", MODEL, device=cpu, devices=[0])
+        assert {"--no-enable-chunked-prefill", "--enforce-eager", "--kv-cache-memory-bytes"} <= set(on_cpu.command("/s"))
+        assert on_cpu.environment("secret")["OMP_NUM_THREADS"] == "1"
+        hosts = own_hosts(partial(server_options, "py", MODEL), 2, None, cpu, 1)
+        assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [None, None]
     assert "--enforce-eager" not in command and "--distributed-executor-backend" not in command
     environment = options.environment("secret")
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3" and environment["PYTHONPATH"].split(os.pathsep)[0] == str(IN_VLLM)
@@ -641,7 +837,7 @@ async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str)
         assert (Path(server.socket).parent.stat().st_mode & 0o777) == 0o700
         assert not any(server.key in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
         stranger = VllmClient(server.address, "another key", generation_seconds=5, deadline_seconds=5)
-        for call in (stranger.resume(), stranger.set_weight_version(3), stranger.weight_version()):
+        for call in (stranger.resume(), stranger.set_weight_version(3), stranger.settings()):
             with pytest.raises(Refused, match="401"):
                 await call
         assert not await stranger.is_ready()
@@ -744,6 +940,7 @@ def test_nccl_needs_vllm_beside_asyncflow(model: Path, python: str) -> None:
 
 OWNER = """
 import sys, time
+from functools import partial
 from pathlib import Path
 from asyncflow.engines.rollout.vllm import VllmEngine
 engine = VllmEngine(Path(sys.argv[1]), num_slots=2, max_context=64, python=sys.argv[2], instances=2)
