@@ -387,6 +387,23 @@ async def test_who_is_needed_by_others_is_ended_after_them(make: Make) -> None:
     assert seen == [False, True] and unit.ended.done() and ray.room == 2
 
 
+async def test_who_is_needed_by_others_is_started_again_while_the_cluster_stops(make: Make) -> None:
+    cluster, _ = make(2)
+    unit = WorkerSpec("storage/0", "m:f", needs={"CPU": 1.0}, outlives_others=True, max_restarts=3)
+    await cluster.start([unit, *rollouts(0, max_restarts=3)])
+    waiting = asyncio.create_task(cluster.wait(lambda *death: None))
+    hosts = [cluster._places[name].host for name in ("storage/0", "rollout/0")]
+    await until(lambda: all("listen" in host.calls for host in hosts))
+
+    async def settle() -> None:
+        hosts[0].ended.set_result(-9)
+        await until(lambda: hosts[0].calls.count("start") == 2)
+
+    assert await asyncio.wait_for(cluster.stop(0.0, settle), 5.0) == ["rollout/0"]
+    assert hosts[0].ended.done() and hosts[1].calls.count("start") == 1
+    await asyncio.wait_for(waiting, 5.0)
+
+
 @pytest.mark.parametrize("seconds", [30.0, 0.2])
 async def test_a_cluster_of_one_s_own_leaves_the_environment_as_it_was(
     make: Make, monkeypatch: pytest.MonkeyPatch, seconds: float
