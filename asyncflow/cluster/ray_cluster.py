@@ -31,9 +31,9 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -67,7 +67,7 @@ JOIN_SECONDS: Final = 10.0
 OBJECT_STORE_BYTES: Final = 80 << 20  # Ray's smallest: nothing travels through it
 HOST_SECONDS: Final = 30.0
 LOST_STATUS: Final = 1  # of a worker whose host is gone
-UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach, and its worker lives on
+UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach or hang, and its worker lives on; more than LISTEN_SECONDS
 ASK_SECONDS: Final = 1.0  # between looks at what is waited for
 
 _NODE_LABEL: Final = "ray.io/node-id"
@@ -120,10 +120,11 @@ class _Process:
 
     stdin = None  # the host has it
 
-    def __init__(self, host: Any, pid: int, log: Path, *, is_here: bool) -> None:
+    def __init__(self, host: Any, pid: int, log: Path, give_up: Callable[[], Awaitable[None]], *, is_here: bool) -> None:
+        """`give_up` ends the host, and the worker with it."""
         self.pid, self.is_here = pid, is_here
         self.returncode: int | None = None
-        self._host = host
+        self._host, self._give_up = host, give_up
         self._following = asyncio.create_task(self._follow(log))
         self._killing: asyncio.Task[None] | None = None
 
@@ -136,6 +137,13 @@ class _Process:
             self._killing = asyncio.create_task(self._kill())
 
     async def _kill(self) -> None:
+        try:
+            async with asyncio.timeout(HOST_SECONDS):
+                await self._tell_to_kill()
+        except TimeoutError:  # it hangs
+            await self._give_up()
+
+    async def _tell_to_kill(self) -> None:
         errors = _ray().exceptions
         while self.returncode is None:
             try:
@@ -153,13 +161,20 @@ class _Process:
         with log.open("ab", buffering=0) as file:
             while self.returncode is None:
                 try:
-                    output, self.returncode = await self._host.listen.remote()
+                    async with asyncio.timeout(UNAVAILABLE_SECONDS):
+                        output, self.returncode = await self._host.listen.remote()
                     heard_at = now()
-                except errors.RayError as error:
-                    if isinstance(error, errors.ActorUnavailableError) and now() - heard_at < UNAVAILABLE_SECONDS:
+                except (TimeoutError, errors.RayError) as error:
+                    is_unavailable = isinstance(error, errors.ActorUnavailableError)
+                    if is_unavailable and now() - heard_at < UNAVAILABLE_SECONDS:
                         await asyncio.sleep(ASK_SECONDS)  # the network may come back, and its worker with it
                         continue
-                    output, self.returncode = f"its host is gone: {_first_sentence(error)}\n".encode(), LOST_STATUS
+                    why = _first_sentence(error)
+                    if not isinstance(error, errors.RayError):
+                        why = f"it has not answered for {UNAVAILABLE_SECONDS:g} s"
+                    if is_unavailable or isinstance(error, TimeoutError):  # it may come back, and is somebody else's then
+                        await self._give_up()
+                    output, self.returncode = f"its host is gone: {why}\n".encode(), LOST_STATUS
                 file.write(output)
         return self.returncode
 
@@ -286,7 +301,7 @@ class RayCluster(SupervisedCluster):
         )
         pid = await host.start.remote(msgspec.msgpack.encode(letter))
         place.has_begun = True
-        return _Process(host, pid, log, is_here=not is_abroad)
+        return _Process(host, pid, log, partial(self._give_up, place, host), is_here=not is_abroad)
 
     def _environment(self, place: _Place, *, is_abroad: bool) -> dict[str, str]:
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}
@@ -425,6 +440,13 @@ class RayCluster(SupervisedCluster):
             with contextlib.suppress(_ray().exceptions.RayError, RuntimeError, ValueError):
                 _ray().kill(place.host)
             place.host = None
+
+    async def _give_up(self, place: _Place, host: Any) -> None:
+        """A host that does not answer is ended, and with it its worker, whose control pipe it has. The next life has another."""
+        if place.host is not host or self._is_over or not await _answers(self._head):
+            return
+        if place.host is host and not self._is_over:
+            self._give_back(place)
 
     async def _leave(self, place: _Place) -> None:
         """Its worker has ended for good."""

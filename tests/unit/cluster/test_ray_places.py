@@ -46,6 +46,8 @@ class Actor:
         self.calls: list[str] = []
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.errors: list[Exception] = []
+        self.hangs = False
+        self.is_gone = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
@@ -54,6 +56,8 @@ class Actor:
             await self.ray.may_answer.wait()
             if self.errors:
                 raise self.errors.pop(0)
+            if self.hangs:
+                await self.is_gone.wait()
             return await getattr(self, f"_{name}")()
 
         return SimpleNamespace(remote=call)
@@ -69,7 +73,13 @@ class Actor:
         return 4242
 
     async def _listen(self) -> tuple[bytes, int]:
-        return b"", await asyncio.shield(self.ended)
+        done, _ = await asyncio.wait(
+            [self.ended, gone := asyncio.ensure_future(self.is_gone.wait())], return_when="FIRST_COMPLETED"
+        )
+        if gone in done:
+            raise RayError("The actor is dead. More words")
+        gone.cancel()
+        return b"", self.ended.result()
 
     async def _kill(self) -> None:
         if not self.ended.done():
@@ -115,6 +125,7 @@ class Ray:
     def kill(self, actor: Actor) -> None:
         self.ask()
         actor.calls.append("killed")
+        actor.is_gone.set()
 
     def shutdown(self) -> None:
         self.is_up = False
@@ -285,13 +296,18 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     _, ray = make(1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down") for _ in range(3)]
-    process = ray_cluster._Process(actor, 1, tmp_path / "log", is_here=True)
+    given_up: list[bool] = []
+
+    async def give_up() -> None:
+        given_up.append(True)
+
+    process = ray_cluster._Process(actor, 1, tmp_path / "log", give_up, is_here=True)
     await until(lambda: actor.calls.count("listen") == 4)
     assert process.returncode is None
     actor.errors = [ActorUnavailableError("the network is down")]
     process.kill()  # is not lost either
     assert await asyncio.wait_for(process.wait(), 5.0) == -9
-    assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b""
+    assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b"" and not given_up
 
 
 async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -299,9 +315,43 @@ async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pyt
     monkeypatch.setattr(ray_cluster, "UNAVAILABLE_SECONDS", 0.1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down")] * 10_000
-    process = ray_cluster._Process(actor, 1, tmp_path / "log", is_here=True)
+    given_up: list[bool] = []
+
+    async def give_up() -> None:
+        given_up.append(True)
+
+    process = ray_cluster._Process(actor, 1, tmp_path / "log", give_up, is_here=True)
     assert await asyncio.wait_for(process.wait(), 5.0) == ray_cluster.LOST_STATUS
-    assert "its host is gone: the network is down" in (tmp_path / "log").read_text()
+    assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and given_up
+
+
+async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cluster, ray = make(1)
+    monkeypatch.setattr(ray_cluster, "UNAVAILABLE_SECONDS", 1.0)
+    await cluster.start(rollouts(0, max_restarts=1))
+    deaths: list[str] = []
+    waiting = asyncio.create_task(cluster.wait(lambda name, why, is_given_up: deaths.append(why)))
+    hung = ray.actors[0]
+    await until(lambda: "killed" in hung.calls)
+    await until(lambda: len(ray.actors) == 2 and "start" in ray.actors[1].calls)
+    assert "its host is gone: it has not answered for 1 s" in deaths[0]
+    ray.actors[1].ended.set_result(0)
+    await asyncio.wait_for(waiting, 5.0)
+    await asyncio.wait_for(cluster.stop(0.0), 5.0)
+    assert ray.room == 1
+
+
+async def test_a_host_that_hangs_does_not_keep_the_cluster_from_stopping(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, ray = make(2)
+    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 0.2)
+    await cluster.start(rollouts(0, 1))
+    hung, other = ray.actors
+    await until(lambda: "listen" in hung.calls)
+    hung.hangs = True
+    assert await asyncio.wait_for(cluster.stop(0.1), 5.0) == ["rollout/0", "rollout/1"]
+    assert "killed" in hung.calls and other.ended.done() and ray.room == 2
 
 
 async def test_no_group_is_asked_of_a_head_that_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
