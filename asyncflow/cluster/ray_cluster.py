@@ -39,7 +39,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from asyncflow.cluster.base import Settle, WorkerSpec
+from asyncflow.cluster.base import OWN_DEVICES, Settle, WorkerSpec
 from asyncflow.cluster.ray_guard import PATIENCE
 from asyncflow.cluster.ray_host import Host, Letter, write_private
 from asyncflow.cluster.ray_plan import Wish, options_of, pool_of
@@ -307,8 +307,10 @@ class RayCluster(SupervisedCluster):
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}
         if is_abroad:
             forwarded = self._options.forwarded(forwarded)
-        if "LOCAL_RANK" in own and {"GPU", "NPU"} & place.needs.keys():
-            own["LOCAL_RANK"] = "0"  # Ray lets a worker see its own devices only, which are numbered from 0
+        if {"GPU", "NPU"} & place.needs.keys():
+            own[OWN_DEVICES] = "1"
+            if "LOCAL_RANK" in own:
+                own["LOCAL_RANK"] = "0"
         return forwarded | own
 
     async def _sees_run(self, host: Any) -> bool:

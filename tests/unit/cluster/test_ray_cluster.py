@@ -136,8 +136,11 @@ def test_the_environment_of_a_worker_here_and_elsewhere(own_cluster: RayCluster,
     elsewhere = own_cluster._environment(place, is_abroad=True)
     assert elsewhere["MY_CHOICE"] == elsewhere["NCCL_DEBUG"] == "1" and elsewhere["RANK"] == "3"
     assert not {"A_SECRET", "PATH", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} & elsewhere.keys()
+    assert "ASYNCFLOW_OWN_DEVICES" not in here | elsewhere
     place.needs = {"GPU": 1.0}
-    assert own_cluster._environment(place, is_abroad=False)["LOCAL_RANK"] == "0"  # it sees its own device alone
+    for is_abroad in (False, True):  # it sees its own device alone
+        told = own_cluster._environment(place, is_abroad=is_abroad)
+        assert told["LOCAL_RANK"] == "0" and told["ASYNCFLOW_OWN_DEVICES"]
 
 
 def letter(run_dir: Path, function: str, **changes: Any) -> bytes:
