@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import shutil
 import socket
@@ -51,12 +52,40 @@ def own_address(door: str) -> str:
 
     An IPv6 one is in brackets. Nothing is sent.
     """
-    host, _, port = door.removeprefix("tls:").rpartition(":")
-    family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    port = door.rpartition(":")[2]
+    family, kind, _, _, place = socket.getaddrinfo(host_of(door), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)
         found = str(probe.getsockname()[0])
     return f"[{found}]" if ":" in found else found
+
+
+def host_of(address: str) -> str:
+    """`10.0.0.1` for `tls:10.0.0.1:7001` or `10.0.0.1:6379`; an IPv6 one without its brackets. Empty where none is named."""
+    return address.removeprefix("tls:").rpartition(":")[0].strip("[]")
+
+
+def is_any(host: str) -> bool:
+    """Whether it is no machine's address, but all those of whoever says it: `0.0.0.0`, `::`."""
+    address = _ip_address(host)
+    return not host or (address is not None and address.is_unspecified)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every machine calls itself so: `127.0.0.1`, `::1`, `localhost`. Names are not looked up."""
+    address = _ip_address(host)
+    return host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback)
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))  # 0 is 0.0.0.0, and 127.1 is 127.0.0.1
+        except OSError:
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 class NodeFolders:

@@ -209,8 +209,9 @@ class RayCluster(SupervisedCluster):
             if not self._node:
                 self._check_open()
                 await self._connect()
-            for name, specs in pools.items():
-                await self._reserve(name, specs, config)
+                self._options = msgspec.structs.replace(self._options, address=self._head)  # known for `auto`, too, from now on
+            for name in self._options.in_order(workers, config):
+                await self._reserve(name, pools[name], config)
             await self._look_apart([spec for specs in pools.values() for spec in specs if spec.apart])
             await super().start(workers)
 
@@ -381,6 +382,10 @@ class RayCluster(SupervisedCluster):
                     return
                 if asyncio.get_running_loop().time() > deadline:
                     self._say_no_room(name, [bundle for _, bundle in wanted], why_here)
+        except ValueError as error:  # an amount of a kind of which it knows more than `options_of`
+            raise UserError(
+                f"Ray has no such workers as {name} with {wanted[0][1]}: {_first_sentence(error)}; change cluster.resources.{name}"
+            ) from error
         finally:
             self._remove(group)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad, own_address
+from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad, host_of, is_any, is_loopback, own_address
 from asyncflow.types import UserError
 
 HOLD = """
@@ -179,3 +179,27 @@ def test_a_machine_knows_its_address_by_which_it_reaches_a_door(door: str, found
     if "::" in door and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     assert (address := own_address(door)) and address.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("door", "host", "kind"),
+    [
+        ("tls:10.0.0.1:7001", "10.0.0.1", ""),
+        ("10.0.0.1:7001", "10.0.0.1", ""),
+        ("tls:node-1:0", "node-1", ""),
+        ("auto", "", "any"),
+        ("tls::0", "", "any"),
+        ("tls:0.0.0.0:7001", "0.0.0.0", "any"),
+        ("tls:0:7001", "0", "any"),
+        ("tls:[::]:7001", "::", "any"),
+        ("tls::::7001", "::", "any"),
+        ("tls:[::ffff:0.0.0.0]:7001", "::ffff:0.0.0.0", "any"),
+        ("tls:127.0.0.1:0", "127.0.0.1", "loopback"),
+        ("tls:127.3.2.1:0", "127.3.2.1", "loopback"),
+        ("tls:[::1]:0", "::1", "loopback"),
+        ("tls:localhost:0", "localhost", "loopback"),
+        ("tls:[fe80::1]:0", "fe80::1", ""),
+    ],
+)
+def test_what_a_door_is_called(door: str, host: str, kind: str) -> None:
+    assert (host_of(door), is_any(host), is_loopback(host)) == (host, kind == "any", kind == "loopback")

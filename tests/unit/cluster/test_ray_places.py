@@ -424,6 +424,41 @@ async def test_a_trainer_where_the_runs_folder_is_not_seen_is_refused_before_any
     assert ray.room == 3
 
 
+async def test_workers_that_ray_does_not_have_are_refused_in_a_sentence(make: Make) -> None:
+    cluster, ray = make(1, resources={"rollout": {"TPU": 1.5}})
+
+    def refuses(*_: object, **options: object) -> Any:
+        raise ValueError("The number of requested 'TPU' was set to 1.5. Supported are 1")
+
+    ray.remote = refuses  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"no such workers as rollout with .*'TPU': 1.5.*: The number .*; change cluster.resources"):
+        await cluster.start(rollouts(0))
+    await cluster.stop(0.0)
+
+
+async def test_where_the_cluster_is_decides_who_may_go_elsewhere(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` is an address, and a process may have been in a cluster before."""
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\nqueue: {listen: 'tls:127.0.0.1:0'}\n")
+
+    async def answers(address: str) -> bool:
+        return True
+
+    monkeypatch.setattr(ray_cluster, "_answers", answers)
+    for address in (None, "auto"):
+        for head, labels in (("127.0.0.1:6379", None), ("10.0.0.1:6379", [{"ray.io/node-id": "here"}])):
+            cluster, ray = make(1, address=address)
+            ray.is_initialized = lambda: True  # type: ignore[attr-defined]
+            context = SimpleNamespace(get_node_id=lambda: "here", gcs_address=head)
+            ray.get_runtime_context = lambda context=context: context  # type: ignore[attr-defined]
+            monkeypatch.setitem(ray_cluster.sys.modules, "ray", ray)  # type: ignore[attr-defined]
+            cluster._node = ""
+            await cluster.start([WorkerSpec("reward", "m:f", needs={"CPU": 1.0})])
+            assert ray.labels == [labels]
+            await cluster.stop(0.0)
+
+
 async def test_who_is_needed_by_others_is_ended_after_them(make: Make) -> None:
     cluster, ray = make(2)
     await cluster.start([WorkerSpec("storage/0", "m:f", needs={"CPU": 1.0}, outlives_others=True), *rollouts(0)])
