@@ -579,6 +579,9 @@ async def _in_thread(function: Callable[[float], bool], seconds: float) -> bool:
 
 
 def _first_sentence(error: BaseException) -> str:
+    cause = getattr(error, "cause", None)  # of what a host has raised: Ray's own text is its traceback
+    if isinstance(cause, UserError):
+        return str(cause)
     return " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
 
 

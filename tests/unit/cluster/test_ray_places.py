@@ -69,6 +69,8 @@ class Actor:
         return self.ray.shares_files
 
     async def _start(self) -> int:
+        if self.ray.start_error is not None:
+            raise self.ray.start_error
         self.ended = asyncio.get_running_loop().create_future()
         return 4242
 
@@ -103,6 +105,7 @@ class Ray:
         self.labels: list[Any] = []
         self.nodes: dict[int, str] = {}  # of bundles that are not on the driver's
         self.shares_files = True
+        self.start_error: Exception | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         schedules = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, bundle: (group, bundle))
@@ -352,6 +355,16 @@ async def test_a_host_that_hangs_does_not_keep_the_cluster_from_stopping(make: M
     hung.hangs = True
     assert await asyncio.wait_for(cluster.stop(0.1), 5.0) == ["rollout/0", "rollout/1"]
     assert "killed" in hung.calls and other.ended.done() and ray.room == 2
+
+
+async def test_what_a_host_refuses_is_said_in_its_words(make: Make) -> None:
+    cluster, ray = make(1)
+    error = RayError("ray::HostActor.start() (pid=7). Traceback")
+    error.cause = UserError("/x must be a folder. Remove it")  # type: ignore[attr-defined]
+    ray.start_error = error
+    with pytest.raises(RunError, match=r"^worker rollout/0 could not be started: /x must be a folder. Remove it$"):
+        await cluster.start(rollouts(0))
+    await cluster.stop(0.0)
 
 
 async def test_no_group_is_asked_of_a_head_that_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
