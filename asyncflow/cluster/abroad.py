@@ -134,6 +134,8 @@ def _hold(folder: Path) -> int:
             _make_private(folder)
             lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:  # as below
+            if not folder.parent.is_dir():
+                raise
             continue
         fcntl.flock(lock, fcntl.LOCK_SH)  # others have it alone for one renaming, no longer
         if _is_at(lock, folder / _LOCK_FILE):

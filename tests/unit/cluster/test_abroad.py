@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,21 @@ def test_a_half_without_the_other_is_swept_when_nobody_can_be_making_it(tmp_path
     (tmp_path / "files" / "asyncflow-other").mkdir()
     NodeFolders("r1").sweep()
     assert left(tmp_path) == ["files/asyncflow-other", "memory/asyncflow-node-new"]
+
+
+def test_folders_that_have_no_place_are_not_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders, tried = NodeFolders("r1"), []
+    (tmp_path / "memory").rmdir()
+    make = Path.mkdir
+
+    def counted(path: Path, **options: Any) -> None:
+        tried.append(path)
+        assert len(tried) < 10
+        make(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", counted)
+    with pytest.raises(FileNotFoundError):
+        folders.hold()
 
 
 @pytest.mark.parametrize(("door", "found"), [("tls:127.0.0.1:7", "127.0.0.1"), ("tls:localhost:7", ""), ("tls:[::1]:7", "[::1]")])

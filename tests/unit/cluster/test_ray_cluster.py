@@ -387,6 +387,27 @@ async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluste
 
 
 @needs_ray
+async def test_a_host_that_hangs_does_not_outlive_its_cluster_s_stop(
+    cluster: RayCluster, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 2.0)
+    await cluster.start([spec(run_dir, "stays")])
+    worker = await own_pid(run_dir)
+    host = psutil.Process(worker).parent()
+    assert host is not None and host.name().startswith("ray::Host")
+    host.suspend()
+    try:
+        assert await asyncio.wait_for(cluster.stop(0.1), 50.0) == ["w"]
+        deadline = time.monotonic() + 30.0
+        while host.is_running() or is_running(worker):  # Ray kills it when it does not end by itself
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+    finally:
+        if host.is_running():
+            host.kill()
+
+
+@needs_ray
 async def test_who_leaves_is_not_missed_and_who_joins_is_watched(cluster: RayCluster, run_dir: Path) -> None:
     deaths = Deaths()
     functions = {"a": "leaves", "b": "stays", "c": "stays"}
