@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from asyncflow.build.prepare import devices_each, tasks_before_training
+from asyncflow.build.prepare import own_devices_each, tasks_before_training
 from asyncflow.build.rendezvous import AT_DRIVER
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
@@ -39,7 +39,7 @@ def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
     """What a worker that computes on `count` devices of a kind (cpu, cuda:1, ...) needs of its machine, by the names that clusters
     count it by."""
     accelerator = {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0])
-    return {"CPU": float(num_threads)} | ({} if accelerator is None else {accelerator: float(count)})
+    return {"CPU": float(num_threads)} | ({accelerator: float(count)} if accelerator is not None and count else {})
 
 
 def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainers_there: bool) -> list[WorkerSpec]:
@@ -64,7 +64,7 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
 def rollout_worker(config: Config, name: str) -> WorkerSpec:
     """One of those that a run starts with, or that join it."""
     rollout = config.rollout
-    needs = devices(rollout.device, rollout.num_threads, devices_each(config))
+    needs = devices(rollout.device, rollout.num_threads, own_devices_each(config))
     return WorkerSpec(name, f"{_MAINS}:rollout_worker", threads(rollout.num_threads), rollout.max_restarts, needs)
 
 

@@ -17,11 +17,17 @@ from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.build.prompts import Source, read_source, short_enough, tokenize
 from asyncflow.cluster import CLUSTERS
+from asyncflow.cluster.abroad import host_of, is_any
 from asyncflow.config import Config
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, check_layout
-from asyncflow.engines.rollout import ROLLOUT_ENGINE_CHECKS, ROLLOUT_ENGINE_DEVICES, ROLLOUT_ENGINES
+from asyncflow.engines.rollout import (
+    ROLLOUT_ENGINE_CHECKS,
+    ROLLOUT_ENGINE_DEVICES,
+    ROLLOUT_ENGINE_OWN_DEVICES,
+    ROLLOUT_ENGINES,
+)
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build, resolve
@@ -134,6 +140,9 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
         resolve(kind, choice.name, known)
     if is_here:
         build("cluster", config.cluster.name, {**config.cluster.options, "run_dir": config.run_dir}, CLUSTERS)
+    for key, listen in (("queue.listen", config.queue.listen), ("weight_sync.listen", config.weight_sync.listen)):
+        if listen is not None and is_any(host_of(listen)):
+            raise UserError(f"{key}={listen} names no machine, and others are told to come there: take this machine's own address")
     check_rollout_engine(config, config.rollout.num_workers)
     algorithm, train = make_algorithm(config), config.train
     if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
@@ -329,11 +338,20 @@ def num_devices(config: Config) -> int:
 
 
 def devices_each(config: Config) -> int:
-    """Those of one rollout worker."""
+    """Those that one rollout worker generates with."""
+    return _asked(config, ROLLOUT_ENGINE_DEVICES)
+
+
+def own_devices_each(config: Config) -> int:
+    """Those of them that one rollout worker has to be given: others have who runs there already."""
+    return _asked(config, ROLLOUT_ENGINE_OWN_DEVICES)
+
+
+def _asked(config: Config, known: dict[str, str]) -> int:
     chosen = config.rollout.engine
-    if chosen.name not in ROLLOUT_ENGINE_DEVICES:
+    if chosen.name not in known:
         return 1
-    count: int = build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_DEVICES)
+    count: int = build("rollout engine", chosen.name, chosen.options, known)
     return count
 
 

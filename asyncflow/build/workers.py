@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import uuid
 from collections import Counter
@@ -11,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -31,7 +32,8 @@ from asyncflow.build.rendezvous import Rendezvous, meet_at_driver
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.build.saving import Saves, Saving, checkpoints_of
 from asyncflow.cluster.abroad import abroad, own_address
-from asyncflow.config import Config, RewardModelConfig, load
+from asyncflow.cluster.base import OWN_DEVICES
+from asyncflow.config import Config, CriticConfig, RewardModelConfig, RolloutConfig, TrainConfig, load
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import ClassifierEngine, CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
@@ -67,6 +69,9 @@ from asyncflow.workflows.tasks import refer, reward, serve
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
 
 
 class JobFile(msgspec.Struct, frozen=True):
@@ -379,9 +384,23 @@ async def critic_steps(run: Connection, engine: CriticEngine) -> tuple[Saving, i
 def _config_of(run_dir: Path) -> Config:
     """A run's configuration, which lies in `run_dir` here, wherever it does on the driver's machine."""
     config = load(run_dir / CONFIG_FILE)
+    if os.environ.get(OWN_DEVICES):
+        config = _unnumbered(config)
     if config.run_dir == run_dir:
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir.parent, "name": run_dir.name})})
+
+
+def _unnumbered(config: Config) -> Config:
+    """With devices by kind alone, `cuda` for `cuda:1`: their numbers are those of a machine all of whose devices are seen."""
+
+    def changed(section: S) -> S:
+        return section.model_copy(update={"device": section.device.partition(":")[0]})
+
+    train = changed(config.train).model_copy(update={"critic": changed(config.train.critic)})
+    model = config.reward.model and changed(config.reward.model)
+    reward = config.reward.model_copy(update={"model": model})
+    return config.model_copy(update={"rollout": changed(config.rollout), "train": train, "reward": reward})
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -5,16 +5,22 @@ It reaches the driver by the run's TLS door and not by the private socket. Whoev
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import ipaddress
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from asyncflow.types import UserError
 
 _VARIABLES: Final = ("ASYNCFLOW_NODE_MEMORY", "ASYNCFLOW_NODE_FILES")
 _PREFIX: Final = "asyncflow-node-"  # not what a driver sweeps: its folders go by process ids, and these are of another machine's
@@ -46,86 +52,141 @@ def own_address(door: str) -> str:
 
     An IPv6 one is in brackets. Nothing is sent.
     """
-    host, _, port = door.removeprefix("tls:").rpartition(":")
-    family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    port = door.rpartition(":")[2]
+    family, kind, _, _, place = socket.getaddrinfo(host_of(door), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)
         found = str(probe.getsockname()[0])
     return f"[{found}]" if ":" in found else found
 
 
+def host_of(address: str) -> str:
+    """`10.0.0.1` for `tls:10.0.0.1:7001` or `10.0.0.1:6379`; an IPv6 one without its brackets. Empty where none is named."""
+    return address.removeprefix("tls:").rpartition(":")[0].strip("[]")
+
+
+def is_any(host: str) -> bool:
+    """Whether it is no machine's address, but all those of whoever says it: `0.0.0.0`, `::`."""
+    address = _ip_address(host)
+    return not host or (address is not None and address.is_unspecified)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every machine calls itself so: `127.0.0.1`, `::1`, `localhost`. Names are not looked up."""
+    address = _ip_address(host)
+    return host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback)
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))  # 0 is 0.0.0.0, and 127.1 is 127.0.0.1
+        except OSError:
+            return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
 class NodeFolders:
     """A run's folders on this machine, held by whoever places workers here; they go with the last one that holds them.
 
-    What is held is locked, and the kernel lets go of it when its holder ends. Folders of runs that nobody holds any more, since
-    all were killed, are swept by the next run that comes here.
+    What is held is locked, by a file in each of them, as others who hold one may have another temporary folder. The kernel lets go
+    of it when its holder ends. Folders of runs that nobody holds any more, since all were killed, are swept by the next run that
+    comes here.
     """
 
     def __init__(self, run_id: str) -> None:
         files = Path(tempfile.gettempdir())
         memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else files
-        self._parents = list(dict.fromkeys([memory, files]))  # what is removed last has the lock
-        self.places = Abroad(memory / f"{_PREFIX}{run_id}" / "weights", files / f"{_PREFIX}{run_id}" / "files")
-        self._lock = files / f"{_PREFIX}{run_id}" / _LOCK_FILE
-        self._fd = -1
+        name = f"{_PREFIX}{run_id}"
+        self._own = list(dict.fromkeys([memory / name, files / name]))
+        self.places = Abroad(memory / name / "weights", files / name / "files")
+        self._locks: dict[Path, int] = {}
 
     def hold(self) -> None:
-        """Make them, or share them."""
-        while self._fd < 0:
-            try:
-                for place in (self.places.memory, self.places.files):
-                    place.parent.mkdir(mode=0o700, exist_ok=True)
-                    place.mkdir(mode=0o700, exist_ok=True)
-                fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            except FileNotFoundError:  # as below
-                continue
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if _is_at(fd, self._lock):
-                self._fd = fd
-            else:  # the last holder has removed it in this very moment
-                os.close(fd)
+        """Make them, or share them. Raises `UserError` where one of that name is not this user's alone."""
+        for folder in self._own:
+            if folder not in self._locks:
+                self._locks[folder] = _hold(folder)
+        for place in (self.places.memory, self.places.files):
+            _make_private(place)
 
     def release(self) -> None:
         """Hold them no more, and remove them if nobody else does."""
-        if self._fd >= 0:
-            _remove_if_free(self._fd, self._lock.parent, self._parents)
-            os.close(self._fd)
-            self._fd = -1
+        while self._locks:
+            folder, lock = self._locks.popitem()
+            _remove_if_free(lock, folder)
+            os.close(lock)
 
     def sweep(self) -> None:
-        """Remove what killed runs have left."""
-        for parent in self._parents:
+        """Remove what killed runs have left, other ones than this."""
+        for parent in [folder.parent for folder in self._own]:
             for folder in parent.glob(f"{_PREFIX}*"):
-                try:
-                    there = folder.stat(follow_symlinks=False)
-                except FileNotFoundError:  # another has swept it meanwhile
-                    continue
-                if there.st_uid != os.getuid():
-                    continue
-                try:
-                    fd = os.open(self._lock.parent.parent / folder.name / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-                except OSError:
-                    if time.time() - there.st_mtime > _MAKING_SECONDS:  # half of it went otherwise
-                        shutil.rmtree(folder, ignore_errors=True)
-                    continue
-                _remove_if_free(fd, self._lock.parent.parent / folder.name, self._parents)
-                os.close(fd)
+                if folder not in self._own:
+                    _sweep(folder)
 
 
-def _remove_if_free(fd: int, folder: Path, parents: Sequence[Path]) -> None:
+def _hold(folder: Path) -> int:
+    """Make a folder, or share it. Returns the lock that says so."""
+    while True:
+        try:
+            _make_private(folder)
+            lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:  # as below
+            if not folder.parent.is_dir():
+                raise
+            continue
+        fcntl.flock(lock, fcntl.LOCK_SH)  # others have it alone for one renaming, no longer
+        if _is_at(lock, folder / _LOCK_FILE):
+            return lock
+        os.close(lock)  # the last holder has removed it in this very moment
+
+
+def _sweep(folder: Path) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = folder.stat(follow_symlinks=False)
+    except FileNotFoundError:  # another has swept it meanwhile
+        return
+    if there.st_uid != os.getuid() or not stat.S_ISDIR(there.st_mode):
+        return
+    try:
+        lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        if time.time() - there.st_mtime > _MAKING_SECONDS:  # who made it, or removed it, was killed in between
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    _remove_if_free(lock, folder)
+    os.close(lock)
+
+
+def _remove_if_free(lock: int, folder: Path) -> None:
+    """Out of the way first, so that nobody comes to share what is half gone."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    if _is_at(fd, folder / _LOCK_FILE):
-        for parent in parents:
-            shutil.rmtree(parent / folder.name, ignore_errors=True)
+    if _is_at(lock, folder / _LOCK_FILE):
+        going = folder.with_name(f"{_PREFIX}going-{uuid.uuid4().hex}")
+        folder.rename(going)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+def _make_private(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    there = folder.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o077:
+        raise UserError(
+            f"{folder} must be a folder that only you can open, for a run's key and weights: remove it, or chmod 700 it"
+        )
 
 
 def _is_at(fd: int, path: Path) -> bool:
     """Whether an open file is still the one of that name."""
     try:
-        there = path.stat()
+        there = path.stat(follow_symlinks=False)
     except FileNotFoundError:
         return False
     opened = os.fstat(fd)

@@ -11,6 +11,9 @@ from asyncflow.types import RunError
 RESTART_SECONDS = (0.5, 30.0)
 """The pause before the first restart of a worker, and the longest one: it doubles each time."""
 
+OWN_DEVICES = "ASYNCFLOW_OWN_DEVICES"
+"""Set in the environment of a worker that sees no devices but those that it was given, which are then numbered from 0."""
+
 
 def restart_pause(num_restarts: int) -> float:
     """Seconds before a worker that has been started again so often is started once more."""

@@ -31,15 +31,15 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import msgspec
 
-from asyncflow.cluster.base import Settle, WorkerSpec
+from asyncflow.cluster.base import OWN_DEVICES, Settle, WorkerSpec
 from asyncflow.cluster.ray_guard import PATIENCE
 from asyncflow.cluster.ray_host import Host, Letter, write_private
 from asyncflow.cluster.ray_plan import Wish, options_of, pool_of
@@ -67,7 +67,7 @@ JOIN_SECONDS: Final = 10.0
 OBJECT_STORE_BYTES: Final = 80 << 20  # Ray's smallest: nothing travels through it
 HOST_SECONDS: Final = 30.0
 LOST_STATUS: Final = 1  # of a worker whose host is gone
-UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach, and its worker lives on
+UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach or hang, and its worker lives on; more than LISTEN_SECONDS
 ASK_SECONDS: Final = 1.0  # between looks at what is waited for
 
 _NODE_LABEL: Final = "ray.io/node-id"
@@ -120,10 +120,11 @@ class _Process:
 
     stdin = None  # the host has it
 
-    def __init__(self, host: Any, pid: int, log: Path, *, is_here: bool) -> None:
+    def __init__(self, host: Any, pid: int, log: Path, give_up: Callable[[], Awaitable[None]], *, is_here: bool) -> None:
+        """`give_up` ends the host, and the worker with it."""
         self.pid, self.is_here = pid, is_here
         self.returncode: int | None = None
-        self._host = host
+        self._host, self._give_up = host, give_up
         self._following = asyncio.create_task(self._follow(log))
         self._killing: asyncio.Task[None] | None = None
 
@@ -136,6 +137,13 @@ class _Process:
             self._killing = asyncio.create_task(self._kill())
 
     async def _kill(self) -> None:
+        try:
+            async with asyncio.timeout(HOST_SECONDS):
+                await self._tell_to_kill()
+        except TimeoutError:  # it hangs
+            await self._give_up()
+
+    async def _tell_to_kill(self) -> None:
         errors = _ray().exceptions
         while self.returncode is None:
             try:
@@ -153,13 +161,20 @@ class _Process:
         with log.open("ab", buffering=0) as file:
             while self.returncode is None:
                 try:
-                    output, self.returncode = await self._host.listen.remote()
+                    async with asyncio.timeout(UNAVAILABLE_SECONDS):
+                        output, self.returncode = await self._host.listen.remote()
                     heard_at = now()
-                except errors.RayError as error:
-                    if isinstance(error, errors.ActorUnavailableError) and now() - heard_at < UNAVAILABLE_SECONDS:
+                except (TimeoutError, errors.RayError) as error:
+                    is_unavailable = isinstance(error, errors.ActorUnavailableError)
+                    if is_unavailable and now() - heard_at < UNAVAILABLE_SECONDS:
                         await asyncio.sleep(ASK_SECONDS)  # the network may come back, and its worker with it
                         continue
-                    output, self.returncode = f"its host is gone: {_first_sentence(error)}\n".encode(), LOST_STATUS
+                    why = _first_sentence(error)
+                    if not isinstance(error, errors.RayError):
+                        why = f"it has not answered for {UNAVAILABLE_SECONDS:g} s"
+                    if is_unavailable or isinstance(error, TimeoutError):  # it may come back, and is somebody else's then
+                        await self._give_up()
+                    output, self.returncode = f"its host is gone: {why}\n".encode(), LOST_STATUS
                 file.write(output)
         return self.returncode
 
@@ -194,8 +209,9 @@ class RayCluster(SupervisedCluster):
             if not self._node:
                 self._check_open()
                 await self._connect()
-            for name, specs in pools.items():
-                await self._reserve(name, specs, config)
+                self._options = msgspec.structs.replace(self._options, address=self._head)  # known for `auto`, too, from now on
+            for name in self._options.in_order(workers, config):
+                await self._reserve(name, pools[name], config)
             await self._look_apart([spec for specs in pools.values() for spec in specs if spec.apart])
             await super().start(workers)
 
@@ -264,7 +280,8 @@ class RayCluster(SupervisedCluster):
 
     async def _spawn_at(self, place: _Place, log: Path) -> _Process:
         await self._check_head()
-        self._check_open()
+        if not (place.has_begun and place.spec.outlives_others):  # who ends with the run still needs those
+            self._check_open()
         try:
             host = place.host = place.host or self._new_host(place)
             is_abroad = await host.node.remote() != self._node
@@ -285,14 +302,16 @@ class RayCluster(SupervisedCluster):
         )
         pid = await host.start.remote(msgspec.msgpack.encode(letter))
         place.has_begun = True
-        return _Process(host, pid, log, is_here=not is_abroad)
+        return _Process(host, pid, log, partial(self._give_up, place, host), is_here=not is_abroad)
 
     def _environment(self, place: _Place, *, is_abroad: bool) -> dict[str, str]:
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}
         if is_abroad:
             forwarded = self._options.forwarded(forwarded)
-        if "LOCAL_RANK" in own and {"GPU", "NPU"} & place.needs.keys():
-            own["LOCAL_RANK"] = "0"  # Ray lets a worker see its own devices only, which are numbered from 0
+        if {"GPU", "NPU"} & place.needs.keys():
+            own[OWN_DEVICES] = "1"
+            if "LOCAL_RANK" in own:
+                own["LOCAL_RANK"] = "0"
         return forwarded | own
 
     async def _sees_run(self, host: Any) -> bool:
@@ -363,6 +382,10 @@ class RayCluster(SupervisedCluster):
                     return
                 if asyncio.get_running_loop().time() > deadline:
                     self._say_no_room(name, [bundle for _, bundle in wanted], why_here)
+        except ValueError as error:  # an amount of a kind of which it knows more than `options_of`
+            raise UserError(
+                f"Ray has no such workers as {name} with {wanted[0][1]}: {_first_sentence(error)}; change cluster.resources.{name}"
+            ) from error
         finally:
             self._remove(group)
 
@@ -424,6 +447,13 @@ class RayCluster(SupervisedCluster):
             with contextlib.suppress(_ray().exceptions.RayError, RuntimeError, ValueError):
                 _ray().kill(place.host)
             place.host = None
+
+    async def _give_up(self, place: _Place, host: Any) -> None:
+        """A host that does not answer is ended, and with it its worker, whose control pipe it has. The next life has another."""
+        if place.host is not host or self._is_over or not await _answers(self._head):
+            return
+        if place.host is host and not self._is_over:
+            self._give_back(place)
 
     async def _leave(self, place: _Place) -> None:
         """Its worker has ended for good."""
@@ -549,6 +579,9 @@ async def _in_thread(function: Callable[[float], bool], seconds: float) -> bool:
 
 
 def _first_sentence(error: BaseException) -> str:
+    cause = getattr(error, "cause", None)  # of what a host has raised: Ray's own text is its traceback
+    if isinstance(cause, UserError):
+        return str(cause)
     return " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
 
 

@@ -9,11 +9,13 @@ is unblocked by: nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
+from asyncflow.cluster.abroad import host_of, is_loopback
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.ray_host import VISIBLE
 from asyncflow.config import Config
@@ -26,6 +28,9 @@ FORWARDED: Final = (
 )  # fmt: skip
 """What begins so, of the driver's environment, workers on other nodes get as well; `forward` names more. Not what ends as below."""
 _SECRET: Final = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+_SMALLEST: Final = 1e-4
+"""Of a resource, in Ray's arithmetic."""
+_WHOLE: Final = ("GPU", "NPU")
 _FIRST_TRAINER: Final = "trainer/0"
 
 Pool = Literal["rollout", "trainer", "reward", "reference", "critic", "storage"]
@@ -81,10 +86,22 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return "trainers stay on this machine, as cluster.trainers=driver" if self.trainers == "driver" else ""
         if pool == "critic":
             return "the critic stays on this machine, as it writes its part of a checkpoint"
-        if config.queue.listen is None:
-            return f"{pool} workers stay on this machine, as queue.listen is not set"
-        if pool == "rollout" and config.weight_sync.listen is None:
-            return "rollout workers stay on this machine, as weight_sync.listen is not set"
+        doors = {"queue.listen": config.queue.listen}
+        if pool == "rollout":
+            if config.rollout.engine.options.get("addresses"):
+                return "rollout workers stay on this machine, as the servers of rollout.engine.addresses are on it"
+            doors["weight_sync.listen"] = config.weight_sync.listen
+        for key, listen in doors.items():
+            if why_closed := self._why_closed(key, listen):
+                return f"{pool} workers stay on this machine, as {why_closed}"
+        return ""
+
+    def _why_closed(self, key: str, listen: str | None) -> str:
+        """Why other nodes do not come through a door; empty if they may. Nodes on loopback addresses are all on one machine."""
+        if listen is None:
+            return f"{key} is not set"
+        if is_loopback(host_of(listen)) and self.address is not None and not is_loopback(host_of(self.address)):
+            return f"others do not reach {key}={listen}"
         return ""
 
     def labels(self, pool: str, wanted: Sequence[Wish], config: Config, here: Mapping[str, str]) -> list[dict[str, str]] | None:
@@ -105,10 +122,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _check_apart(self, config: Config) -> None:
         way_out = "or leave cluster.trainers out, and all trainers stay on this machine"
-        if config.queue.listen is None:
+        if why_closed := self._why_closed("queue.listen", config.queue.listen):
             raise UserError(
-                f"cluster.trainers=anywhere, but trainers on other nodes do not find this machine: set queue.listen to tls:HOST:0, "
-                f"HOST being its address, {way_out}"
+                f"cluster.trainers=anywhere, but trainers on other nodes do not find this machine, as {why_closed}: set it to "
+                f"tls:HOST:0, HOST being its address, {way_out}"
             )
         if self.shares_files is False:
             raise UserError(
@@ -118,11 +135,25 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def options_of(given: Mapping[str, Any]) -> RayOptions:
-    """Raises `UserError` for options that are none."""
+    """Raises `UserError` for options that are none, and for amounts that nobody can be given."""
     try:
-        return msgspec.convert(given, RayOptions)
+        options = msgspec.convert(given, RayOptions)
     except msgspec.ValidationError as error:
         raise UserError(f"cluster ray does not take these options: {error}") from error
+    if not 0 < options.start_seconds < math.inf:
+        raise UserError(f"cluster.start_seconds={options.start_seconds:g} is no time to wait: take a number above 0")
+    for pool, amounts in options.resources.items():
+        for kind, amount in amounts.items():
+            if amount != 0 and not _SMALLEST <= amount < math.inf:
+                raise UserError(
+                    f"cluster.resources.{pool}.{kind}={amount:g} cannot be given to a worker: take 0, or {_SMALLEST:g} or more"
+                )
+            if kind in _WHOLE and amount > 1 and amount % 1:
+                raise UserError(
+                    f"cluster.resources.{pool}.{kind}={amount:g} is neither a part of one device nor several whole ones: take "
+                    f"{amount // 1:g} or {amount // 1 + 1:g}"
+                )
+    return options
 
 
 def pool_of(spec: WorkerSpec) -> str:

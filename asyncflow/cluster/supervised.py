@@ -130,19 +130,17 @@ class SupervisedCluster(ABC):
 
     async def stop(self, grace_seconds: float, settle: Settle | None = None) -> list[str]:
         children = list(self._children.values())
-        watches = [child.watch for child in children if child.watch is not None]
-        for watch in watches:  # nobody is started any more
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
-        if self._over is not None and self._over.done():
-            self._over.exception()  # taken, if it came too late to be why the run ended
-        mortal = [child for child in children if not child.spec.outlives_others]
+        mortal, lasting = ([child for child in children if child.spec.outlives_others == outlives] for outlives in (False, True))
+        await _unwatch(mortal)
         try:
             in_time = await asyncio.gather(*(self._end(child, grace_seconds) for child in mortal))
             if settle is not None:
                 await settle()
-        finally:
-            await asyncio.gather(*(self._end(child, 0.0) for child in children if child.spec.outlives_others))
+        finally:  # until now they are needed, and started again if they die
+            await _unwatch(lasting)
+            if self._over is not None and self._over.done():
+                self._over.exception()  # taken, if it came too late to be why the run ended
+            await asyncio.gather(*(self._end(child, 0.0) for child in lasting))
         return [child.spec.name for child, is_in_time in zip(mortal, in_time, strict=True) if not is_in_time]
 
     async def _end(self, child: _Child, grace_seconds: float) -> bool:
@@ -174,3 +172,11 @@ class SupervisedCluster(ABC):
             raise UserError(last)
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"(process {child.process.pid}) {how}; its last words: {last} (more in {child.log})"
+
+
+async def _unwatch(children: Sequence[_Child]) -> None:
+    """They are not started again any more."""
+    watches = [child.watch for child in children if child.watch is not None]
+    for watch in watches:
+        watch.cancel()
+    await asyncio.gather(*watches, return_exceptions=True)

@@ -118,6 +118,9 @@ def test_a_choice_is_a_name_or_a_mapping_with_its_options(written: Any, chosen: 
         ({"cluster": "slurm"}, "cluster 'slurm' is not known; choose one of inline, local, ray"),
         ({"cluster": {"address": "auto"}}, "cluster 'local' does not take these options: .*'address'"),
         ({"cluster": {"name": "ray", "adress": "auto"}}, "cluster ray does not take these options: .*`adress`"),
+        ({"cluster": {"name": "ray", "resources": {"rollout": {"GPU": 1.5}}}}, "cluster.resources.rollout.GPU=1.5 is neither"),
+        ({"queue": {"listen": "tls:0.0.0.0:7001"}}, "queue.listen=tls:0.0.0.0:7001 names no machine, .*: take this machine's own"),
+        ({"weight_sync": {"name": "network", "listen": "tls:[::]:0"}}, r"weight_sync.listen=tls:\[::\]:0 names no machine"),
     ],
 )
 def test_an_unknown_choice_lists_the_known_ones(tree: dict[str, Any], sentence: str) -> None:

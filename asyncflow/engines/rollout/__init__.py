@@ -3,5 +3,7 @@
 ROLLOUT_ENGINES = {"slots": "asyncflow.engines.rollout.engine:SlotEngine", "vllm": "asyncflow.engines.rollout.vllm:VllmEngine"}
 ROLLOUT_ENGINE_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm_devices:num_devices"}
 """How many devices a worker has, where its engine's options say; else it is one."""
+ROLLOUT_ENGINE_OWN_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm_devices:num_own_devices"}
+"""How many of them a cluster has to give it, likewise."""
 ROLLOUT_ENGINE_CHECKS = {"vllm": "asyncflow.engines.rollout.vllm_devices:check"}
 """What the options of a run's engines are asked before it starts, and before workers join it."""

@@ -39,6 +39,20 @@ def num_devices(*, instances: int = 1, tensor_parallel: int = 1, addresses: Sequ
     return (len(addresses) or instances) * tensor_parallel
 
 
+def num_own_devices(
+    *,
+    instances: int = 1,
+    tensor_parallel: int = 1,
+    addresses: Sequence[str] = (),
+    transfer: str = "shared_memory",
+    **_others: object,
+) -> int:
+    """Of the servers that it starts itself; where others have started them, of what sends them weights, if that is on a device."""
+    if addresses:
+        return int(transfer == "nccl")
+    return num_devices(instances=instances, tensor_parallel=tensor_parallel)
+
+
 def check(
     *,
     num_workers: int,

@@ -1,14 +1,16 @@
-"""What workers keep of what they make."""
+"""What workers make of their run's configuration, and keep of what they make."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from asyncflow.build.workers import Connection, _sample_filter
+from asyncflow.build.workers import Connection, _config_of, _sample_filter
+from asyncflow.config import dump, parse
 from asyncflow.workflows.evaluation import HeldOut
 from asyncflow.workflows.samples import Prompt
 
@@ -42,3 +44,30 @@ def test_of_every_evaluation_the_same_prompts_are_kept(greedy: bool) -> None:
     for row in range(16 << 3):
         keep({"row": row, "purpose": "train"})
     assert [sample["row"] >> 3 for sample in kept] == [0, 1, 2, 8, 9, 10]
+
+
+@pytest.mark.parametrize("sees_its_own_alone", [True, False])
+def test_a_worker_that_sees_its_own_devices_alone_takes_them_by_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees_its_own_alone: bool
+) -> None:
+    run = {"dir": str(tmp_path.parent), "name": tmp_path.name}
+    train = {"device": "npu:3", "critic": {"device": "cuda:2"}}
+    reward = {"place": "task", "model": {"path": "r", "device": "cuda:4"}}
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": run, "rollout": {"device": "cuda:1"}, "train": train}
+    (tmp_path / "config.yaml").write_text(dump(given := parse({**tree, "reward": reward})))
+    if sees_its_own_alone:
+        monkeypatch.setenv("ASYNCFLOW_OWN_DEVICES", "1")
+    config = _config_of(tmp_path)
+    assert config.reward.model is not None
+    devices = [each.device for each in (config.rollout, config.train, config.train.critic, config.reward.model)]
+    if sees_its_own_alone:
+        assert devices == ["cuda", "npu", "cuda", "cuda"] and config.rollout.num_slots == given.rollout.num_slots
+    else:
+        assert devices == ["cuda:1", "npu:3", "cuda:2", "cuda:4"] and config == given
+
+
+def test_a_worker_without_a_reward_model_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCFLOW_OWN_DEVICES", "1")
+    run = {"dir": str(tmp_path.parent), "name": tmp_path.name}
+    (tmp_path / "config.yaml").write_text(dump(given := parse({"model": {"path": "m"}, "data": {"path": "d"}, "run": run})))
+    assert _config_of(tmp_path) == given

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad, own_address
+from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad, host_of, is_any, is_loopback, own_address
+from asyncflow.types import UserError
 
 HOLD = """
 import sys
@@ -63,20 +66,79 @@ def test_the_folders_are_this_user_s_alone_and_go_with_the_last_holder(tmp_path:
     second.release()  # once more is nothing
 
 
-def test_the_folder_with_the_lock_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    removed: list[Path] = []
-    monkeypatch.setattr("shutil.rmtree", lambda path, **options: removed.append(path))
-    for number in range(8):  # whatever they are called
-        parents = [tmp_path / f"{kind}-{number}" for kind in ("memory", "files")]
-        for parent in parents:
-            parent.mkdir()
-        monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", parents[0])
-        monkeypatch.setattr(tempfile, "tempdir", str(parents[1]))
-        folders = NodeFolders("r1")
-        folders.hold()
-        folders.release()
-        assert [path.parent for path in removed] == parents
-        removed.clear()
+def test_nobody_comes_to_share_folders_that_are_half_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = NodeFolders("r1"), NodeFolders("r1")
+    remove, places = shutil.rmtree, (second.places.memory, second.places.files)
+
+    def half_way(path: Path, **options: object) -> None:
+        (path / "held.lock").unlink()
+        second.hold()
+        remove(path, ignore_errors=True)
+        assert all(place.is_dir() for place in places)
+
+    first.hold()
+    monkeypatch.setattr("shutil.rmtree", half_way)
+    first.release()
+    monkeypatch.undo()
+    assert all(place.is_dir() for place in places)
+    second.release()
+
+
+@pytest.mark.parametrize("run_id", ["r1", "r2"])
+def test_what_is_held_stays_though_others_have_another_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str
+) -> None:
+    """Two Ray nodes on one machine, perhaps, whose memory is one."""
+    first = NodeFolders("r1")
+    first.hold()
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+    other = NodeFolders(run_id)
+    for folder in (tmp_path / "memory").iterdir():
+        os.utime(folder, (time.time() - 3600, time.time() - 3600))
+    other.sweep()
+    assert first.places.memory.is_dir() and first.places.files.is_dir()
+    other.hold()
+    other.release()
+    assert first.places.memory.is_dir() and not [*(tmp_path / "other").iterdir()]
+    first.release()
+    assert left(tmp_path) == []
+
+
+def test_a_run_does_not_sweep_its_own_folders(tmp_path: Path) -> None:
+    """Before it holds them, as another of its hosts may be making them."""
+    folder = tmp_path / "memory" / "asyncflow-node-r1"
+    folder.mkdir(mode=0o700)
+    os.utime(folder, (time.time() - 3600, time.time() - 3600))
+    NodeFolders("r1").sweep()
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize("parent", ["memory", "files"])
+@pytest.mark.parametrize("kind", ["open", "link", "file", "inner link"])
+def test_folders_that_are_not_this_user_s_alone_are_refused(tmp_path: Path, parent: str, kind: str) -> None:
+    folder = tmp_path / parent / "asyncflow-node-r1"
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    if kind == "open":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif kind == "link":
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif kind == "inner link":
+        folder.mkdir(mode=0o700)
+        (folder / {"memory": "weights", "files": "files"}[parent]).symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.touch()
+    with pytest.raises(UserError, match=r"asyncflow-node-r1\S* must be a folder that only you can open"):
+        NodeFolders("r1").hold()
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_folders_of_another_user_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    NodeFolders("r1").hold()
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tempfile.gettempdir()).st_uid + 1)
+    with pytest.raises(UserError, match="must be a folder that only you can open"):
+        NodeFolders("r1").hold()
 
 
 def test_a_folder_that_another_sweeps_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +175,47 @@ def test_a_half_without_the_other_is_swept_when_nobody_can_be_making_it(tmp_path
     assert left(tmp_path) == ["files/asyncflow-other", "memory/asyncflow-node-new"]
 
 
+def test_folders_that_have_no_place_are_not_tried_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders, tried = NodeFolders("r1"), []
+    (tmp_path / "memory").rmdir()
+    make = Path.mkdir
+
+    def counted(path: Path, **options: Any) -> None:
+        tried.append(path)
+        assert len(tried) < 10
+        make(path, **options)
+
+    monkeypatch.setattr(Path, "mkdir", counted)
+    with pytest.raises(FileNotFoundError):
+        folders.hold()
+
+
 @pytest.mark.parametrize(("door", "found"), [("tls:127.0.0.1:7", "127.0.0.1"), ("tls:localhost:7", ""), ("tls:[::1]:7", "[::1]")])
 def test_a_machine_knows_its_address_by_which_it_reaches_a_door(door: str, found: str) -> None:
     if "::" in door and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     assert (address := own_address(door)) and address.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("door", "host", "kind"),
+    [
+        ("tls:10.0.0.1:7001", "10.0.0.1", ""),
+        ("10.0.0.1:7001", "10.0.0.1", ""),
+        ("tls:node-1:0", "node-1", ""),
+        ("auto", "", "any"),
+        ("tls::0", "", "any"),
+        ("tls:0.0.0.0:7001", "0.0.0.0", "any"),
+        ("tls:0:7001", "0", "any"),
+        ("tls:[::]:7001", "::", "any"),
+        ("tls::::7001", "::", "any"),
+        ("tls:[::ffff:0.0.0.0]:7001", "::ffff:0.0.0.0", "any"),
+        ("tls:127.0.0.1:0", "127.0.0.1", "loopback"),
+        ("tls:127.3.2.1:0", "127.3.2.1", "loopback"),
+        ("tls:[::1]:0", "::1", "loopback"),
+        ("tls:localhost:0", "localhost", "loopback"),
+        ("tls:[fe80::1]:0", "fe80::1", ""),
+    ],
+)
+def test_what_a_door_is_called(door: str, host: str, kind: str) -> None:
+    assert (host_of(door), is_any(host), is_loopback(host)) == (host, kind == "any", kind == "loopback")

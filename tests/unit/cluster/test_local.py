@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -286,3 +288,23 @@ async def test_who_outlives_the_others_is_ended_even_if_they_could_not_settle(cl
     with pytest.raises(ValueError, match="in vain"):
         await cluster.stop(0.5, settle)
     assert cluster.pids() == {}
+
+
+@pytest.mark.usefixtures("soon")
+async def test_who_outlives_the_others_is_started_again_until_they_have_settled(cluster: LocalCluster, tmp_path: Path) -> None:
+    server = replace(spec(tmp_path, "serves", "server", max_restarts=3), outlives_others=True)
+    await cluster.start([server, spec(tmp_path, "stays")])
+    deaths = Deaths()
+    waiting = asyncio.create_task(cluster.wait(deaths))
+    await asyncio.sleep(0)
+
+    async def settle() -> None:
+        first = cluster.pids()["server"]
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(20.0):
+            while cluster.pids().get("server", first) == first:
+                await asyncio.sleep(0.01)
+
+    assert await cluster.stop(0.1, settle) == ["w"]
+    await asyncio.wait_for(waiting, 5.0)
+    assert [name for name, _ in deaths.told] == ["server"] and cluster.pids() == {}

@@ -136,8 +136,11 @@ def test_the_environment_of_a_worker_here_and_elsewhere(own_cluster: RayCluster,
     elsewhere = own_cluster._environment(place, is_abroad=True)
     assert elsewhere["MY_CHOICE"] == elsewhere["NCCL_DEBUG"] == "1" and elsewhere["RANK"] == "3"
     assert not {"A_SECRET", "PATH", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"} & elsewhere.keys()
+    assert "ASYNCFLOW_OWN_DEVICES" not in here | elsewhere
     place.needs = {"GPU": 1.0}
-    assert own_cluster._environment(place, is_abroad=False)["LOCAL_RANK"] == "0"  # it sees its own device alone
+    for is_abroad in (False, True):  # it sees its own device alone
+        told = own_cluster._environment(place, is_abroad=is_abroad)
+        assert told["LOCAL_RANK"] == "0" and told["ASYNCFLOW_OWN_DEVICES"]
 
 
 def letter(run_dir: Path, function: str, **changes: Any) -> bytes:
@@ -381,6 +384,27 @@ async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluste
     import ray
 
     assert await cluster.stop(0.1) == [] and not ray.is_initialized()  # once more is nothing
+
+
+@needs_ray
+async def test_a_host_that_hangs_does_not_outlive_its_cluster_s_stop(
+    cluster: RayCluster, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 2.0)
+    await cluster.start([spec(run_dir, "stays")])
+    worker = await own_pid(run_dir)
+    host = psutil.Process(worker).parent()
+    assert host is not None and host.name().startswith("ray::Host")
+    host.suspend()
+    try:
+        assert await asyncio.wait_for(cluster.stop(0.1), 50.0) == ["w"]
+        deadline = time.monotonic() + 30.0
+        while host.is_running() or is_running(worker):  # Ray kills it when it does not end by itself
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.1)
+    finally:
+        if host.is_running():
+            host.kill()
 
 
 @needs_ray

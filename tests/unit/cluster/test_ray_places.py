@@ -46,6 +46,8 @@ class Actor:
         self.calls: list[str] = []
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.errors: list[Exception] = []
+        self.hangs = False
+        self.is_gone = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
         async def call(*arguments: Any) -> Any:
@@ -54,6 +56,8 @@ class Actor:
             await self.ray.may_answer.wait()
             if self.errors:
                 raise self.errors.pop(0)
+            if self.hangs:
+                await self.is_gone.wait()
             return await getattr(self, f"_{name}")()
 
         return SimpleNamespace(remote=call)
@@ -65,11 +69,19 @@ class Actor:
         return self.ray.shares_files
 
     async def _start(self) -> int:
+        if self.ray.start_error is not None:
+            raise self.ray.start_error
         self.ended = asyncio.get_running_loop().create_future()
         return 4242
 
     async def _listen(self) -> tuple[bytes, int]:
-        return b"", await asyncio.shield(self.ended)
+        done, _ = await asyncio.wait(
+            [self.ended, gone := asyncio.ensure_future(self.is_gone.wait())], return_when="FIRST_COMPLETED"
+        )
+        if gone in done:
+            raise RayError("The actor is dead. More words")
+        gone.cancel()
+        return b"", self.ended.result()
 
     async def _kill(self) -> None:
         if not self.ended.done():
@@ -93,6 +105,7 @@ class Ray:
         self.labels: list[Any] = []
         self.nodes: dict[int, str] = {}  # of bundles that are not on the driver's
         self.shares_files = True
+        self.start_error: Exception | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         schedules = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, bundle: (group, bundle))
@@ -115,6 +128,7 @@ class Ray:
     def kill(self, actor: Actor) -> None:
         self.ask()
         actor.calls.append("killed")
+        actor.is_gone.set()
 
     def shutdown(self) -> None:
         self.is_up = False
@@ -285,13 +299,18 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     _, ray = make(1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down") for _ in range(3)]
-    process = ray_cluster._Process(actor, 1, tmp_path / "log", is_here=True)
+    given_up: list[bool] = []
+
+    async def give_up() -> None:
+        given_up.append(True)
+
+    process = ray_cluster._Process(actor, 1, tmp_path / "log", give_up, is_here=True)
     await until(lambda: actor.calls.count("listen") == 4)
     assert process.returncode is None
     actor.errors = [ActorUnavailableError("the network is down")]
     process.kill()  # is not lost either
     assert await asyncio.wait_for(process.wait(), 5.0) == -9
-    assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b""
+    assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b"" and not given_up
 
 
 async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -299,9 +318,53 @@ async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pyt
     monkeypatch.setattr(ray_cluster, "UNAVAILABLE_SECONDS", 0.1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down")] * 10_000
-    process = ray_cluster._Process(actor, 1, tmp_path / "log", is_here=True)
+    given_up: list[bool] = []
+
+    async def give_up() -> None:
+        given_up.append(True)
+
+    process = ray_cluster._Process(actor, 1, tmp_path / "log", give_up, is_here=True)
     assert await asyncio.wait_for(process.wait(), 5.0) == ray_cluster.LOST_STATUS
-    assert "its host is gone: the network is down" in (tmp_path / "log").read_text()
+    assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and given_up
+
+
+async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cluster, ray = make(1)
+    monkeypatch.setattr(ray_cluster, "UNAVAILABLE_SECONDS", 1.0)
+    await cluster.start(rollouts(0, max_restarts=1))
+    deaths: list[str] = []
+    waiting = asyncio.create_task(cluster.wait(lambda name, why, is_given_up: deaths.append(why)))
+    hung = ray.actors[0]
+    await until(lambda: "killed" in hung.calls)
+    await until(lambda: len(ray.actors) == 2 and "start" in ray.actors[1].calls)
+    assert "its host is gone: it has not answered for 1 s" in deaths[0]
+    ray.actors[1].ended.set_result(0)
+    await asyncio.wait_for(waiting, 5.0)
+    await asyncio.wait_for(cluster.stop(0.0), 5.0)
+    assert ray.room == 1
+
+
+async def test_a_host_that_hangs_does_not_keep_the_cluster_from_stopping(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, ray = make(2)
+    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 0.2)
+    await cluster.start(rollouts(0, 1))
+    hung, other = ray.actors
+    await until(lambda: "listen" in hung.calls)
+    hung.hangs = True
+    assert await asyncio.wait_for(cluster.stop(0.1), 5.0) == ["rollout/0", "rollout/1"]
+    assert "killed" in hung.calls and other.ended.done() and ray.room == 2
+
+
+async def test_what_a_host_refuses_is_said_in_its_words(make: Make) -> None:
+    cluster, ray = make(1)
+    error = RayError("ray::HostActor.start() (pid=7). Traceback")
+    error.cause = UserError("/x must be a folder. Remove it")  # type: ignore[attr-defined]
+    ray.start_error = error
+    with pytest.raises(RunError, match=r"^worker rollout/0 could not be started: /x must be a folder. Remove it$"):
+        await cluster.start(rollouts(0))
+    await cluster.stop(0.0)
 
 
 async def test_no_group_is_asked_of_a_head_that_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +437,41 @@ async def test_a_trainer_where_the_runs_folder_is_not_seen_is_refused_before_any
     assert ray.room == 3
 
 
+async def test_workers_that_ray_does_not_have_are_refused_in_a_sentence(make: Make) -> None:
+    cluster, ray = make(1, resources={"rollout": {"TPU": 1.5}})
+
+    def refuses(*_: object, **options: object) -> Any:
+        raise ValueError("The number of requested 'TPU' was set to 1.5. Supported are 1")
+
+    ray.remote = refuses  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"no such workers as rollout with .*'TPU': 1.5.*: The number .*; change cluster.resources"):
+        await cluster.start(rollouts(0))
+    await cluster.stop(0.0)
+
+
+async def test_where_the_cluster_is_decides_who_may_go_elsewhere(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` is an address, and a process may have been in a cluster before."""
+    (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\nqueue: {listen: 'tls:127.0.0.1:0'}\n")
+
+    async def answers(address: str) -> bool:
+        return True
+
+    monkeypatch.setattr(ray_cluster, "_answers", answers)
+    for address in (None, "auto"):
+        for head, labels in (("127.0.0.1:6379", None), ("10.0.0.1:6379", [{"ray.io/node-id": "here"}])):
+            cluster, ray = make(1, address=address)
+            ray.is_initialized = lambda: True  # type: ignore[attr-defined]
+            context = SimpleNamespace(get_node_id=lambda: "here", gcs_address=head)
+            ray.get_runtime_context = lambda context=context: context  # type: ignore[attr-defined]
+            monkeypatch.setitem(ray_cluster.sys.modules, "ray", ray)  # type: ignore[attr-defined]
+            cluster._node = ""
+            await cluster.start([WorkerSpec("reward", "m:f", needs={"CPU": 1.0})])
+            assert ray.labels == [labels]
+            await cluster.stop(0.0)
+
+
 async def test_who_is_needed_by_others_is_ended_after_them(make: Make) -> None:
     cluster, ray = make(2)
     await cluster.start([WorkerSpec("storage/0", "m:f", needs={"CPU": 1.0}, outlives_others=True), *rollouts(0)])
@@ -385,6 +483,23 @@ async def test_who_is_needed_by_others_is_ended_after_them(make: Make) -> None:
 
     assert await cluster.stop(0.0, settle) == ["rollout/0"]
     assert seen == [False, True] and unit.ended.done() and ray.room == 2
+
+
+async def test_who_is_needed_by_others_is_started_again_while_the_cluster_stops(make: Make) -> None:
+    cluster, _ = make(2)
+    unit = WorkerSpec("storage/0", "m:f", needs={"CPU": 1.0}, outlives_others=True, max_restarts=3)
+    await cluster.start([unit, *rollouts(0, max_restarts=3)])
+    waiting = asyncio.create_task(cluster.wait(lambda *death: None))
+    hosts = [cluster._places[name].host for name in ("storage/0", "rollout/0")]
+    await until(lambda: all("listen" in host.calls for host in hosts))
+
+    async def settle() -> None:
+        hosts[0].ended.set_result(-9)
+        await until(lambda: hosts[0].calls.count("start") == 2)
+
+    assert await asyncio.wait_for(cluster.stop(0.0, settle), 5.0) == ["rollout/0"]
+    assert hosts[0].ended.done() and hosts[1].calls.count("start") == 1
+    await asyncio.wait_for(waiting, 5.0)
 
 
 @pytest.mark.parametrize("seconds", [30.0, 0.2])
