@@ -157,8 +157,8 @@ class Ledger:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The tasks whose outputs a run that is gone on with keeps."""
-        return self.tasks[: self.tasks.index(self._last_kept) + 1]
+        """The tasks whose outputs a run that is gone on with keeps; members it chooses again."""
+        return tuple(task for task in self.tasks[: self.tasks.index(self._last_kept) + 1] if task != self._chosen_by)
 
     @property
     def num_updates(self) -> int:

@@ -678,6 +678,8 @@ def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
     ledger.open([meta(0)])
     ledger.done("rollout", rows_of(0))
     assert ledger.not_generated() == set() and ledger.kept == ("rollout",)  # values are made again
+    chosen = Ledger(BITS, ("rollout", "select", "reference"), chosen_by="select", num_members=1)
+    assert chosen.kept == ("rollout", "reference")  # and members are chosen again
     assert ledger.closed() == []
     ledger.done("values", rows_of(0))
     assert ledger.closed() == [("values", 0)]
