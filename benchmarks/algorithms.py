@@ -23,6 +23,11 @@ RUNS: dict[str, list[str]] = {
     "grpo, a KL term in the loss": ["algorithm={name: grpo, kl_coefficient: 0.001}"],
     "grpo, an entropy bonus": ["algorithm={name: grpo, entropy_coefficient: 0.001}"],
     "dapo": ["algorithm={name: dapo, overlong_length: 64, overlong_buffer: 16}"],
+    "dapo, dynamic sampling, 20 steps": [
+        "algorithm={name: dapo, overlong_length: 64, overlong_buffer: 16, dynamic_sampling: true}",
+        "train.oversampling=1.5",
+        "train.max_candidates=1600",
+    ],
     "dr_grpo": ["algorithm={name: dr_grpo, loss_constant: 64}"],
     "rloo": ["algorithm=rloo"],
     "rloo, a KL term in the reward": ["algorithm={name: rloo, kl_coefficient: 0.001}", "train.reference=task"],
@@ -33,6 +38,8 @@ RUNS: dict[str, list[str]] = {
     "ppo": ["algorithm=ppo", "train.critic.learning_rate=1e-3", "train.critic.warmup_steps=5"],
 }
 """Names for the table, and what is changed of the recipe."""
+STEPS = {"dapo, dynamic sampling, 20 steps": 20}
+"""Fewer, where the task would be solved before the end: hardly a prompt's rewards vary then, and the run would end by saying so."""
 
 
 def run(folder: Path, name: str, seed: int, steps: int) -> tuple[float, float]:
@@ -67,7 +74,10 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=40)
     arguments.add_argument("--dir", type=Path, default=Path("runs/algorithms"))
     given = arguments.parse_args()
-    found = {name: [run(given.dir.resolve(), name, seed, given.steps) for seed in given.seeds] for name in given.algorithms}
+    found = {
+        name: [run(given.dir.resolve(), name, seed, min(given.steps, STEPS.get(name, given.steps))) for seed in given.seeds]
+        for name in given.algorithms
+    }
     print(f"\n| algorithm | {' | '.join(f'seed {seed}' for seed in given.seeds)} | mean |")
     print(f"|---|{'---|' * len(given.seeds)}---|")
     for name, results in found.items():
