@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.build.prepare import train_engine_options
+from asyncflow.build.parts import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import RANKS_STORE, MicroBatch, TrainEngineOptions
 from asyncflow.engines.train.one_rank import OneRank

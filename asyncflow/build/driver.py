@@ -13,15 +13,8 @@ from typing import Any, Final
 
 from asyncflow.build.health import Health
 from asyncflow.build.model_files import ModelFiles
-from asyncflow.build.prepare import (
-    Prepared,
-    make_storage,
-    num_devices,
-    queue_schema,
-    shape_of,
-    tasks_before_training,
-    unit_options,
-)
+from asyncflow.build.parts import make_storage, num_devices, queue_schema, shape_of, tasks_before_training, unit_options
+from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState, RunRecord, Told
 from asyncflow.build.rendezvous import Rendezvous
 from asyncflow.build.resume import Resumed, as_prompt, evaluated_versions

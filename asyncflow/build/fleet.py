@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from asyncflow.build.prepare import own_devices_each, tasks_before_training
+from asyncflow.build.parts import own_devices_each, tasks_before_training
 from asyncflow.build.rendezvous import AT_DRIVER
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncflow.build.prepare import Prepared, make_algorithm, queue_schema
+from asyncflow.build.parts import make_algorithm, queue_schema
+from asyncflow.build.prepare import Prepared
 from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver, usable
 from asyncflow.build.saving import checkpoints_of
 from asyncflow.build.workers import JobFile, copy_tokenizer

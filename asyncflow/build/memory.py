@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncflow.build.prepare import make_algorithm
+from asyncflow.build.parts import make_algorithm
 from asyncflow.config import Config
 from asyncflow.types import UserError
 

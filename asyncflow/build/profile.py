@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from asyncflow.build.fleet import trainers
-from asyncflow.build.prepare import make_algorithm, model_folder, train_engine_options
+from asyncflow.build.parts import make_algorithm, train_engine_options
+from asyncflow.build.prepare import model_folder
 from asyncflow.build.prompts import read_source
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.config import Config, dump, load

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncflow.build.prepare import shape_of
+from asyncflow.build.parts import shape_of
 from asyncflow.config import Config
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.certificate import Certificate, Observed

@@ -19,7 +19,8 @@ from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
-from asyncflow.build.prepare import check_rollout_engine, devices_each
+from asyncflow.build.parts import devices_each
+from asyncflow.build.prepare import check_rollout_engine
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.config import Config
 from asyncflow.transport import remote

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.build.model_files import ModelFiles, model_here
-from asyncflow.build.prepare import (
-    TOKENIZER_FILES,
+from asyncflow.build.parts import (
     critic_options,
     make_algorithm,
     make_storage,
@@ -28,6 +27,7 @@ from asyncflow.build.prepare import (
     train_engine_options,
     unit_options,
 )
+from asyncflow.build.prepare import TOKENIZER_FILES
 from asyncflow.build.rendezvous import Rendezvous, meet_at_driver
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.build.saving import Saves, Saving, checkpoints_of

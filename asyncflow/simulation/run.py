@@ -23,7 +23,8 @@ from typing import Any, cast
 import numpy as np
 
 from asyncflow.build.driver import Driver
-from asyncflow.build.prepare import Prepared, check_choices, shape_of
+from asyncflow.build.parts import shape_of
+from asyncflow.build.prepare import Prepared, check_choices
 from asyncflow.build.resume import Resumed
 from asyncflow.build.workers import Connection, add_log_probs, critic_steps, joined, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from asyncflow.build.prepare import check_choices, critic_options, make_algorithm, num_devices, tasks_before_training
+from asyncflow.build.parts import critic_options, make_algorithm, num_devices, tasks_before_training
+from asyncflow.build.prepare import check_choices
 from asyncflow.config import Config, dump, load, parse, parse_dumped
 from asyncflow.settings import Choice, apply_override
 from asyncflow.types import UserError

@@ -11,7 +11,8 @@ import pytest
 from safetensors import safe_open
 
 from asyncflow.build.memory import GIB, Part, Shapes, host_parts, lines, micro_batch_tokens, rollout_parts, training_parts
-from asyncflow.build.prepare import check_shapes, num_devices
+from asyncflow.build.parts import num_devices
+from asyncflow.build.prepare import check_shapes
 from asyncflow.config import Config, load, parse
 from asyncflow.engines.train.random_model import SPECS, make_random_model
 from asyncflow.types import UserError

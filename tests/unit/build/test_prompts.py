@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncflow.build.prepare import prepare, reward_pool
+from asyncflow.build.parts import reward_pool
+from asyncflow.build.prepare import prepare
 from asyncflow.build.prompts import left_out_lines, read_source, short_enough, source_of, tokenize
 from asyncflow.config import Config, parse
 from asyncflow.data.tokenizer import CheckpointTokenizer
