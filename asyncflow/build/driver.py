@@ -293,7 +293,10 @@ class Driver:
     def _evaluated(self, row: Row) -> None:
         if self.ledger.is_stopping:
             return  # cut short: its figures would be of some prompts only
-        self.record.evaluated(row)
+        self.beside(self._write_evaluation(row))
+
+    async def _write_evaluation(self, row: Row) -> None:
+        await self.record.evaluated(row)
         self._evaluated_versions.add(int(row["step"]))
 
     # -- what the books tell ------------------------------------------------------------------------------------------------

@@ -95,6 +95,7 @@ class RunRecord:
         run_dir = config.run_dir
         self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, progress)
         self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
+        self._evaluating = asyncio.Lock()
         self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
         names = ["jsonl", *config.telemetry.trackers]
         self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
@@ -182,9 +183,11 @@ class RunRecord:
         """A rollout worker serves a version."""
         self._note("installed", version)
 
-    def evaluated(self, row: Row) -> None:
-        """An evaluation's figures."""
-        self._evaluations.write(json.dumps(row) + "\n")
+    async def evaluated(self, row: Row) -> None:
+        """An evaluation's figures, once every worker has sent its samples: a run that is gone on with makes neither again."""
+        async with self._evaluating:
+            await self.hub.settle(self._now())
+            self._evaluations.write(json.dumps(row) + "\n")
         self._told.evaluation(row)
 
     def rows_died(self, dead: Sequence[DeadRow]) -> None:

@@ -17,7 +17,7 @@ from asyncflow.types import RunError
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The answer to `asyncflow status`: who does what, and what waits for what."""
+    """The answer to `asyncflow status`: who does what, what waits for what, and what each storage unit holds."""
 
     run: str
     committed: int
@@ -26,6 +26,7 @@ class Status(msgspec.Struct, frozen=True):
     workers: list[str]
     waits: list[str]
     queue: dict[str, dict[str, int]]
+    stored: list[str]
 
 
 class Watch:
@@ -45,12 +46,13 @@ class Watch:
             version = driver.board.serving.get(name, "-")
             workers.append(f"{name} (process {state.pid}): {what}, {state.rss_bytes / 1e6:.0f} MB, version {version}{leaves}")
         waits = driver.ledger.ledger.missing()
-        tasks, _ = await driver.queue.status()
+        tasks, units = await driver.queue.status()
         for name, task in tasks.items():
             waits += [f"{worker} holds {rows} rows of task {name}" for worker, rows in task.holders.items()]
         queue = {name: task.counts for name, task in tasks.items()}
+        stored = [f"unit/{number}: {unit.rows} rows, {unit.stored_bytes / 1e6:.1f} MB" for number, unit in sorted(units.items())]
         run, idle = driver.config.run, now - driver.last_progress
-        return Status(run.name, driver.ledger.ledger.committed, run.steps, idle, workers, waits, queue)
+        return Status(run.name, driver.ledger.ledger.committed, run.steps, idle, workers, waits, queue, stored)
 
     async def run(self) -> None:
         """For ever. A run in which nothing moves says who waits for what, by a `RunError`."""

@@ -36,7 +36,7 @@ async def _status(run: Path, prometheus: bool) -> None:
     answer = await proxy(Watch, peer, "status").status()
     await peer.close()
     print(f"{answer.run}: {answer.committed} of {answer.steps} steps, last progress {answer.idle_seconds:.1f} s ago")
-    for line in [*answer.workers, *answer.waits]:
+    for line in [*answer.workers, *answer.stored, *answer.waits]:
         print(f"  {line}")
     for task, counts in answer.queue.items():
         print(f"  task {task}: {', '.join(f'{count} {name}' for name, count in counts.items())}")

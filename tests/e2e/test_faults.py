@@ -259,7 +259,7 @@ def test_status_of_a_live_run_and_ctrl_c(small: Small, tmp_path: Path, backgroun
     wait_for(lambda: len(metrics(run_dir)) >= 2, command)
     status = run_command("status", run_dir)
     assert status.returncode == 0, status.stderr
-    for word in ("of 500 steps", "rollout/0", "trainer/0", "task train", "version"):
+    for word in ("of 500 steps", "rollout/0", "trainer/0", "unit/0: ", "task train", "version"):
         assert word in status.stdout
     again = run_command("train", tmp_path / "config.yaml", "run.overwrite=true")
     assert again.returncode == 2 and "a run is live in" in again.stderr
