@@ -50,7 +50,7 @@ async def fetched(receiver: WeightReceiver, manifest: Manifest) -> str:
 async def test_a_receiver_that_is_killed_keeps_nobody_waiting_and_comes_back(
     options: Options, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "GATHER_SECONDS", 30)
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 90)
     given = options(num_receivers=2)
     sync = make(kind, given)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
@@ -59,7 +59,7 @@ async def test_a_receiver_that_is_killed_keeps_nobody_waiting_and_comes_back(
         dying.tell(encoded(manifest))
         assert await fetched(receiver, manifest) == digest(weights(0))
         assert await dying.answer() == ""  # it has ended
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 80
     if kind == "collective":
         assert "version 0 did not reach rollout/1" in caplog.text and "rollout/0" not in caplog.text
     manifest = await sender.publish(1, HeldWeights(weights(1)))
