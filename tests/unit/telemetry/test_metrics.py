@@ -81,6 +81,8 @@ def test_a_hand_worked_step():
         "rows/dead": 1,
         "rows/unscored": 0,
         "rows/skipped": 0,
+        "rows/degenerate": 0,
+        "rows/surplus": 0,
         "rows/empty": 0,
         "rows/redelivered": 3,
     }
@@ -101,6 +103,8 @@ def test_what_is_not_known_is_left_out():
         "rows/dead": 0,
         "rows/unscored": 0,
         "rows/skipped": 0,
+        "rows/degenerate": 0,
+        "rows/surplus": 0,
         "rows/empty": 0,
         "rows/redelivered": 0,
     }
