@@ -35,6 +35,9 @@ class Trained(Protocol):
     waits_for_batch: bool = False
     """Whether its advantages are made from a statistic of the whole step: see the head, `statistics` and `normalised`."""
 
+    is_zero_without_advantages: bool = False
+    """Whether a micro-batch whose advantages are all 0 has a loss of 0 and no gradient, so that it need not be computed."""
+
     def advantages(self, group: ScoredGroup) -> Advantages:
         """The advantages of the rows of one group: float32 [R], or ragged float32, a number for each token of each response."""
         ...

@@ -33,7 +33,8 @@ class Surrogate(Protocol):
     """See `Objective.is_token_local`."""
 
     def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
-        """`log_ratio_T` float32 [T]: log R with gradient, 0 where the mask is."""
+        """`log_ratio_T` float32 [T]: log R with gradient, 0 where the mask is. Where the advantage is 0, so is the objective, with
+        its gradient."""
         ...
 
 

@@ -37,6 +37,10 @@ CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")
 """What an algorithm, or its critic, says in any case."""
+MAY_BE_LEFT_OUT = (
+    "is_zero_without_advantages", "needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups"
+)  # fmt: skip
+"""What need not be said by one of the user's own that has no need of it."""
 
 
 def shape_of(config: Config) -> Shape:
@@ -56,6 +60,7 @@ def shape_of(config: Config) -> Shape:
         epochs=config.train.epochs,
         mini_batches=config.train.mini_batches,
         has_reward_parts=config.reward.has_parts,
+        skips_zero_advantages=config.train.skip_zero_advantages,
         max_candidates=most,
         oversampling=config.train.oversampling,
         num_ranks=config.layout.dp,
@@ -163,7 +168,7 @@ def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[st
     for name in needed:
         if not is_there(name):
             raise UserError(f"{what} has no {name!r}: asyncflow/algorithms/base.py says what is needed")
-    for name in ("needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups"):
+    for name in MAY_BE_LEFT_OUT:
         if not hasattr(trained, name) and hasattr(contract, name):
             setattr(trained, name, getattr(contract, name))
     for name in ("statistics", "normalised") if trained.waits_for_batch else ():

@@ -95,6 +95,12 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     if algorithm.critic is not None:
         _check_critic(config)
     _check_candidates(config, wants_them=algorithm.wants_varied_groups)
+    if config.train.skip_zero_advantages and not algorithm.is_zero_without_advantages:
+        raise UserError(
+            f"train.skip_zero_advantages is for losses that have no gradient where advantages are 0, and {config.algorithm.name} "
+            f"as it is set here has one (a KL term in the loss, an entropy bonus), or does not say (is_zero_without_advantages, in "
+            f"asyncflow/algorithms/base.py): leave it out"
+        )
     if algorithm.needs_reference_ahead and train.reference != "task":
         raise UserError(
             "the algorithm has a KL term in the reward, which needs the reference's log-probs ahead of training: set "

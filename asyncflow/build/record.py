@@ -227,10 +227,10 @@ class RunRecord:
             response_lengths=group.response_lengths,
             truncated=group.truncated,
             staleness=group.staleness,
-            prompt_length=group.prompt_length,
+            trained_tokens=group.logical_tokens,
         )
         self._look_at_parts(step, metrics, group)
-        metrics.count_rows(empty=len(group.empty_rows))
+        metrics.count_rows(empty=len(group.empty_rows), zero_advantage=group.left_out)
         if group.empty_rows:
             rows = ", ".join(map(str, group.empty_rows))
             self._told.says(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
@@ -283,7 +283,7 @@ class RunRecord:
     def _add_losses(self, metrics: StepMetrics, group: Consumed) -> None:
         metrics.add_micro_batch(
             loss_sum=group.loss_sum,
-            loss_tokens=group.loss_tokens,
+            loss_tokens=group.computed_tokens,
             logical_tokens=group.logical_tokens,
             physical_tokens=group.physical_tokens,
             metrics=group.metrics,
@@ -324,7 +324,7 @@ class RunRecord:
 
     def _look_at_sharing(self, group: Consumed) -> None:
         """Say once that a shared prompt was not worth it, where it was asked for."""
-        is_shared = group.physical_tokens < group.logical_tokens
+        is_shared = group.physical_tokens < group.logical_tokens or not group.logical_tokens  # or none of it was computed
         if self._has_said_unshared or is_shared or self.shape.rows_per_micro_batch == 1 or len(group.rows) == 1:
             return
         self._has_said_unshared = True

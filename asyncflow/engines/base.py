@@ -128,6 +128,11 @@ class MicroBatch:
         return np.repeat(self.advantages, self.response_ids.lengths)
 
     @property
+    def has_advantages(self) -> bool:
+        """Whether any is not 0."""
+        return bool(self.advantages.any())
+
+    @property
     def logical_tokens(self) -> int:
         """Every response counted with its prompt (papers: TPSPD)."""
         return len(self.response_ids.values) + len(self.indices) * len(self.prompt_ids)
@@ -139,6 +144,7 @@ class MicroBatchResult:
     loss or a log-prob was not; nothing was accumulated then.
 
     `logprob_differences`: loss tokens whose log-prob is the rollout engine's to the bit, and the largest difference in nats.
+    `is_computed`: False if no engine has seen it, since it has no gradient (`train.skip_zero_advantages`).
     """
 
     loss_sum: float
@@ -147,6 +153,7 @@ class MicroBatchResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_finite: bool = True
     logprob_differences: tuple[int, float] = (0, 0.0)
+    is_computed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

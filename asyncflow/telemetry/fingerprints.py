@@ -67,6 +67,8 @@ class Trained(Protocol):
     def loss_tokens(self) -> int: ...
     @property
     def logprob_differences(self) -> tuple[int, float]: ...
+    @property
+    def is_computed(self) -> bool: ...
 
 
 class Fingerprinted(Protocol):
@@ -110,7 +112,7 @@ class FingerprintLog:
             for i, row in enumerate(batch.indices.tolist())
         ]
         self._groups[number] = GroupPrint(number, rows, losses)
-        self._logprobs += [(result.loss_tokens, *result.logprob_differences) for result in results]
+        self._logprobs += [(result.loss_tokens, *result.logprob_differences) for result in results if result.is_computed]
 
     async def step(self, step: int, engine: Fingerprinted) -> None:
         """The step's update is done, if there was one."""

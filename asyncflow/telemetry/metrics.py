@@ -68,7 +68,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row's group).",
     "staleness/max": "Largest such difference.",
     "perf/tpspd": "Logical tokens trained in the step (every response with its prompt, once) / (perf/step_seconds x all devices, "
-    "rollout included).",
+    "rollout included). Rows that are left out for having no gradient (`train.skip_zero_advantages`) do not count.",
     "perf/step_seconds": "Seconds from the previous step's commit (at first: the first admission) to this step's commit.",
     "perf/train_startup_seconds": "Seconds from the moment the step's first group could be generated (admitted, weights installed) "
     "to the step's first forward_backward.",
@@ -82,6 +82,9 @@ DEFINITIONS: Final[dict[str, str]] = {
     "what stood where a data-parallel group had no micro-batch.",
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
     "rows/trained": "Rows that the step's updates were computed from.",
+    "rows/zero_advantage": "Of these, rows that were not computed, since the advantages of their micro-batch were all 0 "
+    "(`train.skip_zero_advantages`): they count in the normaliser, and their gradient is 0. Means over loss tokens are then over "
+    "the other rows.",
     "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
     "rows/unscored": "Rows that could not be scored, in all of their attempts: given up (and in `rows/dead`), or trained with "
     "`reward.value_on_failure`.",
@@ -104,7 +107,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 
-HOW_ROWS_END: Final = ("trained", "dead", "unscored", "skipped", "degenerate", "surplus", "empty", "redelivered")
+HOW_ROWS_END: Final = ("trained", "zero_advantage", "dead", "unscored", "skipped", "degenerate", "surplus", "empty", "redelivered")
 MISMATCHES: Final = ("mismatch/logprob_difference", "mismatch/kl")
 LARGE_MISMATCH: Final = 0.01
 """Of `mismatch/kl`, in nats: two engines that compute the same model stay far below it, also in bfloat16."""
@@ -171,12 +174,12 @@ class StepMetrics:
         response_lengths: Array,
         truncated: Array,
         staleness: Array,
-        prompt_length: int,
+        trained_tokens: int,
     ) -> None:
         """One scored group of the step; R = its rows that are not dead.
 
-        rewards float32 [R]; response_lengths int [R], tokens; truncated bool [R]; staleness int [R], versions; prompt_length in
-        tokens. A `ValueError` when the arrays' lengths differ.
+        rewards float32 [R]; response_lengths int [R], tokens; truncated bool [R]; staleness int [R], versions; trained_tokens:
+        logical ones, of those rows that were computed. A `ValueError` when the arrays' lengths differ.
         """
         sizes = {len(rewards), len(response_lengths), len(truncated), len(staleness)}
         if len(sizes) != 1:
@@ -191,7 +194,7 @@ class StepMetrics:
         self._zero_std_groups += bool(np.max(rewards) == np.min(rewards))
         self._rows["rows/trained"] += num_rows
         self._staleness.append(np.asarray(staleness, np.int64))
-        self._trained_tokens += num_rows * prompt_length + int(np.sum(response_lengths))
+        self._trained_tokens += trained_tokens
 
     def add_micro_batch(
         self,
@@ -203,7 +206,8 @@ class StepMetrics:
         metrics: Mapping[str, float],
         is_finite: bool = True,
     ) -> None:
-        """One `forward_backward`. `metrics`: sums over the loss tokens; each becomes a mean, as `policy/entropy` (`LossSums`).
+        """One `forward_backward`. `metrics`: sums over so many loss tokens, those whose loss was computed; each becomes a mean, as
+        `policy/entropy` (`LossSums`).
 
         With `is_finite` False nothing was accumulated: its tokens were computed, but enter no mean.
         """

@@ -132,6 +132,7 @@ class Shape:
     mini_batches: int = 1
     has_reward_parts: bool = False
     num_ranks: int = 1
+    skips_zero_advantages: bool = False
     max_candidates: int | None = None  # of a step, where it chooses its prompts among them
     oversampling: float = 1.0
 
@@ -350,6 +351,11 @@ def reward_outputs(scores: Mapping[int, Score], group_bits: int, *, has_parts: b
     return Batch(indices, groups, _reward_columns(list(scores.values()), has_parts))
 
 
+def left_out(piece: MicroBatch) -> MicroBatchResult:
+    """Of a micro-batch that is not computed, since it has no gradient: it counts in the normaliser all the same."""
+    return MicroBatchResult(0.0, int(piece.loss_mask.values.sum()), 0, is_computed=False)
+
+
 def reference_outputs(batch: Batch, log_probs: Sequence[Ragged]) -> Batch:
     """The column that the reference adds to a group: the pieces' log-probs, in order."""
     return token_outputs(batch, REFERENCE_COLUMN, log_probs)
@@ -379,9 +385,11 @@ def consumed(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Seq
         num_spans=spans.lengths // 2,
         loss_sum=sum(r.loss_sum for r in results),
         loss_tokens=sum(r.loss_tokens for r in results),
-        logical_tokens=sum(piece.logical_tokens for piece in pieces),
+        computed_tokens=sum(r.loss_tokens for r in results if r.is_computed),
+        logical_tokens=sum(piece.logical_tokens for piece, r in zip(pieces, results, strict=True) if r.is_computed),
         physical_tokens=sum(r.physical_tokens for r in results),
         metrics=metrics,
         is_finite=all(r.is_finite for r in results),
+        left_out=sum(len(piece.indices) for piece, r in zip(pieces, results, strict=True) if not r.is_computed),
         reward_parts=batch.ragged(PARTS_COLUMN.name).values if PARTS_COLUMN.name in batch.columns else np.empty(0, np.float32),
     )

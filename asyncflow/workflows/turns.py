@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +29,7 @@ from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import StaleToken, Want
 from asyncflow.types import Advantages
 from asyncflow.workflows.ledger import LedgerService
-from asyncflow.workflows.samples import Shape, check_interval, consumed, micro_batches, scored_group
+from asyncflow.workflows.samples import Shape, check_interval, consumed, left_out, micro_batches, scored_group
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 
@@ -45,14 +45,32 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one rank trains at the same time as the others: a group or some, or none where only the others have any left."""
+    """What one rank trains at the same time as the others: a group or some, or none where only the others have any left.
+
+    `micro_batches`: those to compute, in order: all, or, with `skips`, those that have advantages. Of an update's first turn one is
+    computed in any case: the engine then has a gradient, of zeros perhaps, and an update to make, as it would without skipping.
+    """
 
     works: list[Work]
+    skips: bool
+    micro_batches: list[MicroBatch]
 
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """Of all groups, in order."""
-        return [piece for work in self.works for piece in work.micro_batches]
+    @staticmethod
+    def of(works: list[Work], *, skips: bool, is_first: bool) -> Turn:
+        """A turn of these groups."""
+        pieces = [piece for work in works for piece in work.micro_batches]
+        if skips:
+            pieces = [piece for piece in pieces if piece.has_advantages] or (pieces[:1] if is_first else [])
+        return Turn(works, skips, pieces)
+
+    def results(self, of_engine: Sequence[MicroBatchResult]) -> list[list[MicroBatchResult]]:
+        """Those of each group's micro-batches, from those that were computed. One that could have been skipped is told of as if it
+        had been, so that no figure depends on which group came first."""
+        made = {id(piece): result for piece, result in zip(self.micro_batches, of_engine, strict=True)}
+        return [
+            [left_out(piece) if self.skips and not piece.has_advantages else made[id(piece)] for piece in work.micro_batches]
+            for work in self.works
+        ]
 
 
 class Turns:
@@ -74,6 +92,7 @@ class Turns:
         self._queue, self._ledger, self._schedule, self._objective, self._shape = queue, ledger, schedule, objective, shape
         self.task, self.step, self.num_updates = task, step, shape.num_updates
         self._rank, self._put_aside = rank, put_aside
+        self._skips = shape.skips_zero_advantages and objective.is_zero_without_advantages
         self._keeps_all = objective.waits_for_batch or shape.num_updates > 1
         self._sums: list[float] | None = None  # of the step's statistic
         self._update = 0
@@ -104,15 +123,14 @@ class Turns:
                 if self._sums is None:
                     return
             asking = self._beside.create_task(self._ledger.turn(self.step, self._rank, number, *of_update))
-            turn = Turn([self._work(group) for group in groups])
+            works = [self._work(group) for group in groups]
+            turn = Turn.of(works, skips=self._skips, is_first=number == 1)
             self._changed.notify()
             yield turn
 
     def trained(self, turn: Turn, results: list[MicroBatchResult], fingerprints: StepLog) -> None:
         """The turn's gradients have been added: its figures, for the books."""
-        of = iter(results)
-        for work in turn.works:
-            of_work = [next(of) for _ in work.micro_batches]
+        for work, of_work in zip(turn.works, turn.results(results), strict=True):
             fingerprints.group(work.leased.batch, of_work)
             if self._update:  # the weights are not the version's any more: what differs now is no mismatch of the engines
                 of_work = [replace(result, metrics=_without_mismatch(result.metrics)) for result in of_work]
@@ -175,10 +193,16 @@ class Turns:
             else:
                 work.micro_batches.extend(self._cut(work, work.advantages))
             self._ready[group] = work
-            tokens = len(batch.ragged("response_ids").values)
-            if not await self._ledger.offer(self.step, self._rank, group, tokens, statistics, self.task):
+            if not await self._ledger.offer(self.step, self._rank, group, self._tokens(work), statistics, self.task):
                 del self._ready[group]  # as above, but delivered to another rank before; the lease is this one's to end now
                 self._changed.notify()
+
+    def _tokens(self, work: Work) -> int:
+        """Response tokens that will be computed, by which the groups of a turn are chosen to be alike."""
+        pieces = work.micro_batches
+        if not self._skips or not pieces:  # not cut yet
+            return len(work.leased.batch.ragged("response_ids").values)
+        return sum(len(piece.response_ids.values) for piece in pieces if piece.has_advantages)
 
     async def _has_room(self) -> None:
         """Wait until one more group may be made ready, or the step is over. Who keeps all that it takes asks the ledger, so that

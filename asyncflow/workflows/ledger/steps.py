@@ -47,10 +47,12 @@ class Consumed(msgspec.Struct, frozen=True):
     num_spans: np.ndarray  # int64 [R], policy versions that made the response
     loss_sum: float
     loss_tokens: int
-    logical_tokens: int
+    computed_tokens: int  # loss tokens whose loss was computed: what `metrics` are sums over
+    logical_tokens: int  # of what was computed
     physical_tokens: int
     metrics: Mapping[str, float]
     is_finite: bool
+    left_out: int = 0  # rows that were not computed
     reward_parts: np.ndarray = msgspec.field(default_factory=partial(np.empty, 0, np.float32))  # [R * parts], where they are kept
 
 

@@ -151,6 +151,15 @@ def test_what_is_masked_may_be_nan_and_leaks_nowhere(name: str, options: dict[st
     assert gradients[0].equal(gradients[1]) and not gradients[1][gone_T].any()
 
 
+@pytest.mark.parametrize(("name", "options"), [*CASES, *((name, {"kl_coefficient": 0.2, "kl_place": "reward"}) for name in CLIPS)])
+def test_it_says_whether_rows_without_advantages_have_a_gradient(name: str, options: dict[str, Any]) -> None:
+    algorithm, batch = make(name, options), batch_of()
+    sums = algorithm.loss(replace(batch, advantages_T=torch.zeros_like(batch.advantages_T)))
+    gradients = torch.autograd.grad(sums.loss, [batch.logprobs_T, batch.entropy_T], allow_unused=True)
+    is_zero = sums.loss.item() == 0.0 and not any(each is not None and each.any() for each in gradients)
+    assert algorithm.is_zero_without_advantages is is_zero
+
+
 @pytest.mark.parametrize("name", CLIPS)
 def test_on_policy_the_gradient_is_minus_the_weighted_advantage(name: str) -> None:
     algorithm, batch = make(name, {}), random_batch(3)

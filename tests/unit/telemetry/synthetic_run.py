@@ -120,7 +120,11 @@ def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int
             lengths = np.array([draw.randint(20, 60) for _ in range(4)])
             truncated = lengths > 57
             metrics.add_group(
-                rewards=rewards, response_lengths=lengths, truncated=truncated, staleness=np.zeros(4, int), prompt_length=20
+                rewards=rewards,
+                response_lengths=lengths,
+                truncated=truncated,
+                staleness=np.zeros(4, int),
+                trained_tokens=4 * 20 + int(lengths.sum()),
             )
             sums = {"policy/kl": 0.02 * step * 160, "policy/entropy": (1.5 - 0.05 * step) * 160, "policy/clip_ratio": 0.01 * 160}
             loss = draw.gauss(0, 1)

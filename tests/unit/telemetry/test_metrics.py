@@ -26,8 +26,9 @@ SPANS = [
 
 
 def group(rewards: list[float], lengths: list[int], cut: list[bool], stale: list[int], prompt: int) -> dict:
+    tokens = sum(lengths) + len(lengths) * prompt
     arrays = {"rewards": np.array(rewards, np.float32), "response_lengths": np.array(lengths)}
-    return {**arrays, "truncated": np.array(cut), "staleness": np.array(stale), "prompt_length": prompt}
+    return {**arrays, "truncated": np.array(cut), "staleness": np.array(stale), "trained_tokens": tokens}
 
 
 def full_step() -> StepMetrics:
@@ -78,6 +79,7 @@ def test_a_hand_worked_step():
         "perf/idle_ratio/rollout/1": 0.25,
         "perf/idle_ratio/trainer/0": 0.6,
         "rows/trained": 8,
+        "rows/zero_advantage": 0,
         "rows/dead": 1,
         "rows/unscored": 0,
         "rows/skipped": 0,
@@ -100,6 +102,7 @@ def test_what_is_not_known_is_left_out():
         "policy/non_finite_micro_batches": 0,
         "perf/step_seconds": 0.0,
         "rows/trained": 0,
+        "rows/zero_advantage": 0,
         "rows/dead": 0,
         "rows/unscored": 0,
         "rows/skipped": 0,

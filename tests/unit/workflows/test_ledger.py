@@ -32,7 +32,8 @@ def consumed(*rows: int, tokens: int = 5, is_finite: bool = True, empty: Iterabl
     n = len(rows)
     counts = np.zeros(n, np.int64)
     rewards, truncated = np.zeros(n, np.float32), np.zeros(n, np.uint8)
-    return Consumed(list(rows), list(empty), 3, rewards, counts, truncated, counts, counts, 0.5, tokens, 9, 9, {}, is_finite)
+    figures = (rewards, counts, truncated, counts, counts, 0.5, tokens, tokens, 9, 9, {}, is_finite)
+    return Consumed(list(rows), list(empty), 3, *figures)
 
 
 def dead(*rows: int) -> list[DeadRow]:

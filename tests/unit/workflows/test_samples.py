@@ -149,7 +149,11 @@ def test_what_the_ledger_is_told_adds_up() -> None:
     assert told.num_spans.tolist() == [2, 1]
     assert (told.loss_sum, told.loss_tokens, told.logical_tokens, told.physical_tokens) == (0.75, 4, 14, 14)
     assert told.metrics == {"ratio": 4.0, "a/max": 2.0} and told.is_finite is False
-    assert samples.consumed(m.step, group.batch, pieces, results[:1]).is_finite is True
+    assert samples.consumed(m.step, group.batch, pieces[:1], results[:1]).is_finite is True
+
+    told = samples.consumed(m.step, group.batch, pieces, [results[0], samples.left_out(pieces[1])])
+    assert (told.loss_tokens, told.computed_tokens, told.logical_tokens, told.physical_tokens) == (4, 3, 8, 8)
+    assert told.left_out == 1 and told.metrics == {"ratio": 3.0, "a/max": 2.0} and told.is_finite is True
 
 
 def test_a_row_without_a_token_to_train_on_is_told() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.engines.base import MicroBatchResult, Response
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased
@@ -21,15 +21,15 @@ from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.types import Advantages, GroupMeta, ScoredGroup
+from asyncflow.types import Advantages, GroupMeta, Ragged, ScoredGroup
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.bounded import NEVER, Bounded
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, Update
-from asyncflow.workflows.samples import Prompt, Shape, admission, outputs, schema
+from asyncflow.workflows.samples import Prompt, Shape, admission, left_out, outputs, schema
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 from asyncflow.workflows.synchronous import Synchronous
-from asyncflow.workflows.turns import Turns, members
+from asyncflow.workflows.turns import Turn, Turns, Work, members
 from tests.builders import scored, turns
 
 BITS = 1
@@ -106,7 +106,7 @@ async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: A
 
 def consumed(row: int) -> Consumed:
     ones = np.ones(1, np.int64)
-    return Consumed([row], [], 2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 4, 4, {}, True)
+    return Consumed([row], [], 2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 2, 4, 4, {}, True)
 
 
 async def at_once() -> None:
@@ -297,6 +297,39 @@ async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
         (turn,) = [span for span in ranks.told if span.task == "forward_backward"]
         assert (turn.rows, turn.group, turn.is_lane) == (2, -1, True)
         assert [(s.group, s.rows, s.is_lane) for s in ranks.told if s.task == "train_group"] == [(1, 1, False), (0, 1, False)]
+
+
+def a_work(group: int, *advantages: float) -> Work:
+    """A group whose rows are micro-batches of their own, of a prompt of two tokens and a response of two, one of them masked."""
+    tokens, mask = Ragged.from_arrays([np.arange(2)], "int64"), Ragged.from_arrays([np.array([1, 0], np.uint8)], "uint8")
+    log_probs, no_lag = Ragged.from_arrays([-np.ones(2, np.float32)], "float32"), np.zeros(1, np.int64)
+    pieces = [
+        MicroBatch(np.array([group << BITS | i]), np.arange(2), tokens, mask, log_probs, np.array([each], np.float32), no_lag)
+        for i, each in enumerate(advantages)
+    ]
+    return Work(None, np.array(advantages, np.float32), pieces)  # type: ignore[arg-type]
+
+
+def test_a_turn_leaves_out_what_has_no_advantages() -> None:
+    works = [a_work(0, 0.0, 0.5), a_work(1, 0.0, 0.0), a_work(2, -0.5, float("nan"))]
+    computed = [piece.indices[0] for piece in Turn.of(works, skips=False, is_first=True).micro_batches]
+    assert computed == [0, 1, 2, 3, 4, 5]
+    for is_first in (False, True):
+        turn = Turn.of(works, skips=True, is_first=is_first)
+        assert [piece.indices[0] for piece in turn.micro_batches] == [1, 4, 5]
+        results = turn.results([MicroBatchResult(loss, 1, 4) for loss in (0.1, 0.4, 0.5)])
+        assert [[result.loss_sum for result in of_work] for of_work in results] == [[0.0, 0.1], [0.0, 0.0], [0.4, 0.5]]
+        assert [[result.is_computed for result in of_work] for of_work in results] == [[False, True], [False] * 2, [True] * 2]
+        assert all(result.loss_tokens == 1 for of_work in results for result in of_work)  # all count in the normaliser
+
+
+def test_of_an_update_without_advantages_one_is_computed_and_told_of_as_if_it_had_not_been() -> None:
+    works = [a_work(1, 0.0, 0.0)]
+    assert Turn.of(works, skips=True, is_first=False).micro_batches == []
+    turn = Turn.of(works, skips=True, is_first=True)
+    assert turn.micro_batches == works[0].micro_batches[:1]
+    assert turn.results([MicroBatchResult(-0.0, 1, 4, {"policy/entropy": 3.0})]) == [[left_out(works[0].micro_batches[0])] * 2]
+    assert Turn.of([], skips=True, is_first=True).micro_batches == []  # a rank without data
 
 
 async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
