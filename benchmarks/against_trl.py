@@ -6,11 +6,11 @@ The quickstart: 32 prompts x 8 responses a step, float32, GRPO with token-mean l
 in which AsyncFlow trains on them, AsyncFlow's scorer, and its learning rate; it runs in an environment of its own, which the first
 call makes. Which of its ways to generate, and which size of micro-batch, is the fastest here is tried first, and that one is taken.
 
-A step lasts from commit to commit; the first three of each are left out. AsyncFlow is the whole `asyncflow train` command, once as the
-recipe has it, with generation and training on one core each and every row computed, as TRL does; and once with
-`train.skip_zero_advantages`, which leaves out the rows of groups whose rewards are all equal (their gradient is exactly 0), and two rollout
-workers, since generation is then most of the work. TRL computes both halves on two cores. Accuracy by step is the mean reward of
-the step's own responses; held-out accuracy is that of the saved models, by `asyncflow eval`.
+A step lasts from commit to commit; the first three of each are left out. AsyncFlow is the whole `asyncflow train` command, once as
+the recipe has it, with generation and training on one core each and every row computed, as TRL does; and once with
+`train.skip_zero_advantages`, which leaves out the rows of groups whose rewards are all equal (their gradient is exactly 0), and two
+rollout workers, since generation is then most of the work. TRL computes both halves on two cores. Accuracy by step is the mean
+reward of the step's own responses; held-out accuracy is that of the saved models, by `asyncflow eval`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncflow.build.parts import make_algorithm
 from asyncflow.config import Config, parse
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.registry import build
@@ -19,7 +19,7 @@ MODES: dict[str, dict[str, Any]] = {name: {"name": name} for name in SCHEDULES} 
 VARIED = Path(__file__).parent / "varied.py"
 
 
-def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> tuple[Config, Costs]:
+def drawn(mode: str, seed: int) -> tuple[Config, Costs]:
     """A run of some steps, enough for rows to get too old, with 1 to 64 workers, mostly few, and what everything costs in it."""
     rng = random.Random(f"{mode}/{seed}")
     workers = 64 if seed % 100 == 99 else rng.randint(7, 40) if seed % 10 == 9 else rng.randint(1, 6)
@@ -68,7 +68,10 @@ def drawn(mode: str, seed: int, *, changes: Mapping[str, Any] | None = None) -> 
     tree["run"]["steps"] = 3 + 2 * staleness if staleness > 1 else 3 + staleness
     _draw_updates(tree, layout.get("dp", 1), random.Random(f"{mode}/{seed}/updates"))
     _draw_candidates(tree, random.Random(f"{mode}/{seed}/candidates"))
-    return parse({**tree, "plan": {"train": layout}, **(changes or {})}), costs
+    tree["plan"] = {"train": layout}
+    may_skip = make_algorithm(parse(tree)).is_zero_without_advantages
+    tree["train"]["skip_zero_advantages"] = may_skip and random.Random(f"{mode}/{seed}/skipping").random() < 0.6
+    return parse(tree), costs
 
 
 def _draw_updates(tree: dict[str, Any], num_ranks: int, rng: random.Random) -> None:
