@@ -23,12 +23,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncflow.build.connection import JobFile
 from asyncflow.build.fleet import workers
 from asyncflow.build.life import Begun, Life, Prepare
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, DriverState, Resumed, SavedPrompt, metrics_of
-from asyncflow.build.workers import JobFile
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config, dump, load, parse

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import msgspec
 
+from asyncflow.build.connection import JobFile
+from asyncflow.build.model_files import copy_tokenizer
 from asyncflow.build.parts import make_algorithm, queue_schema
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver, usable
 from asyncflow.build.saving import checkpoints_of
-from asyncflow.build.workers import JobFile, copy_tokenizer
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory

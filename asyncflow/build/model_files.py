@@ -166,3 +166,10 @@ def _read(path: Path, begin: int, end: int) -> Array:
     with path.open("rb") as file:
         file.seek(begin)
         return np.frombuffer(file.read(end - begin), np.uint8)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """A saved model needs the tokenizer that its prompts were written with."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

@@ -3,178 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
-
-from asyncflow.build.model_files import ModelFiles, model_here
-from asyncflow.build.parts import (
-    critic_options,
-    make_algorithm,
-    make_storage,
-    reward_pool,
-    shape_of,
-    train_engine_options,
-    unit_options,
+from asyncflow.build.connection import Connection, beside, called_by, connected
+from asyncflow.build.engines import (
+    critic_engine,
+    reference_engine,
+    rollout_engine,
+    schedule_of,
+    tensors_of,
+    train_engine,
+    weight_sync,
 )
-from asyncflow.build.prepare import TOKENIZER_FILES
-from asyncflow.build.rendezvous import Rendezvous, meet_at_driver
+from asyncflow.build.model_files import copy_tokenizer
+from asyncflow.build.parts import make_algorithm, make_storage, unit_options
+from asyncflow.build.rendezvous import meet_at_driver
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
-from asyncflow.build.saving import Saves, Saving, checkpoints_of
+from asyncflow.build.saving import Saving, checkpoints_of
+from asyncflow.build.scoring import scoring
 from asyncflow.cluster.abroad import abroad, own_address
-from asyncflow.cluster.base import OWN_DEVICES
-from asyncflow.config import Config, CriticConfig, RewardModelConfig, RolloutConfig, TrainConfig, load
+from asyncflow.config import Config
 from asyncflow.data.tokenizer import CheckpointTokenizer
-from asyncflow.engines.base import ClassifierEngine, CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
-from asyncflow.engines.rollout import ROLLOUT_ENGINES
-from asyncflow.engines.train import CLASSIFIER_ENGINES, CRITIC_ENGINES, LOG_PROB_ENGINES, TRAIN_ENGINES
-from asyncflow.registry import build
-from asyncflow.registry import load as load_named
+from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.rewards.base import Sample, Score
-from asyncflow.rewards.delays import Scoring, delayed
-from asyncflow.rewards.fallback import with_fallback
-from asyncflow.rewards.model import by_model, together
-from asyncflow.run_dir import CONFIG_FILE, CRITIC_DIR, JOB_FILE, KEY_FILE, RunDir, control_socket
+from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.batches import BatchLog, StepLogs
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
-from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.telemetry.spans import SharedLane
-from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transfer_queue.node import serve_unit
-from asyncflow.transport import Arena, Credentials, Peer, proxy
-from asyncflow.types import Array, HeldWeights, RunError, UserError
-from asyncflow.weight_sync import WEIGHT_SYNCS
-from asyncflow.weight_sync.base import WeightReceiver, WeightSender, WeightSync, WeightSyncOptions
-from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.board import Board
+from asyncflow.transport import Arena
+from asyncflow.types import Array, HeldWeights, RunError
+from asyncflow.weight_sync.base import WeightReceiver, WeightSender
 from asyncflow.workflows.critic import Version, add_values, train_critic
 from asyncflow.workflows.evaluation import position_of
-from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.loop import publish, train
 from asyncflow.workflows.rollout import Rollout
-from asyncflow.workflows.samples import Shape
-from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.tasks import refer, reward, serve
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
-
-
-class JobFile(msgspec.Struct, frozen=True):
-    """What the driver has found out and the workers need beside the configuration."""
-
-    model: str
-    max_context: int
-    weights_dir: str
-    launch: str = ""  # of torchrun, if it has started the trainers
-    first: int = 0  # the step that the run begins with: committed before, in earlier lives
-    checkpoint: str = ""  # the folder that it goes on from
-    door: str = ""  # where workers on other machines find the driver, if there are any
-    num_held_out: int = 0  # prompts of each evaluation
-
-
-def launch_in(job_file: Path) -> str:
-    """The launch of torchrun that a run's trainers come from."""
-    return msgspec.json.decode(job_file.read_bytes(), type=JobFile).launch
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A worker's view of its run."""
-
-    config: Config
-    job: JobFile
-    shape: Shape
-    queue: TransferQueueClient
-    ledger: LedgerService
-    board: Board
-    saves: Saves
-    reporter: Reporter
-    rendezvous: Rendezvous
-
-
-@asynccontextmanager
-async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[Connection]:
-    """Connect to the driver of a run directory."""
-    called, clock = _called(run_dir), asyncio.get_running_loop().time
-    peer, job = await Peer.connect(called.hub, name, credentials=called.credentials), called.job
-    if (node := abroad()) is not None:
-        model = await model_here(proxy(ModelFiles, peer, "model"), Path(job.model), node.files / "model")
-        job = msgspec.structs.replace(job, model=str(model))
-        clock = await driver_clock(proxy(Hub, peer, "hub"), clock)
-    config, credentials = called.config, called.credentials
-    async with joined(peer, name, config, job, device(config), credentials=credentials, clock=clock) as run:
-        yield run
-
-
-@dataclass(frozen=True, slots=True)
-class _Called:
-    """What a worker finds in its run's folder: `hub` is where the driver is, `job.weights_dir` a private folder of this machine."""
-
-    config: Config
-    job: JobFile
-    hub: str | Path
-    credentials: Credentials | None
-
-
-def _called(run_dir: Path) -> _Called:
-    config = _config_of(run_dir)
-    job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
-    credentials = Credentials.load(run_dir / KEY_FILE) if job.door else None
-    if (node := abroad()) is None:
-        return _Called(config, job, control_socket(run_dir), credentials)
-    return _Called(config, msgspec.structs.replace(job, weights_dir=str(node.memory)), job.door, credentials)
-
-
-@asynccontextmanager
-async def joined(
-    peer: Peer,
-    name: str,
-    config: Config,
-    job: JobFile,
-    device: str,
-    *,
-    credentials: Credentials | None = None,
-    clock: Callable[[], float] | None = None,
-) -> AsyncIterator[Connection]:
-    """A worker's view of the run behind a peer; reports spans and renews leases in the background. `clock`: the driver's."""
-    places = Places(remote_directory(peer), name, peer=peer, credentials=credentials)
-    await places.learn()
-    places.watch()
-    queue, clock = TransferQueueClient(places), clock or asyncio.get_running_loop().time
-    reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
-    try:
-        async with _beside(reporter.run(), queue.renew_held()):
-            ledger, board, saves = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board"), proxy(Saves, peer, "saves")
-            rendezvous = proxy(Rendezvous, peer, "rendezvous")
-            yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous)
-        await reporter.flush()
-    finally:  # what it holds is others' to have at once, also where its process goes on
-        await places.close()
-        await peer.close()
-
-
 async def rollout_worker(name: str, run_dir: Path) -> None:
     """Generates, and scores unless another worker does, until the run stops."""
-    async with connected(name, run_dir, lambda config: config.rollout.device) as run, _scoring(run, name) as score:
+    async with connected(name, run_dir, lambda config: config.rollout.device) as run, scoring(run, name) as score:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(_rollout_engine, run)
-        receiver = _weight_sync(run, run.config.rollout.device).receiver(name)
-        original = partial(_tensors, Path(run.job.model))
+        engine = await asyncio.to_thread(rollout_engine, run)
+        receiver = weight_sync(run, run.config.rollout.device).receiver(name)
+        original = partial(tensors_of, Path(run.job.model))
         await roll_out(run, engine, receiver, original, score, CheckpointTokenizer(Path(run.job.model)).decode)
 
 
@@ -191,7 +72,7 @@ async def roll_out(
     loop = Rollout(
         run.queue,
         run.board,
-        _schedule(run),
+        schedule_of(run),
         engine,
         receiver,
         original,
@@ -213,7 +94,7 @@ async def unit_worker(name: str, run_dir: Path) -> None:
 
     It listens where others find it: by TLS if the driver does, at the address by which this machine reaches it.
     """
-    called, number = _called(run_dir), int(name.partition("/")[2])
+    called, number = called_by(run_dir), int(name.partition("/")[2])
     config, folder = called.config, Path(called.job.weights_dir)
     own = folder / f"unit-{number}-{uuid.uuid4().hex[:8]}"  # of this life: the files of the one before may still be there
     options, node = unit_options(config), abroad()
@@ -238,7 +119,7 @@ async def reward_worker(name: str, run_dir: Path) -> None:
     def device(config: Config) -> str:
         return "cpu" if config.reward.model is None else config.reward.model.device
 
-    async with connected(name, run_dir, device) as run, _scoring(run, name) as score:
+    async with connected(name, run_dir, device) as run, scoring(run, name) as score:
         await score_groups(run, score, CheckpointTokenizer(Path(run.job.model)).decode)
 
 
@@ -256,12 +137,12 @@ async def train_worker(name: str, run_dir: Path) -> None:
         spans = run.reporter.recorder
         spans.enter("load")
         meet_at_driver(run.rendezvous, run.job.door)
-        engine = await asyncio.to_thread(_train_engine, run)
+        engine = await asyncio.to_thread(train_engine, run)
         if (rank := engine.data_parallel_rank) is None:
             spans.waiting("leader")
             await engine.follow(make_algorithm(run.config), spans.busy)
             return
-        sender = _weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex) if rank == 0 else None
+        sender = weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex) if rank == 0 else None
         saving = await train_steps(run, engine, sender)
         with spans.busy("save"), RunDir(run_dir).saving_model(is_first=rank == 0) as folder:
             await engine.save(folder)
@@ -303,7 +184,7 @@ async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender
         run.queue,
         run.ledger,
         run.board,
-        _schedule(run),
+        schedule_of(run),
         engine,
         make_algorithm(run.config),
         sender,
@@ -324,7 +205,7 @@ async def _go_on(run: Connection, engine: TrainEngine, sender: WeightSender | No
         await engine.load_state(folder / TRAINER_DIR)
     with spans.busy("publish", version=run.job.first):
         for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
-            weights = HeldWeights(_tensors(path) if (path / "model.safetensors").stat().st_size else {})
+            weights = HeldWeights(tensors_of(path) if (path / "model.safetensors").stat().st_size else {})
             await publish(version_of(path), weights, sender, run.board)
         await publish(run.job.first, await engine.export_weights(), sender, run.board)
 
@@ -333,7 +214,7 @@ async def reference_worker(name: str, run_dir: Path) -> None:
     """Adds the reference's log-probs to complete groups until the run stops."""
     async with connected(name, run_dir, lambda config: config.train.device) as run:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(_reference_engine, run)
+        engine = await asyncio.to_thread(reference_engine, run)
         await add_log_probs(run, engine)
 
 
@@ -348,7 +229,7 @@ async def critic_worker(name: str, run_dir: Path) -> None:
     """Adds values to complete groups and trains on them until the run stops, then saves the critic."""
     async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(_critic_engine, run)
+        engine = await asyncio.to_thread(critic_engine, run)
         saving, version = await critic_steps(run, engine)
         with run.reporter.recorder.busy("save"), RunDir(run_dir).saving_model(CRITIC_DIR, version=version) as folder:
             await engine.save(folder)
@@ -373,173 +254,12 @@ async def critic_steps(run: Connection, engine: CriticEngine) -> tuple[Saving, i
             await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)
     fingerprints = FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS if run.config.telemetry.fingerprints else None)
     version = Version(first)
-    async with _beside(add_values(run.queue, run.ledger, engine, run.shape, lane, version)):
+    async with beside(add_values(run.queue, run.ledger, engine, run.shape, lane, version)):
         reached = await train_critic(
-            run.queue, run.ledger, _schedule(run), engine, critic, run.shape, lane, fingerprints, saving, version
+            run.queue, run.ledger, schedule_of(run), engine, critic, run.shape, lane, fingerprints, saving, version
         )
     await saving.save(reached)
     return saving, reached
-
-
-def _config_of(run_dir: Path) -> Config:
-    """A run's configuration, which lies in `run_dir` here, wherever it does on the driver's machine."""
-    config = load(run_dir / CONFIG_FILE)
-    if os.environ.get(OWN_DEVICES):
-        config = _unnumbered(config)
-    if config.run_dir == run_dir:
-        return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir.parent, "name": run_dir.name})})
-
-
-def _unnumbered(config: Config) -> Config:
-    """With devices by kind alone, `cuda` for `cuda:1`: their numbers are those of a machine all of whose devices are seen."""
-
-    def changed(section: S) -> S:
-        return section.model_copy(update={"device": section.device.partition(":")[0]})
-
-    train = changed(config.train).model_copy(update={"critic": changed(config.train.critic)})
-    model = config.reward.model and changed(config.reward.model)
-    reward = config.reward.model_copy(update={"model": model})
-    return config.model_copy(update={"rollout": changed(config.rollout), "train": train, "reward": reward})
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """A saved model needs the tokenizer that its prompts were written with."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-
-
-@asynccontextmanager
-async def _beside(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines in the background of a block; the failure of one ends the block."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(coroutine) for coroutine in coroutines]
-        yield
-        for task in running:
-            task.cancel()
-
-
-@asynccontextmanager
-async def _scoring(run: Connection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[Score]]]:
-    """The reward processes below a worker, which end with it. None are started where another worker scores."""
-    config, delays = run.config.reward, run.config.reward.delays
-    failures: Counter[str] = Counter()
-    scorings: list[Scoring] = []
-    async with AsyncExitStack() as stack:
-        is_here = config.place == "rollout" or name == "reward"
-        if config.parts and is_here:
-            pool = reward_pool(run.config, name)
-            stack.push_async_callback(pool.close)
-            await pool.start()
-            failures = pool.failures
-            scorings.append(pool.score)
-        if config.model is not None and is_here:
-            run.reporter.recorder.enter("load")
-            engine = await asyncio.to_thread(_reward_model, config.model)
-            stack.push_async_callback(engine.close)
-            scorings.append(by_model(_computing(engine, run, config.model), config.model.path, failures))
-        run.reporter.reward_failures = failures
-        weights = [part.weight for part in config.parts.values()] + ([] if config.model is None else [config.model.weight])
-        score = scorings[0] if len(scorings) == 1 and config.model is None else _all_of(scorings, weights)
-        if config.value_on_failure is not None:
-            score = with_fallback(score, value=config.value_on_failure, attempts=config.max_attempts, num_parts=len(weights))
-        yield delayed(score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else score
-
-
-def _all_of(scorings: Sequence[Scoring], weights: Sequence[float]) -> Scoring:
-    """Reward processes, if there are any, and then the model."""
-    return together(scorings, weights, [len(weights) - 1, 1] if len(scorings) == 2 else [len(weights)])
-
-
-def _reward_model(model: RewardModelConfig) -> ClassifierEngine:
-    options = {"model_path": Path(model.path), "device": model.device, "dtype": model.dtype, "num_threads": model.num_threads}
-    return cast(ClassifierEngine, build("reward model engine", "torch", options, CLASSIFIER_ENGINES))
-
-
-def _computing(engine: ClassifierEngine, run: Connection, model: RewardModelConfig) -> Callable[[Sample], Awaitable[float]]:
-    """The model's logit of a sample: of its own token ids, if the model has the policy's tokenizer, or else of the text."""
-    files = [(Path(folder) / "tokenizer.json") for folder in (run.job.model, model.path)]
-    has_same = files[1].is_file() and files[0].read_bytes() == files[1].read_bytes()
-    if model.template is None and has_same:
-        return lambda sample: engine.score(np.array([*sample.prompt_ids, *sample.token_ids], np.int64))
-    tokenizer, template = CheckpointTokenizer(Path(model.path)), model.template or "{prompt}{response}"
-
-    async def compute(sample: Sample) -> float:
-        before, _, after = template.partition("{response}")
-        text = before.replace("{prompt}", sample.prompt) + sample.response + after.replace("{prompt}", sample.prompt)
-        return await engine.score(tokenizer.encode(text))
-
-    return compute
-
-
-def _schedule(run: Connection) -> Schedule:
-    chosen = run.config.schedule
-    return cast(Schedule, build("schedule", chosen.name, chosen.options, SCHEDULES))
-
-
-def _tensors(model: Path) -> Mapping[str, Tensor]:
-    """Those of a model's files."""
-    read: Callable[[Path], Mapping[str, Tensor]] = load_named("function", "asyncflow.engines.rollout.decoder:load_tensors")
-    return read(model)
-
-
-def _rollout_engine(run: Connection) -> RolloutEngine:
-    chosen, rollout = run.config.rollout.engine, run.config.rollout
-    options = {
-        "model_path": Path(run.job.model),
-        "num_slots": rollout.num_slots,
-        "max_context": run.job.max_context,
-        "dtype": rollout.dtype,
-        "device": rollout.device,
-        "num_threads": rollout.num_threads,
-        "kv_on_install": rollout.kv_on_install,
-    }
-    try:
-        return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
-    except ValueError as error:  # a model that it does not compute: starting it again would not help
-        raise UserError(f"the rollout engine cannot generate with the model {run.job.model}: {error}") from error
-
-
-def _train_engine(run: Connection) -> TrainEngine:
-    chosen, arguments = run.config.train.engine, {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
-    return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
-
-
-def _reference_engine(run: Connection) -> LogProbEngine:
-    train = run.config.train
-    options = FrozenOptions(
-        device=train.device,
-        dtype=train.frozen_dtype or train.dtype,
-        temperature=run.config.rollout.temperature,
-        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
-        num_threads=train.num_threads,
-        offload=train.offload,
-    )
-    arguments = {"model_path": Path(run.job.model), "options": options}
-    return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
-
-
-def _critic_engine(run: Connection) -> CriticEngine:
-    path = run.config.train.critic.path or run.job.model
-    arguments = {"model_path": Path(path), "options": critic_options(run.config)}
-    return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
-
-
-def _weight_sync(run: Connection, device: str) -> WeightSync:
-    config = run.config
-    kinds = {place.partition(":")[0] for place in (config.train.device, config.rollout.device)}
-    options = WeightSyncOptions(
-        directory=Path(run.job.weights_dir),
-        keep=_schedule(run).max_staleness + 1,
-        dtype=config.weight_sync.dtype,
-        deadline_seconds=config.weight_sync.deadline_seconds,
-        num_receivers=config.rollout.num_workers,
-        listen=config.weight_sync.listen,
-        key=config.run_dir / KEY_FILE if config.weight_sync.needs_key else None,
-        device=device if len(kinds) == 1 else "cpu",
-    )
-    return cast(WeightSync, build("weight sync", config.weight_sync.name, {"options": options}, WEIGHT_SYNCS))
 
 
 def _sample_filter(run: Connection) -> Callable[[Mapping[str, Any]], None]:

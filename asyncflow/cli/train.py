@@ -61,7 +61,7 @@ async def _train(config: Config, resume: bool) -> int:
 
 def _run_rank(config: Config, arguments: Sequence[str]) -> int:
     """As a process that torchrun has started."""
-    from asyncflow.build.workers import launch_in
+    from asyncflow.build.connection import launch_in
 
     return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, deadline_seconds=DRIVER_SECONDS)
 

@@ -22,11 +22,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from asyncflow.build.connection import Connection, joined
 from asyncflow.build.driver import Driver
 from asyncflow.build.parts import shape_of
 from asyncflow.build.prepare import Prepared, check_choices
 from asyncflow.build.resume import Resumed
-from asyncflow.build.workers import Connection, add_log_probs, critic_steps, joined, roll_out, score_groups, train_steps
+from asyncflow.build.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import Faults, Resize

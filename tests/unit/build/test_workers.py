@@ -9,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from asyncflow.build.workers import Connection, _config_of, _sample_filter
+from asyncflow.build.connection import Connection, config_of
+from asyncflow.build.workers import _sample_filter
 from asyncflow.config import dump, parse
 from asyncflow.workflows.evaluation import HeldOut
 from asyncflow.workflows.samples import Prompt
@@ -57,7 +58,7 @@ def test_a_worker_that_sees_its_own_devices_alone_takes_them_by_kind(
     (tmp_path / "config.yaml").write_text(dump(given := parse({**tree, "reward": reward})))
     if sees_its_own_alone:
         monkeypatch.setenv("ASYNCFLOW_OWN_DEVICES", "1")
-    config = _config_of(tmp_path)
+    config = config_of(tmp_path)
     assert config.reward.model is not None
     devices = [each.device for each in (config.rollout, config.train, config.train.critic, config.reward.model)]
     if sees_its_own_alone:
@@ -70,4 +71,4 @@ def test_a_worker_without_a_reward_model_has_none(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("ASYNCFLOW_OWN_DEVICES", "1")
     run = {"dir": str(tmp_path.parent), "name": tmp_path.name}
     (tmp_path / "config.yaml").write_text(dump(given := parse({"model": {"path": "m"}, "data": {"path": "d"}, "run": run})))
-    assert _config_of(tmp_path) == given
+    assert config_of(tmp_path) == given
