@@ -87,7 +87,7 @@ layers: install-dev
 	$(BIN)/lint-imports
 
 unit: install-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=20
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(VLLM) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
