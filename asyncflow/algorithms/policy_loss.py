@@ -101,7 +101,9 @@ class PolicyLoss(Algorithm):
         self.normaliser: Normaliser = "tokens" if loss_normaliser == "tokens" else "sequences"
         self.needs_reference = kl_coefficient > 0
         self.needs_reference_ahead = kl_coefficient > 0 and kl_place == "reward"
-        self.is_zero_without_advantages = entropy_coefficient == 0 and (kl_coefficient == 0 or kl_place == "reward")
+        has_own_loss = type(self).loss is not PolicyLoss.loss  # which may add what it likes
+        has_other_terms = entropy_coefficient > 0 or (kl_coefficient > 0 and kl_place == "loss")
+        self.is_zero_without_advantages = not has_own_loss and not has_other_terms
         self.correction: Correction = correction
         self.importance_weights = ImportanceWeights(correction, correction_level, correction_low, correction_high)
         self.is_token_local = surrogate.is_token_local and self.importance_weights.is_token_local

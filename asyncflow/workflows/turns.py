@@ -27,7 +27,7 @@ from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import StaleToken, Want
-from asyncflow.types import Advantages
+from asyncflow.types import Advantages, RunError
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import Shape, check_interval, consumed, left_out, micro_batches, scored_group
 from asyncflow.workflows.schedule import Schedule
@@ -65,8 +65,18 @@ class Turn:
 
     def results(self, of_engine: Sequence[MicroBatchResult]) -> list[list[MicroBatchResult]]:
         """Those of each group's micro-batches, from those that were computed. One that could have been skipped is told of as if it
-        had been, so that no figure depends on which group came first."""
+        had been, so that no figure depends on which group came first.
+
+        Raises `RunError` if that one had a loss: then the algorithm has said what is not so.
+        """
         made = {id(piece): result for piece, result in zip(self.micro_batches, of_engine, strict=True)}
+        for piece, result in zip(self.micro_batches, of_engine, strict=True) if self.skips else ():
+            if not piece.has_advantages and result.is_finite and result.loss_sum != 0:
+                raise RunError(
+                    f"rows {piece.indices.tolist()} have no advantages and a loss of {result.loss_sum:.3g}, so leaving such rows "
+                    f"out changes what is learnt: set train.skip_zero_advantages=false, and is_zero_without_advantages=False in "
+                    f"the algorithm"
+                )
         return [
             [left_out(piece) if self.skips and not piece.has_advantages else made[id(piece)] for piece in work.micro_batches]
             for work in self.works

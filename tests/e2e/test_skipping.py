@@ -51,6 +51,23 @@ def test_the_weights_have_the_same_bits_and_the_figures_tell_what_was_left_out(s
     assert 0 < fewer < tokens
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"epochs": 2, "mini_batches": 2, "old": "step_start", "learning_rate": 1e-3}},
+        {"algorithm": "ppo", "reward": {"scorer": {"name": "regex", "pattern": "="}}},
+        {"algorithm": "reinforce_plus_plus"},
+        {"algorithm": {"name": "cispo", "loss_normaliser": "sequences"}, "train": {"dtype": "bfloat16"}},
+    ],
+    ids=["epochs and mini-batches", "ppo", "a statistic of the batch", "bfloat16"],
+)
+def test_so_it_is_with_other_updates_and_algorithms(small: Small, tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole = in_this_process(small, tmp_path, "whole", **changes)
+    thrifty = in_this_process(small, tmp_path, "thrifty", **merged(changes, {"train": SKIPS}))
+    assert [step.tensors for step in prints(whole)] == [step.tensors for step in prints(thrifty)]
+    assert of_metric(whole, "policy/loss") == of_metric(thrifty, "policy/loss")
+
+
 def test_an_update_without_any_gradient_is_made_all_the_same(small: Small, tmp_path: Path) -> None:
     never = {"scorer": {"name": "regex", "pattern": "no answer has this"}}
     runs = [

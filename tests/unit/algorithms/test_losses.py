@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from asyncflow.algorithms import ALGORITHMS
+from asyncflow.algorithms.grpo import GRPO
 from asyncflow.algorithms.policy_loss import PolicyLoss
 from asyncflow.registry import build
-from asyncflow.types import TokenBatch, UserError
+from asyncflow.types import LossSums, TokenBatch, UserError
 from tests.unit.algorithms.batches import LENGTHS, check_parts, cut_within_rows, random_batch, rows_of
 
 CLIPS = {  # 1 - clip_low, 1 + clip_high, by default
@@ -158,6 +159,14 @@ def test_it_says_whether_rows_without_advantages_have_a_gradient(name: str, opti
     gradients = torch.autograd.grad(sums.loss, [batch.logprobs_T, batch.entropy_T], allow_unused=True)
     is_zero = sums.loss.item() == 0.0 and not any(each is not None and each.any() for each in gradients)
     assert algorithm.is_zero_without_advantages is is_zero
+
+
+def test_a_loss_of_ones_own_does_not_say_so() -> None:
+    class Own(GRPO):
+        def loss(self, batch: TokenBatch) -> LossSums:
+            return super().loss(batch)
+
+    assert GRPO().is_zero_without_advantages and not Own().is_zero_without_advantages
 
 
 @pytest.mark.parametrize("name", CLIPS)

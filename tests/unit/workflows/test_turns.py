@@ -21,7 +21,7 @@ from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.types import Advantages, GroupMeta, Ragged, ScoredGroup
+from asyncflow.types import Advantages, GroupMeta, Ragged, RunError, ScoredGroup
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.bounded import NEVER, Bounded
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, Update
@@ -330,6 +330,8 @@ def test_of_an_update_without_advantages_one_is_computed_and_told_of_as_if_it_ha
     assert turn.micro_batches == works[0].micro_batches[:1]
     assert turn.results([MicroBatchResult(-0.0, 1, 4, {"policy/entropy": 3.0})]) == [[left_out(works[0].micro_batches[0])] * 2]
     assert Turn.of([], skips=True, is_first=True).micro_batches == []  # a rank without data
+    with pytest.raises(RunError, match=r"a loss of 0\.25, so leaving such rows out changes"):
+        turn.results([MicroBatchResult(0.25, 1, 4)])
 
 
 async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
