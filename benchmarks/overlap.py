@@ -129,6 +129,11 @@ def delayed_figures(runs: dict[tuple[str, int], Run], seconds: dict[tuple[str, i
             f"delayed, {chosen} slots: idle share of the busier side", min(done.idle(WORKER), done.idle("trainer/0")), "", "<= 0.05"
         ),
         Figure(f"delayed, {chosen} slots: mean slot occupancy", done.occupancy(WORKER, chosen), "", ">= 0.85"),
+        Figure(
+            f"delayed, {chosen} slots: the same over all of the time",
+            done.occupancy(WORKER, chosen) * done.share(WORKER, "generate"),
+            "",
+        ),
         Figure(f"delayed, {chosen} slots: exposed weight time / step", exposed(done), "", "<= 0.01"),
         Figure(f"delayed, {chosen} slots: publishing / step, on the trainer", done.share("trainer/0", "publish"), ""),
     ]

@@ -1,9 +1,9 @@
 """AF's Fig. 12: the quickstart under every mode, several seeds each: what is learnt, by step and by wall time, and how well.
 
-    python benchmarks/stability.py [--modes NAME ...] [--seeds 0 1 2] [--steps 40] [--dir runs/stability] [--json FILE]
+    python benchmarks/stability.py [--modes NAME ...] [--seeds 0 1 2] [--steps 40] [--dir runs/stability] [--keep] [--json FILE]
 
-Each run is a whole command in a folder of its own. One that has ended already is not run again, so all may be made in parts; to
-have them made anew, remove the folder. Wall times compare only if nothing else ran. The picture, stability.svg in `--dir`, has
+Each run is a whole command in a folder of its own. With `--keep` one that has ended already is not run again, so that all may be
+made in parts, of one state of the code. Wall times compare only if nothing else ran. The picture, stability.svg in `--dir`, has
 what there is: mean reward and mean response length of each training step, thin lines for seeds and thick ones for their mean.
 
 The final accuracy is that of sampled answers to 256 held-out problems; the mean of each mode's seeds is held against synchronous.
@@ -47,10 +47,11 @@ class Learnt:
     accuracy: float
 
 
-def run(folder: Path, mode: str, seed: int, steps: int) -> Learnt:
-    """Run it, if it has not been run to its end already."""
+def run(folder: Path, mode: str, seed: int, steps: int, *, keeps: bool) -> Learnt:
+    """Run it; or not, with `keeps`, if it has been run to its end already."""
     run_dir = folder / f"{mode}-{seed}"
-    if (learnt := read(run_dir, steps)) is None:
+    learnt = read(run_dir, steps) if keeps else None
+    if learnt is None:
         settings = [f"run.seed={seed}", f"run.dir={folder}", f"run.name={run_dir.name}", f"run.steps={steps}", "run.overwrite=true"]
         command = [sys.executable, "-c", "from asyncflow.cli import main; main()", "train", str(RECIPE), *settings]
         subprocess.run([*command, f"schedule={MODES[mode]}"], cwd=RECIPE.parent.parent, stdout=subprocess.DEVNULL, check=True)
@@ -159,13 +160,14 @@ def main() -> int:
     arguments.add_argument("--modes", nargs="+", default=[*MODES], choices=[*MODES], metavar="NAME")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments.add_argument("--steps", type=int, default=40)
+    arguments.add_argument("--keep", action="store_true")
     arguments.add_argument("--dir", type=Path, default=RECIPE.parent.parent / "runs" / "stability")
     given = arguments.parse_args()
     folder = given.dir.resolve()
     runs: dict[str, list[Learnt]] = {mode: [] for mode in given.modes}
     for seed in given.seeds:  # the modes of a seed one after another: what is on the machine meanwhile, all of them have
         for mode, learnt in runs.items():
-            learnt.append(run(folder, mode, seed, given.steps))
+            learnt.append(run(folder, mode, seed, given.steps, keeps=given.keep))
     (folder / "stability.svg").write_text(picture(runs))
     print(f"picture: {folder / 'stability.svg'}")
     accuracy = {mode: statistics.fmean(learnt.accuracy for learnt in seeds) for mode, seeds in runs.items()}

@@ -23,7 +23,7 @@ from asyncflow.config import Config
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub
-from asyncflow.telemetry.metrics import LARGE_MISMATCH, StepMetrics, StepTimes
+from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL, StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -333,13 +333,16 @@ class RunRecord:
 
     def _look_at_mismatch(self, row: Mapping[str, float]) -> None:
         """Say once that the two engines do not compute the same."""
-        divergence = row.get("mismatch/kl", 0.0)
-        if self._has_said_mismatch or not divergence > LARGE_MISMATCH:  # no number: other lines tell of that
+        has_fresh = "mismatch/kl" in row
+        name, most = ("mismatch/kl", LARGE_MISMATCH) if has_fresh else ("policy/rollout_kl", LARGE_ROLLOUT_KL)
+        divergence = row.get(name, 0.0)
+        if self._has_said_mismatch or not divergence > most:  # no number: other lines tell of that
             return
         self._has_said_mismatch = True
+        why = "though both have the same version's weights" if has_fresh else "more than a version or two of learning make of it"
         self._told.says(
-            f"the rollout engine's log-probs are not the train engine's: mismatch/kl is {divergence:.2g} nats, above "
-            f"{LARGE_MISMATCH:g}, though both have the same version's weights; set rollout.dtype, train.dtype and "
+            f"the rollout engine's log-probs are not the train engine's: {name} is {divergence:.2g} nats, above {most:g}, {why}; "
+            f"set rollout.dtype, train.dtype and "
             f"weight_sync.dtype, which round them, to the same, or to float32; take out "
             f"what changes the rollout engine's arithmetic, such as quantisation; or correct for it by "
             f"algorithm.correction=truncated (docs/off_policy.md)"

@@ -33,7 +33,7 @@ _TASK_COLOURS: Final = {
     "reference": "#F0E442",
     "forward_backward": "#E69F00",
     "optim_step": "#D55E00",
-    "values": "#CC79A7",
+    "values": "#AA4499",
     "critic_update": "#882255",
     "critic_update_optim_step": "#661133",
     "publish": "#CC79A7",

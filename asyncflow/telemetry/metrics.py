@@ -37,6 +37,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "from the old policy (0 by construction while that is the policy itself).",
     "policy/rollout_kl": "Estimated KL divergence of the engine that sampled from the policy (k3), in nats, mean over loss tokens: "
     "what staleness and the difference of the two engines amount to.",
+    "policy/rollout_logprob_difference": "Mean absolute difference of the rollout engine's log-probs from the policy's, in nats, "
+    "over the same tokens: `mismatch/logprob_difference` with what staleness adds.",
     "policy/entropy": "Entropy of the policy's token distribution, in nats, mean over loss tokens.",
     "policy/clip_ratio": "Share of loss tokens whose probability ratio was clipped (0 to 1).",
     "policy/grad_norm": "Norm of the gradient before clipping, mean over the step's updates, skipped ones left out.",
@@ -63,7 +65,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "mismatch/logprob_difference": "Mean absolute difference of the rollout engine's log-probs from the train engine's own, in "
     "nats, over the loss tokens of rows of staleness 0: both engines had the same version, so all of it is arithmetic and "
     "rounding. Left out, as the next, where the step has no such row, as under `delayed` after the first step; "
-    "`policy/rollout_kl` is there then, over all rows.",
+    "`policy/rollout_kl` and `policy/rollout_logprob_difference` are there in every step, over all rows.",
     "mismatch/kl": "Estimated KL divergence (k3), in nats, of the rollout engine from the train engine, mean over the same tokens.",
     "staleness/mean": "Mean over trained rows of (step - oldest policy version that made a token of the row's group).",
     "staleness/max": "Largest such difference.",
@@ -111,6 +113,8 @@ HOW_ROWS_END: Final = ("trained", "zero_advantage", "dead", "unscored", "skipped
 MISMATCHES: Final = ("mismatch/logprob_difference", "mismatch/kl")
 LARGE_MISMATCH: Final = 0.01
 """Of `mismatch/kl`, in nats: two engines that compute the same model stay far below it, also in bfloat16."""
+LARGE_ROLLOUT_KL: Final = 0.1
+"""Of `policy/rollout_kl`, in nats, where no row is fresh: a version or two of learning stay far below it."""
 
 FAMILIES: Final = {name[: name.index("<")]: name for name in DEFINITIONS if "<" in name}
 """Prefixes of the metrics of which every worker, or every task of the queue, has its own, with the key that defines them."""

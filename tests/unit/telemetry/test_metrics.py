@@ -177,6 +177,7 @@ def test_every_metric_is_defined():
         "mismatch/kl",
         "mismatch/logprob_difference",
         "policy/rollout_kl",
+        "policy/rollout_logprob_difference",
         "run/num_resumes",
         "memory/rss_bytes/<worker>",
         "reward/<name>",

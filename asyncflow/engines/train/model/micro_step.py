@@ -130,6 +130,7 @@ def _result(known: Given, total: Tensor, metrics: Mapping[str, Tensor], logprobs
     log_ratio_T = (logprobs_T - rollout_T).where(known.is_fresh_T & (mask_T > 0), 0.0)
     metrics = {
         **metrics,
+        "policy/rollout_logprob_difference": differences_T.sum(),
         "mismatch/logprob_difference": log_ratio_T.abs().sum(),
         "mismatch/kl": (log_ratio_T.expm1() - log_ratio_T).sum(),  # k3, as in algorithms/functional.py
         "mismatch/tokens": (known.is_fresh_T & (mask_T > 0)).sum(),

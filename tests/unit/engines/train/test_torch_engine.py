@@ -187,8 +187,10 @@ async def test_the_log_probs_that_equal_the_rollout_engines_are_counted(
     assert result.logprob_differences == (len(own.values) - 2, 0.25)
     assert result.metrics["mismatch/tokens"] == len(own.values) - 1
     assert result.metrics["mismatch/logprob_difference"] == pytest.approx(0.25)
+    assert result.metrics["policy/rollout_logprob_difference"] == pytest.approx(0.25)
     assert result.metrics["mismatch/kl"] == pytest.approx(np.exp(-0.25) - 1 + 0.25)
     # The row that differs is of another policy.
     stale = replace(batch, rollout_logprobs=own, staleness=np.array([1, 1, 1, 0]))
     result = await train_on(torch_engine(model_path("qwen2-tiny"), is_corrected=True), stale, Sum(policy_gradient))
     assert result.metrics["mismatch/tokens"] == batch.loss_mask[3].sum() and result.metrics["mismatch/kl"] == 0.0
+    assert result.metrics["policy/rollout_logprob_difference"] == pytest.approx(0.25)
