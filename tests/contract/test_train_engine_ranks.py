@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch, OptimResult, TrainEngine
+from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.types import Layout
 from tests.contract.test_train_engine import ZERO3, make, needed
 from tests.unit.engines.train.conftest import micro_batch
@@ -44,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 STEPS = [
     [micro_batch(0), micro_batch(1, (3, 8)), micro_batch(2)],
     [micro_batch(3, (2, 2, 2), 9)],  # fewer than there may be data-parallel groups
-    [micro_batch(4), micro_batch(5, (1, 1), 3), micro_batch(6), micro_batch(7, (4, 12))],
+    [micro_batch(4), micro_batch(5, (1, 1), 3), micro_batch(6, (25, 2, 13), 2), micro_batch(7, (4, 12))],  # the third in rows
 ]
 NORMALISERS = [30, 5, 40]
 LAST = [micro_batch(8), micro_batch(9)]
@@ -110,6 +111,7 @@ def test_several_processes_train_as_one(
     ranks: Processes, model_path: ModelPath, tmp_path: Path, kind: str, own: dict[str, Any], layout: Layout, family: str
 ) -> None:
     needed(kind)
+    assert {pack_thrifty(batch.prompt_ids, batch.response_ids).layout.has_prompt for batch in STEPS[-1]} == {True, False}
     path = untied(model_path("llama-tiny"), tmp_path / "untied") if family == "untied" else model_path(family)
     answers = ranks.run(work, kind, own, layout, path, tmp_path, size=layout.size, seconds=180)
     leaders = [answer for answer in answers if answer is not None]

@@ -77,8 +77,9 @@ def test_tensor_and_pipeline_parallel_training_is_that_of_one_process(small: Sma
 
 
 def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tmp_path: Path) -> None:
+    """Saved by two data-parallel ranks, each with its part of every parameter; loaded by two that cut the matrices."""
     whole = trained(small, tmp_path, "whole", plan={"train": {"dp": 2}})
-    tree = merged(merged(SECTIONS, {"run": {"name": "cut"}}), {"plan": {"train": {"dp": 2, "tp": 2}}})
+    tree = merged(merged(SECTIONS, {"run": {"name": "cut"}}), {"plan": {"train": {"dp": 2}}})
     config, run_dir = write_config(tmp_path, small(**tree)), tmp_path / "runs" / "cut"
     process = subprocess.Popen(command_line("train", config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 90

@@ -66,6 +66,7 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(
     """Clipped, 5 steps, with unequal and with no micro-batches; activations computed again, and frozen models, change nothing."""
     options = {**OPTIONS, "accumulate": "exact", **more}
     steps = on_ranks.make_steps(dp, is_shared=is_shared, staleness=int(options.get("old") == "previous"))
+    assert all(on_ranks.shared_ways(turns) == {is_shared} for turns in steps)
     alone = on_ranks.train_alone(model_path(family), steps, options | {"activation_checkpointing": False})
     first, *others = ranks.run(on_ranks.train, model_path(family), steps, Layout(dp=dp), options, size=dp)
     assert all(update.grad_norm > 2 * OPTIONS["max_grad_norm"] for update in alone.updates)
@@ -82,27 +83,29 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(
     assert by_loss == sorted(alone.results, key=lambda result: result.loss_sum)
 
 
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "rows"])
 @pytest.mark.parametrize(
-    ("layout", "family", "is_shared"),
+    ("layout", "family", "family_in_rows"),
     [
-        (Layout(dp=2), "qwen2-tiny", True),
-        (Layout(tp=2), "qwen2-tiny", True),
-        (Layout(tp=2), "qwen3-tiny", False),
-        (Layout(pp=2), "qwen2-tiny", True),
-        (Layout(pp=2), "deep", False),
-        (Layout(dp=2, tp=2), "qwen3-tiny", True),
-        (Layout(tp=2, pp=2), "llama-tiny", True),
-        (Layout(dp=2, pp=2), "qwen2-tiny", False),
-        (Layout(dp=2, tp=2, pp=2), "qwen2-tiny", True),
+        (Layout(dp=2), "qwen2-tiny", "llama-tiny"),
+        (Layout(tp=2), "qwen2-tiny", "qwen3-tiny"),
+        (Layout(pp=2), "qwen2-tiny", "deep"),
+        (Layout(dp=2, tp=2), "qwen3-tiny", "qwen2-tiny"),
+        (Layout(tp=2, pp=2), "llama-tiny", "qwen2-tiny"),
+        (Layout(dp=2, pp=2), "qwen2-tiny", "qwen3-tiny"),
+        (Layout(dp=2, tp=2, pp=2), "qwen2-tiny", "qwen2-tiny"),
     ],
     ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else str(value),
 )
 def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
-    ranks: Processes, model_path: ModelPath, deep: Path, layout: Layout, family: str, is_shared: bool
+    ranks: Processes, model_path: ModelPath, deep: Path, layout: Layout, family: str, family_in_rows: str, is_shared: bool
 ) -> None:
+    """Of micro-batches that share their prompt, and of such as have it in each row."""
+    family = family if is_shared else family_in_rows
     path = deep if family == "deep" else model_path(family)
     options = {**OPTIONS, "has_reference": True, "check_shared_prompt": is_shared}
     (turns,) = on_ranks.make_steps(layout.dp, num_steps=1, is_shared=is_shared)
+    assert on_ranks.shared_ways(turns) == {is_shared}
     alone = on_ranks.gradients_alone(path, turns, options)
     answers = ranks.run(on_ranks.gradients, path, turns, layout, options, size=layout.size)
     assert difference(alone.sums, answers[0].sums) < 1e-5
@@ -129,8 +132,10 @@ def test_a_pipeline_filled_to_one_length_computes_the_same_and_tells_the_fill(
     ranks: Processes, model_path: ModelPath, layout: Layout, family: str, is_shared: bool
 ) -> None:
     """Two micro-batches of unequal lengths for the first group; for the second, if there is one, then none."""
-    batches = [on_ranks.make_batch(seed, lengths, 20) for seed, lengths in enumerate([(5, 3), (9, 14, 2), (4, 4), (3, 1)])]
+    num_prompt_tokens, lengths = (20, [(5, 3), (9, 14, 2), (4, 4), (3, 1)]) if is_shared else (1, [(7, 5), (9, 14, 2), (6, 6)])
+    batches = [on_ranks.make_batch(seed, each, num_prompt_tokens) for seed, each in enumerate(lengths)]
     turns = [[batches[:2], batches[2:]][: layout.dp], [batches[1:3], []][: layout.dp]]
+    assert on_ranks.shared_ways(turns) == {is_shared}
     options = {**OPTIONS, "has_reference": True, "old": "step_start", "check_shared_prompt": is_shared, "pipeline_fill": True}
     alone = on_ranks.gradients_alone(model_path(family), turns, options)
     answers = ranks.run(on_ranks.gradients, model_path(family), turns, layout, options, size=layout.size)

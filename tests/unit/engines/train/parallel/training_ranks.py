@@ -136,11 +136,13 @@ def make_batch(seed: int, lengths: tuple[int, ...], num_prompt_tokens: int, stal
     )
 
 
-def make_steps(
-    dp: int, *, num_steps: int = 5, is_shared: bool = True, lengths: tuple[int, ...] = (5, 1, 9, 5), staleness: int = 0
-) -> list[list[Turn]]:
-    """Two turns a step: the first with a micro-batch or two for each group, the second with none for the last group but one."""
+def make_steps(dp: int, *, num_steps: int = 5, is_shared: bool = True, staleness: int = 0) -> list[list[Turn]]:
+    """Two turns a step: the first with a micro-batch or two for each group, the second with none for the last group but one.
+
+    All micro-batches share their prompt, or, with a prompt that is short beside the responses, none does: see `shared_ways`.
+    """
     number, steps = 0, []
+    shortest, lengths = (23, (5, 1, 9, 5)) if is_shared else (1, (25, 2, 13))
     for step in range(num_steps):
         turns: list[Turn] = []
         for turn in range(2):
@@ -151,11 +153,18 @@ def make_steps(
                 for _ in range(count):
                     number += 1
                     ragged = tuple(n + (number * (i + 1)) % 4 for i, n in enumerate(lengths))
-                    batches.append(make_batch(number, ragged, (23 if is_shared else 2) + number % 5, staleness * (step > 0)))
+                    num_prompt_tokens = shortest + number % (5 if is_shared else 2)
+                    batches.append(make_batch(number, ragged, num_prompt_tokens, staleness * (step > 0)))
                 groups.append(batches)
             turns.append(groups)
         steps.append(turns)
     return steps
+
+
+def shared_ways(turns: list[Turn]) -> set[bool]:
+    """Whether the engine shares the prompt of the micro-batches: both, where it does of some alone."""
+    batches = [batch for turn in turns for group in turn for batch in group]
+    return {pack_thrifty(batch.prompt_ids, batch.response_ids).layout.has_prompt for batch in batches}
 
 
 @dataclass
