@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 import psutil
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from asyncflow.devices import PATTERN
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
 from asyncflow.types import MAX_CANDIDATES, Layout, Old
 
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda|npu)(:\d+)?$")]
+Device = Annotated[str, Field(pattern=PATTERN)]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
 
 

@@ -26,6 +26,7 @@ from asyncflow.build.saving import Saves
 from asyncflow.cluster.abroad import abroad
 from asyncflow.cluster.base import OWN_DEVICES
 from asyncflow.config import Config, CriticConfig, RewardModelConfig, RolloutConfig, TrainConfig, load
+from asyncflow.devices import kind_of
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, control_socket
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -146,7 +147,7 @@ def _unnumbered(config: Config) -> Config:
     """With devices by kind alone, `cuda` for `cuda:1`: their numbers are those of a machine all of whose devices are seen."""
 
     def changed(section: S) -> S:
-        return section.model_copy(update={"device": section.device.partition(":")[0]})
+        return section.model_copy(update={"device": kind_of(section.device)})
 
     train = changed(config.train).model_copy(update={"critic": changed(config.train.critic)})
     model = config.reward.model and changed(config.reward.model)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from asyncflow.build.connection import Connection
 from asyncflow.build.parts import critic_options, train_engine_options
+from asyncflow.devices import kind_of
 from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, TRAIN_ENGINES
@@ -73,7 +74,7 @@ def critic_engine(run: Connection) -> CriticEngine:
 def weight_sync(run: Connection, device: str) -> WeightSync:
     """The way of the weights, for who sends them or receives them on `device`."""
     config = run.config
-    kinds = {place.partition(":")[0] for place in (config.train.device, config.rollout.device)}
+    kinds = {kind_of(place) for place in (config.train.device, config.rollout.device)}
     options = WeightSyncOptions(
         directory=Path(run.job.weights_dir),
         keep=schedule_of(run).max_staleness + 1,

@@ -9,6 +9,7 @@ from asyncflow.build.parts import own_devices_each, tasks_before_training
 from asyncflow.build.rendezvous import AT_DRIVER
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
+from asyncflow.devices import COUNTED_AS, kind_of
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.workflows.critic import VALUES_TASK
 
@@ -38,7 +39,7 @@ def training(config: Config) -> dict[str, str]:
 def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
     """What a worker that computes on `count` devices of a kind (cpu, cuda:1, ...) needs of its machine, by the names that clusters
     count it by."""
-    accelerator = {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0])
+    accelerator = COUNTED_AS.get(kind_of(device))
     return {"CPU": float(num_threads)} | ({accelerator: float(count)} if accelerator is not None and count else {})
 
 

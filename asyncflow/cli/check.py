@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from asyncflow.config import load
+from asyncflow.devices import CPU, CUDA
 from asyncflow.types import UserError
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
@@ -119,10 +120,12 @@ def _machine() -> list[tuple[str, str]]:
 def _devices() -> list[tuple[str, str]]:
     import torch
 
-    rows = [("cpu", f"{torch.get_num_threads()} threads by default; {torch.backends.cpu.get_cpu_capability()}")]
-    rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
-    if not torch.cuda.is_available():
-        rows.append(("cuda", "none: rollout.device and train.device must be cpu"))
+    from asyncflow.engines.devices import gpus, has_gpu
+
+    rows = [(CPU, f"{torch.get_num_threads()} threads by default; {torch.backends.cpu.get_cpu_capability()}")]
+    rows += gpus()
+    if not has_gpu():
+        rows.append((CUDA, f"none: rollout.device and train.device must be {CPU}"))
     return rows
 
 

@@ -45,6 +45,7 @@ from asyncflow.cluster.ray_host import Host, Letter, write_private
 from asyncflow.cluster.ray_plan import Wish, options_of, pool_of
 from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
 from asyncflow.config import Config, load
+from asyncflow.devices import COUNTED_AS
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE
 from asyncflow.types import RunError, UserError
 
@@ -308,7 +309,7 @@ class RayCluster(SupervisedCluster):
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}
         if is_abroad:
             forwarded = self._options.forwarded(forwarded)
-        if {"GPU", "NPU"} & place.needs.keys():
+        if place.needs.keys() & {*COUNTED_AS.values()}:
             own[OWN_DEVICES] = "1"
             if "LOCAL_RANK" in own:
                 own["LOCAL_RANK"] = "0"

@@ -20,13 +20,12 @@ from typing import Final
 import msgspec
 
 from asyncflow.cluster.abroad import Abroad, NodeFolders
+from asyncflow.devices import VISIBLE
 
 OUTPUT_BYTES: Final = 1 << 20  # of a worker, kept until the driver takes it; then the worker waits
 LISTEN_SECONDS: Final = 20.0
 KILL_SECONDS: Final = 20.0  # so long a killed process may take to be gone
 READ_SECONDS: Final = 1.0  # so long its output may stay open after that, in processes below it
-VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""How Ray tells an actor which devices are its own."""
 
 
 class Letter(msgspec.Struct, frozen=True):
@@ -74,7 +73,7 @@ class Host:
             if told.files:
                 run_dir = places.files / "run" / run_dir.name  # apart from what else lies there, whatever the run's name is
                 write_private(run_dir, told.files)
-        environment |= {name: os.environ[name] for name in VISIBLE if os.environ.get(name)}
+        environment |= {name: os.environ[name] for name in VISIBLE if os.environ.get(name)}  # so Ray says which are its own
         environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
         with self._changed:
             self._output.clear()

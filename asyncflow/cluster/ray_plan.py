@@ -17,8 +17,8 @@ import msgspec
 
 from asyncflow.cluster.abroad import host_of, is_loopback
 from asyncflow.cluster.base import WorkerSpec
-from asyncflow.cluster.ray_host import VISIBLE
 from asyncflow.config import Config
+from asyncflow.devices import COUNTED_AS, VISIBLE
 from asyncflow.types import UserError
 
 FORWARDED: Final = (
@@ -30,7 +30,7 @@ FORWARDED: Final = (
 _SECRET: Final = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 _SMALLEST: Final = 1e-4
 """Of a resource, in Ray's arithmetic."""
-_WHOLE: Final = ("GPU", "NPU")
+_WHOLE: Final = tuple(COUNTED_AS.values())
 _FIRST_TRAINER: Final = "trainer/0"
 
 Pool = Literal["rollout", "trainer", "reward", "reference", "critic", "storage"]

@@ -1,4 +1,4 @@
-"""Whether a device that a configuration names is there."""
+"""Whether a device that a configuration names is there, and what PyTorch says of it. The names: `asyncflow/devices.py`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import importlib.util
 
 import torch
 
+from asyncflow.devices import CUDA, KINDS, NPU, ONE_OF_KINDS, kind_of
 from asyncflow.types import UserError
 
 
 def check_device(device: str, key: str) -> None:
     """Raises `UserError`, naming the configuration's `key`, if a device (cpu, cuda or npu, perhaps `cuda:1`) is not there."""
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda", "npu"):
-        raise UserError(f"{key} must be cpu, cuda or npu, perhaps with a number (cuda:1), but is {device!r}.")
-    if kind == "cuda" and not torch.cuda.is_available():
+    kind = kind_of(device)
+    if kind not in KINDS:
+        raise UserError(f"{key} must be {ONE_OF_KINDS}, perhaps with a number ({CUDA}:1), but is {device!r}.")
+    if kind == CUDA and not has_gpu():
         raise UserError(f"{key} is {device!r}, but PyTorch sees no GPU here: set it to cpu.")
-    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+    if kind == NPU and importlib.util.find_spec("torch_npu") is None:
         raise UserError(f"{key} is {device!r}, and torch_npu, which drives NPUs, is not installed: set it to cpu.")
 
 
@@ -35,3 +36,20 @@ def own_device(device: str, local_rank: int, key: str) -> torch.device:
         raise UserError(f"{key} is {device!r}, and rank {local_rank} of this machine finds {count} of them: plan for so many.")
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind.type, local_rank)
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch can compute on a GPU here."""
+    return bool(torch.get_device_module(CUDA).is_available())
+
+
+def gpus() -> list[tuple[str, str]]:
+    """The GPUs that PyTorch sees here: what each is called as a device (`cuda:0`), and by its maker."""
+    driver = torch.get_device_module(CUDA)
+    return [(f"{CUDA}:{number}", driver.get_device_name(number)) for number in range(driver.device_count())]
+
+
+def has_flash_attention(gpu: torch.device) -> bool:
+    """Whether PyTorch's flash attention was built in and runs on this GPU, which takes compute capability 8.0."""
+    backend, driver = getattr(torch.backends, gpu.type), torch.get_device_module(gpu.type)
+    return bool(backend.is_flash_attention_available() and driver.get_device_capability(gpu) >= (8, 0))

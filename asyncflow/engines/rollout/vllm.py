@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from asyncflow.devices import CUDA
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
@@ -97,7 +98,7 @@ class VllmEngine:
         addresses: Sequence[str] = (),
         key_variable: str = "VLLM_API_KEY",
         transfer: TransferName = "shared_memory",
-        sender_device: str = "cuda:0",
+        sender_device: str = f"{CUDA}:0",
         pause_mode: PauseMode = "keep",
         seeded: bool = True,
         arguments: Mapping[str, Any] | None = None,

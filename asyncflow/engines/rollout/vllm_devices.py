@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from asyncflow.devices import CPU, kind_of
 from asyncflow.types import UserError
 
 _SOCKET: Final = "a server listens on a socket of AsyncFlow's own"
@@ -121,7 +122,7 @@ def check_arguments(arguments: Mapping[str, Any], device: str) -> None:
 
 def is_cpu(device: str) -> bool:
     """Whether it is one, with a number or without."""
-    return device.partition(":")[0] == "cpu"
+    return kind_of(device) == CPU
 
 
 def check_addresses(addresses: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx2
 
+from asyncflow.devices import SHOWN_BY, kind_of
 from asyncflow.engines.rollout.vllm_devices import is_cpu
 from asyncflow.types import RunError, UserError
 
@@ -44,7 +45,6 @@ _ERROR = re.compile(r"\b\w*(Error|Exception)\b: |\berror: ")
 _USERS_ERROR = re.compile(r"\b(ValueError|ValidationError|NotImplementedError): |\.py: error: ")  # vLLM refuses what it was given
 _MEMORY = re.compile(r"memory", re.IGNORECASE)  # which may be there the next time
 _NO_CAUSE = "Engine core initialization failed"
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\d:]+ \[[^\]]*\] ?)?")
 
 
@@ -107,7 +107,7 @@ class ServerOptions:
         if is_cpu(self.device):
             own |= {"OMP_NUM_THREADS": str(self.num_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         elif self.devices is not None:
-            variable = _VISIBLE[self.device.partition(":")[0]]
+            variable = SHOWN_BY[kind_of(self.device)]
             own[variable] = self._visible(variable, self.devices)
         return {**os.environ, **own}
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from asyncflow.devices import NPU
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
 from asyncflow.engines.train.megatron.weights import Origin, origins, padded_vocabulary
@@ -167,7 +168,7 @@ class Core:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Import Megatron and make its groups, which all processes do at the same time. torch.distributed is initialised."""
-        if device.type == "npu" and importlib.util.find_spec("mindspeed") is not None:
+        if device.type == NPU and importlib.util.find_spec("mindspeed") is not None:
             importlib.import_module("mindspeed.megatron_adaptor")  # replaces parts of Megatron, so it must come first
         self.device = device
         state = self._import("parallel_state")

@@ -18,6 +18,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from asyncflow.devices import CPU, CUDA, NPU, ONE_OF_KINDS
+from asyncflow.engines.devices import has_flash_attention
 from asyncflow.types import UserError
 
 # Q query tokens, M key tokens, H query heads, K key and value heads, G = H / K query heads of one of them, D elements per head.
@@ -54,12 +56,11 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     Raises:
         UserError: there is none for this device.
     """
-    if device.type == "cuda":
-        has_flash = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
-        return CudaFlash() if has_flash and dtype in (torch.float16, torch.bfloat16) else None
-    if device.type not in ("cpu", "npu"):
-        raise UserError(f"The trainer has no attention for train.device {device.type!r}: set it to cpu, cuda or npu.")
-    return CpuFlash() if device.type == "cpu" else NpuFusion()
+    if device.type == CUDA:
+        return CudaFlash() if has_flash_attention(device) and dtype in (torch.float16, torch.bfloat16) else None
+    if device.type not in (CPU, NPU):
+        raise UserError(f"The trainer has no attention for train.device {device.type!r}: set it to {ONE_OF_KINDS}.")
+    return CpuFlash() if device.type == CPU else NpuFusion()
 
 
 class CpuFlash:
@@ -159,11 +160,11 @@ class CudaFlash:
         """Where the segments of queries and those of keys begin and end (int32), and the longest of each."""
         of_queries, of_keys = (part.lengths, part.lengths) if part.is_causal else ((len(query_QHD),), (len(key_MKD),))
         device = query_QHD.device
-        return _cuda_offsets(of_queries, device), _cuda_offsets(of_keys, device), max(of_queries), max(of_keys)
+        return _offsets(of_queries, device), _offsets(of_keys, device), max(of_queries), max(of_keys)
 
 
 @lru_cache(maxsize=16)  # every layer of a model asks again, and each new tensor would be a copy to the device
-def _cuda_offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 

@@ -1,0 +1,31 @@
+"""What devices are called: by PyTorch, by clusters that count them, by the variables that show them. Accelerators are named here.
+
+Whoever computes is handed a device, and asks at most whether it is the CPU. What differs between accelerators is looked up here, by
+kind, or in `engines/devices.py`, from PyTorch. No torch here: configurations name devices where nothing computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+CPU: Final = "cpu"
+CUDA: Final = "cuda"
+"""A GPU, as PyTorch calls one, an AMD GPU too."""
+NPU: Final = "npu"
+KINDS: Final = (CPU, CUDA, NPU)
+ONE_OF_KINDS: Final = f"{', '.join(KINDS[:-1])} or {KINDS[-1]}"
+"""For a sentence."""
+PATTERN: Final = rf"^({'|'.join(KINDS)})(:\d+)?$"
+"""Of a device in a configuration: a kind, perhaps with a number (`cuda:1`)."""
+COUNTED_AS: Final[Mapping[str, str]] = {CUDA: "GPU", NPU: "NPU"}
+"""The names by which clusters count accelerators of a kind."""
+SHOWN_BY: Final[Mapping[str, str]] = {CUDA: "CUDA_VISIBLE_DEVICES", NPU: "ASCEND_RT_VISIBLE_DEVICES"}
+"""The environment variables that say which accelerators of a kind a process sees."""
+VISIBLE: Final = (*SHOWN_BY.values(), "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""All such variables, AMD's further ones included."""
+
+
+def kind_of(device: str) -> str:
+    """`cuda` of `cuda:1`."""
+    return device.partition(":")[0]

@@ -1,0 +1,86 @@
+"""Kinds of device have their names in one place, so that another kind is one place to write."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import pytest
+import torch
+
+from asyncflow.cli.check import _devices
+from asyncflow.devices import COUNTED_AS, KINDS, SHOWN_BY
+from asyncflow.engines.devices import check_device, has_flash_attention
+from asyncflow.types import UserError
+from tests.conftest import ROOT
+
+
+class _Said(ast.NodeTransformer):
+    """Leaves out docstrings, those of constants and fields as well. Comments are in no tree."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        return None if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+
+def writes_cuda(source: str) -> bool:
+    return "cuda" in ast.unparse(_Said().visit(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('device = "cuda"', True),
+        ('device = f"cuda:{number}"', True),
+        ("torch.cuda.synchronize()", True),
+        ("from torch.backends import cuda as backend", True),
+        ('def f(device="cuda:0"): ...', True),
+        ('"""On cuda."""\nx = 1\n"""On cuda:1."""\ndef f():\n    """cuda"""\n    # cuda', False),
+    ],
+)
+def test_the_word_is_found_in_code_alone(source: str, expected: bool) -> None:
+    assert writes_cuda(source) == expected
+
+
+def test_cuda_is_written_in_one_place() -> None:
+    """And where Megatron's own calls, which have it written out, are answered on a CPU."""
+    package = ROOT / "asyncflow"
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if writes_cuda(path.read_text())}
+    assert found == {"devices.py", "engines/train/megatron/model.py"}
+
+
+def test_every_accelerator_is_counted_and_can_be_shown() -> None:
+    assert {*KINDS} - {"cpu"} == COUNTED_AS.keys() == SHOWN_BY.keys()
+
+
+def test_a_device_that_is_not_there_is_refused_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_device("cpu:0", "train.device")
+    with pytest.raises(UserError, match=r"train\.device must be cpu, cuda or npu, perhaps with a number \(cuda:1\), but is 'tpu'"):
+        check_device("tpu", "train.device")
+    with pytest.raises(UserError, match=r"train\.device is 'cuda:1', but PyTorch sees no GPU here: set it to cpu"):
+        check_device("cuda:1", "train.device")
+
+
+@pytest.mark.parametrize(
+    ("is_built", "capability", "expected"), [(True, (8, 0), True), (True, (7, 5), False), (False, (9, 0), False)]
+)
+def test_flash_attention_takes_a_build_and_a_gpu(
+    is_built: bool, capability: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_built)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert has_flash_attention(torch.device("cuda:1")) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        ([], [("cuda", "none: rollout.device and train.device must be cpu")]),
+        (["A", "B"], [("cuda:0", "A"), ("cuda:1", "B")]),
+    ],
+)
+def test_check_lists_the_devices(names: list[str], rows: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(names))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: names[number])
+    assert _devices()[0][0] == "cpu" and _devices()[1:] == rows
