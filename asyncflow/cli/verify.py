@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from asyncflow.build.parts import make_algorithm
+from asyncflow.build.resume import CRITIC_FINGERPRINTS
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence
 from asyncflow.config import Config, dump, load, parse
@@ -18,7 +20,7 @@ from asyncflow.registry import build
 from asyncflow.settings import refuse_overrides
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Kill, compare
-from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, read_fingerprints
+from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.types import RunError, UserError
 from asyncflow.workflows import SCHEDULES
@@ -60,10 +62,11 @@ def verify(
         result = compare(
             (undisturbed.run.name, disturbed.run.name),
             hashlib.sha256(dump(given).encode()).hexdigest(),
-            (read_fingerprints(undisturbed.run_dir / FINGERPRINTS_FILE), read_fingerprints(disturbed.run_dir / FINGERPRINTS_FILE)),
+            _fingerprints(undisturbed, disturbed, FINGERPRINTS_FILE),
             (certificate, other),
             read_spans(disturbed.run_dir / SPANS_FILE),
             kill,
+            _fingerprints(undisturbed, disturbed, CRITIC_FINGERPRINTS) if make_algorithm(given).critic is not None else None,
         )
     except* (RunError, OSError) as group:
         raise UserError(f"could not verify: {sentence(group)}") from group
@@ -71,6 +74,11 @@ def verify(
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     print("\n".join([*result.lines, f"{'written to':<16} {path}"]))
     raise typer.Exit({"equal": 0, "differs": 1, "void": 2}[result.verdict])
+
+
+def _fingerprints(undisturbed: Config, disturbed: Config, file: str) -> tuple[list[StepPrint], list[StepPrint]]:
+    """One model's, in both runs. Raises `RunError` where there are none."""
+    return read_fingerprints(undisturbed.run_dir / file), read_fingerprints(disturbed.run_dir / file)
 
 
 def variants(given: Config, steps: int) -> tuple[Config, Config]:

@@ -1,10 +1,11 @@
 """Reward functions as they are written elsewhere, called with one sample.
 
     AsyncFlow   f(sample)                                                            -> float | None
-    TRL         f(prompts, completions, **columns)                                   -> [float | None]
+    TRL         f(prompts, completions, completion_ids, **columns)                   -> [float | None]
     verl        f(data_source, solution_str, ground_truth, extra_info)               -> float | {"score": float, ...}
 
-Told apart by the names of their parameters; each may be `async`. Options of the configuration are further arguments.
+Told apart by the names of their parameters; each may be `async`. Options of the configuration are further arguments. Of
+TRL's three parameters one is enough: what penalises length may be `f(completion_ids, **kwargs)`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from asyncflow.rewards.answers import reference
 from asyncflow.rewards.base import Sample
 from asyncflow.rows import QUESTIONS, READY_PROMPT, found_in, value_in
 
+# By any of these a function is TRL's.
+_TRL = frozenset({"prompts", "completions", "completion_ids"})
 # What TRL leaves out of the columns that it hands over.
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -36,7 +39,7 @@ def adapted(
     `data` says it."""
     parameters = _parameters(target)
     bound = functools.partial(target, **options) if options else target
-    if "completions" in parameters:
+    if not _TRL.isdisjoint(parameters.keys() - options.keys()):
         prompt_of = functools.partial(_prompt_of, prompt_column, prompt_template)
         return Adapted(functools.partial(_as_trl, bound, parameters, prompt_of), _only_one)
     if "solution_str" in parameters:
@@ -95,7 +98,11 @@ def _as_trl(
     prompt_of: Callable[[Sample], Any],
     sample: Sample,
 ) -> Any:
-    """A batch of one. A row whose prompt is a list of messages is conversational, and so is the completion then."""
+    """A batch of one. A row whose prompt is a list of messages is conversational, and so is the completion then.
+
+    TRL's trainer also hands over its state, and how to log a column or a metric; here there is no such trainer, so that functions
+    that take these get None, and callables that do nothing.
+    """
     prompt, completion = prompt_of(sample), sample.response
     is_conversational = not isinstance(prompt, str)
     columns = {name: [value] for name, value in sample.example.items() if name not in _NOT_COLUMNS}
@@ -103,8 +110,15 @@ def _as_trl(
         "prompts": [prompt],
         "completions": [[{"role": "assistant", "content": completion}] if is_conversational else completion],
         "completion_ids": [list(sample.token_ids)],
+        "trainer_state": None,
+        "log_extra": _log_nothing,
+        "log_metric": _log_nothing,
     }
     return function(**_takes(parameters, {**columns, **batch}))
+
+
+def _log_nothing(name: str, value: Any) -> None:
+    """Instead of TRL's `log_extra` and `log_metric`."""
 
 
 def _as_verl(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], sample: Sample) -> Any:

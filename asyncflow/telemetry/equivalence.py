@@ -1,6 +1,7 @@
 """Two runs compared: the same bits, though their timing differed. Of synchronous and periodic that is Theorem 1 (PA).
 
-    fingerprints, certificates of both, spans of the second --> compare --> Equivalence --> certificate.json, what `verify` prints
+    fingerprints (a critic's too), certificates of both, spans of the second --> compare --> Equivalence
+                                                                                 --> certificate.json, what `verify` prints
 
 A difference anywhere is a difference. Equal bits are a proof only where timing had its chance: the groups were taken in different
 orders, and the second run trained while responses were made or scored, and made again what a killed worker took along. Otherwise
@@ -24,6 +25,7 @@ from asyncflow.telemetry.spans import Span
 from asyncflow.types import RunError
 
 ABSENT = "absent"
+CRITIC = "critic/"
 
 Facts = dict[tuple[str, str], str]
 """What must not depend on timing, by (what, where)."""
@@ -127,12 +129,20 @@ def compare(
     certificates: tuple[Certificate, Certificate],
     spans: Sequence[Span],
     kill: Kill | None,
+    critics: tuple[Sequence[StepPrint], Sequence[StepPrint]] | None = None,
 ) -> Equivalence:
-    """The verdict on two runs; `spans` and `kill` are the second one's. Raises `RunError` for an incomplete one."""
-    for name, steps, certificate in zip(names, prints, certificates, strict=True):
-        if [step.step for step in steps] != list(range(certificate.planned_steps)):
-            raise RunError(f"the {name} run left {len(steps)} of {certificate.planned_steps} steps to compare")
+    """The verdict on two runs; `spans` and `kill` are the second one's. `prints` are the policies' fingerprints, `critics` those
+    of the critics that the runs trained, None where they had none. Raises `RunError` for an incomplete run."""
+    for whose, models in {"the": prints, "the critic of the": prints if critics is None else critics}.items():
+        for name, steps, certificate in zip(names, models, certificates, strict=True):
+            if [step.step for step in steps] != list(range(certificate.planned_steps)):
+                raise RunError(f"{whose} {name} run left {len(steps)} of {certificate.planned_steps} steps to compare")
     first, second = ([facts(step) for step in steps] for steps in prints)
+    if critics is not None:
+        first, second = (
+            [found | _of_critic(facts(step)) for found, step in zip(policy, critic, strict=True)]
+            for policy, critic in zip((first, second), critics, strict=True)
+        )
     difference = next(_differences(first, second), None)
     orders = [tuple([group.group for group in step.groups] for step in pair) for pair in zip(*prints, strict=True)]
     reordered = sum(one != other for one, other in orders)
@@ -183,6 +193,11 @@ def facts(step: StepPrint) -> Facts:
         found |= {("loss", f"group {group.group}, micro-batch {i}"): loss for i, loss in enumerate(group.losses)}
     names = sorted(step.tensors, key=lambda name: (not name.startswith("weights/"), name))
     return found | {("tensor", name): step.tensors[name] for name in names}
+
+
+def _of_critic(found: Facts) -> Facts:
+    """Apart from the policy's, which are called the same."""
+    return {(what, f"{CRITIC}{where}"): value for (what, where), value in found.items()}
 
 
 def kendall_distance(first: Sequence[int], second: Sequence[int]) -> float:

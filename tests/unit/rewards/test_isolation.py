@@ -75,6 +75,32 @@ def trl_says(prompts, completions, **columns):
     is_chat = completions[0] == [{"role": "assistant", "content": "x"}]
     return [float(repr(prompts) == columns["expected"][0] and is_chat == isinstance(prompts[0], list))]
 
+def trl_ids(completion_ids, **kwargs):
+    return [-float(len(ids) > 3) for ids in completion_ids]
+
+class TrlOverlong:
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, completion_ids, **kwargs):
+        return [-float(len(ids) > self.most) for ids in completion_ids]
+
+async def trl_prompts(prompts, answer):
+    return [float(prompts == ["why?"] and answer == ["9"])]
+
+def trl_logs(completions, trainer_state, log_extra=None, log_metric=None):
+    log_extra("completion", list(completions))
+    log_metric("length", 1.0)
+    return [float(trainer_state is None)]
+
+def trl_kwargs(completions, **kwargs):
+    kwargs["log_extra"]("completion", list(completions)), kwargs["log_metric"]("length", 1.0)
+    return [float(kwargs["trainer_state"] is None and set(kwargs) - {"answer"} ==
+            {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"})]
+
+def few_shot(sample, prompts):
+    return float(sample.prompt in prompts)
+
 def returns(completions, **columns):
     import numpy as np
     return eval(completions[0])
@@ -305,6 +331,20 @@ async def test_trl_functions_are_taken_as_they_are(open_pool: Open) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say it"}]
     assert (await chat.score(sample("say it", prompt=messages))).reward == 1.0
     assert await kind(await open_pool("trl_two"), "9") == "raised"
+
+
+async def test_a_trl_function_may_have_one_of_its_parameters_alone(open_pool: Open) -> None:
+    for pool in (await open_pool("trl_ids"), await open_pool("TrlOverlong", most=3)):
+        assert [(await pool.score(sample("x", ids=ids))).reward for ids in (3, 4)] == [0.0, -1.0]
+    prompts = await open_pool("trl_prompts")
+    assert [(await prompts.score(sample("x", prompt="why?", answer=answer))).reward for answer in ("9", "8")] == [1.0, 0.0]
+    own = await open_pool("few_shot", prompts=["what?"])
+    assert (await own.score(sample("x"))).reward == 1.0, "an option of that name makes it none of TRL's"
+
+
+@pytest.mark.parametrize("name", ["trl_logs", "trl_kwargs"])
+async def test_a_trl_function_may_ask_for_the_trainer_s_state_and_log(open_pool: Open, name: str) -> None:
+    assert (await (await open_pool(name)).score(sample("x", answer="9"))).reward == 1.0
 
 
 CHAT = [{"role": "user", "content": "hi"}]

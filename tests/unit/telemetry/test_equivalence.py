@@ -45,13 +45,20 @@ def certificate(redelivered: int, **failures: Any) -> Certificate:
 
 
 def verdict(
-    first: Steps, second: Steps, *, overlap: float = 0.5, redelivered: int = 4, kill: Kill | None = KILL, **failures: Any
+    first: Steps,
+    second: Steps,
+    *,
+    overlap: float = 0.5,
+    redelivered: int = 4,
+    kill: Kill | None = KILL,
+    critics: tuple[Steps, Steps] | None = None,
+    **failures: Any,
 ) -> Equivalence:
     """Of the runs `one` and `other`; `overlap`: the seconds for which `other` generated in the training of step 1."""
     spans = [span("forward_backward", 0, 2.0, 3.0), span("forward_backward", 1, 4.0, 6.0)]
     spans += [span("generate_group", 1, 3.0, 4.0 + overlap), span("generate_group", 1, 6.0, 7.0, "rollout/1")]
     runs = certificate(0), certificate(redelivered, **failures)
-    return compare(("one", "other"), "c0ffee", (first, second), runs, spans, kill)
+    return compare(("one", "other"), "c0ffee", (first, second), runs, spans, kill, critics)
 
 
 def test_the_same_bits_in_another_order_are_equal() -> None:
@@ -113,6 +120,28 @@ def test_one_difference_is_found_and_named(change: Any, what: str, where: str, v
     assert "DIFFERS: one and other gave different bits" in result.lines[0]
     weights = next(line for line in result.lines if line.startswith("final weights"))
     assert ("(one)" in weights and "(other)" in weights) == where.startswith("weights/")
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "where", "values"),
+    [
+        (lambda s: changed_tensor(s, "weights/b"), "tensor", "critic/weights/b", ("b1", "other")),
+        (lambda s: changed_tensor(s, "optimizer/w/exp_avg"), "tensor", "critic/optimizer/w/exp_avg", ("o1", "other")),
+        (changed_loss, "loss", "critic/group 3, micro-batch 1", ((-1.0).hex(), "0x1p-3")),
+    ],
+)
+def test_a_critic_that_differs_in_its_last_update_is_found(change: Any, what: str, where: str, values: tuple[str, str]) -> None:
+    plain, other = steps([0, 1, 2], [0, 1, 2]), steps([2, 0, 1], [0, 1, 2])
+    equal = verdict(plain, other, critics=(plain, other))
+    assert equal.verdict == "equal" and equal.num_facts == 2 * verdict(plain, other).num_facts
+    critic = [other[0], change(other[1])]
+    result = verdict(plain, other, critics=(plain, critic))
+    assert result.verdict == "differs" and result.difference is not None
+    found = result.difference
+    assert (found.step, found.what, found.where, found.values) == (1, what, where, values)
+    assert result.weights_hash == equal.weights_hash and result.everything_hash[0] != result.everything_hash[1]
+    with pytest.raises(RunError, match="the critic of the other run left 1 of 2 steps"):
+        verdict(plain, other, critics=(plain, critic[:1]))
 
 
 def test_of_several_differences_the_first_is_named_and_a_difference_is_no_matter_of_timing() -> None:
