@@ -138,7 +138,7 @@ class Job:
         reached = asyncio.ensure_future(self._changed.until(condition))
         interrupted = asyncio.ensure_future(self._interrupted.wait())
         assert self.driver is not None
-        over = asyncio.ensure_future(self._cluster.wait(self.driver.health.died))
+        over = asyncio.ensure_future(self._cluster.wait(self.driver.health.died, self.driver.health.goes_on_without))
         try:
             waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self.driver.failure, *self._loops}
             while not reached.done() and not interrupted.done():
@@ -315,7 +315,7 @@ class Job:
         if self._has_failed or not driver.ledger.is_finishing:
             return
         finished = asyncio.ensure_future(driver.ledger.finished())
-        over = asyncio.ensure_future(self._cluster.wait(driver.health.died))
+        over = asyncio.ensure_future(self._cluster.wait(driver.health.died, driver.health.goes_on_without))
         waiting: set[asyncio.Future[Any]] = {finished, over, driver.failure, *self._loops}  # of which one is the watchdog
         seconds: float | None = self.config.run.stop_grace_seconds
         try:

@@ -36,6 +36,13 @@ class Health:
         elif is_given_up:  # the others are needed, all of them
             self._fails(RunError(f"worker {worker} {why}"))
 
+    def goes_on_without(self, worker: str) -> bool:
+        """Whether the run may go on without one that has found a mistake of the user's.
+
+        Not while it is being brought up: what nobody has got past is what is wrong with the run. Later it is with a worker's node.
+        """
+        return worker.startswith("rollout/") and self._board.has_been_served
+
     def look_around(self) -> None:
         """Say of who has become silent that he has."""
         silent = {worker for worker in self._hub.states if worker.startswith("rollout/") and self._is_silent(worker)}

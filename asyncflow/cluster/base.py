@@ -21,6 +21,11 @@ def restart_pause(num_restarts: int) -> float:
     return min(most, first * 2**num_restarts)
 
 
+def needs_all(name: str) -> bool:
+    """What a run says that goes on without no worker."""
+    return False
+
+
 Settle = Callable[[], Awaitable[None]]
 
 
@@ -53,12 +58,15 @@ class Cluster(Protocol):
         """Start them all. Called again for those that join later; the name of a worker that has ended may be another's then."""
         ...
 
-    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
         """Return when every worker has ended well, those that join meanwhile included, but for those that outlive the others.
         `on_death(name, why, is_given_up)` is told of one that died, and is started again or has been often enough.
 
-        Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of one
-        that has found a mistake of the user's.
+        One that has found a mistake of the user's would find it again. If it is one that may be started again, and the run
+        `goes_on_without(name)` it, it is given up at once.
+
+        Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of any
+        other that has found a mistake of the user's.
         """
         ...
 

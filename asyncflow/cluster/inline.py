@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncflow.cluster.base import Settle, WorkerSpec
+from asyncflow.cluster.base import Settle, WorkerSpec, needs_all
 from asyncflow.registry import load
 from asyncflow.transport import client_name
 
@@ -29,7 +29,7 @@ class InlineCluster:
             self._tasks[spec.name] = task = asyncio.create_task(self._run(spec), name=spec.name)
             task.add_done_callback(partial(self._ended, self._over))
 
-    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
         """As the contract says; a worker that fails here is a fault to be looked at, and is not started again."""
         if self._over is not None:
             await asyncio.shield(self._over)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from asyncflow.cluster.base import Settle, WorkerDied, WorkerSpec, restart_pause
+from asyncflow.cluster.base import Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
 from asyncflow.cluster.clock import Process
 from asyncflow.cluster.faults import Faults
 from asyncflow.cluster.wire import SimulatedPeer, Wire
@@ -68,7 +68,7 @@ class SimulatedCluster:
         self._timers += [loop.call_at(when, self._kill, worker) for when, worker in self._faults.deaths]
         self._timers += [loop.call_at(when, self._pause, worker, seconds) for when, worker, seconds in self._faults.stalls]
 
-    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
         """See `Cluster`."""
         self._on_death = on_death
         await asyncio.shield(self._over)

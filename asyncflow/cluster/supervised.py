@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from asyncflow.cluster.base import Settle, WorkerDied, WorkerSpec, restart_pause
+from asyncflow.cluster.base import Settle, WorkerDied, WorkerSpec, needs_all, restart_pause
 from asyncflow.types import UserError
 
 USER_ERROR_STATUS = 2
@@ -56,6 +56,7 @@ class SupervisedCluster(ABC):
         self._run_dir = run_dir
         self._children: dict[str, _Child] = {}
         self._on_death: Callable[[str, str, bool], None] | None = None
+        self._goes_on_without: Callable[[str], bool] = needs_all
         self._over: asyncio.Future[None] | None = None  # from when somebody has waited
 
     async def start(self, workers: Sequence[WorkerSpec]) -> None:
@@ -70,9 +71,10 @@ class SupervisedCluster(ABC):
     async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
         """Start a worker's process, whose output goes to the end of the file `log`."""
 
-    async def wait(self, on_death: Callable[[str, str, bool], None]) -> None:
+    async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
         if self._over is None:  # they are watched until the cluster is stopped, whether somebody waits or not
-            self._over, self._on_death = asyncio.get_running_loop().create_future(), on_death
+            self._over = asyncio.get_running_loop().create_future()
+            self._on_death, self._goes_on_without = on_death, goes_on_without
             for child in self._children.values():
                 self._watch(child, self._over)
         await asyncio.shield(self._over)
@@ -88,6 +90,9 @@ class SupervisedCluster(ABC):
             why, limit = self._why(child), child.spec.max_restarts
             if not limit:
                 raise WorkerDied(f"worker {child.spec.name} {why}")
+            if child.process.returncode == USER_ERROR_STATUS:
+                self._on_death(child.spec.name, f"{why}; it would be so again, and it is given up", True)
+                return
             if child.num_restarts == limit:
                 self._on_death(child.spec.name, f"{why}; it has been started again {limit} times, and is given up", True)
                 return
@@ -162,14 +167,17 @@ class SupervisedCluster(ABC):
         return {child.spec.name: child.process.pid for child in self._children.values() if child.process.returncode is None}
 
     def _why(self, child: _Child) -> str:
-        """How a worker has ended. Raises `UserError` with its last words where the mistake was the user's."""
+        """How a worker has ended. Raises `UserError` with its last words where the mistake was the user's, and the run is over with
+        that: it would not have come up, or cannot do without this worker."""
         status = child.process.returncode or 0
         with child.log.open("rb") as log:
             log.seek(max(0, child.log.stat().st_size - LAST_WORDS_BYTES))
             words = log.read().decode(errors="replace").strip().splitlines()
         last = words[-1] if words else "nothing"
         if status == USER_ERROR_STATUS:
-            raise UserError(last)
+            if not child.spec.max_restarts or not self._goes_on_without(child.spec.name):
+                raise UserError(last)
+            return f"(process {child.process.pid}) found a mistake: {last} (more in {child.log})"
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"(process {child.process.pid}) {how}; its last words: {last} (more in {child.log})"
 

@@ -123,7 +123,7 @@ class Pages:
     def meta(self, page: Page, group: int) -> GroupMeta:
         position = group - page.first_group
         kind = self._kinds[page.kind[position]]
-        return GroupMeta(group, page.size[position], kind.key[0], kind.interval, kind.key[4])
+        return GroupMeta(group, page.size[position], kind.key[2], kind.interval, kind.key[5])
 
     # -- admitting ----------------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Pages:
         by_key: dict[KindKey, list[GroupMeta]] = {}
         for m in metas:
             interval = m.interval
-            key = (m.step, m.purpose != "train", interval.low, interval.high, m.purpose)
+            key = (interval.low, m.purpose != "train", m.step, interval.low, interval.high, m.purpose)
             if key in by_key:
                 by_key[key].append(m)
             else:
@@ -186,14 +186,14 @@ class Pages:
         if not page.kind[position]:
             return
         old, was_queued = self._kinds[page.kind[position]], page.queued[position]
-        if old.key[2] >= low:
+        if old.interval.low >= low:
             return
         if was_queued:
             page.queued[position] = 0
             old.num_available -= page.ready[position]
             self.queues.unqueue(old, 1)
-        step, is_evaluation, _, high, purpose = old.key
-        new = self.queues.kind((step, is_evaluation, low, high, purpose))
+        first, is_evaluation, step, _, high, purpose = old.key
+        new = self.queues.kind((first, is_evaluation, step, low, high, purpose))
         new.num_groups += 1
         page.kind[position] = new.number
         self.queues.forget(old, 1)

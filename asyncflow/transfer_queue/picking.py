@@ -1,7 +1,8 @@
 """What of a task's rows is ready, and what a request gets of it. Pure.
 
-Lowest step first, training before evaluation, then (one interval after the other) in the order of readiness. What is picked is
-leased from then on, by no lease yet: it is to be handed out (`Table.hand_out`).
+By the first version that may make it, training before evaluation, lowest step first, then (one interval after the other) in the
+order of readiness: an evaluation comes behind all training rows that its version may make. What is picked is leased from then on,
+by no lease yet: it is to be handed out (`Table.hand_out`).
 """
 
 from __future__ import annotations

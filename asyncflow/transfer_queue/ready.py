@@ -1,6 +1,9 @@
 """The queues of one task's ready groups, and the kinds of groups that have them. Pure.
 
-A kind is (step, is evaluation, interval low, interval high, purpose): what requests tell groups apart by.
+A kind is (first version, is evaluation, step, interval low, interval high, purpose): what requests tell groups apart by, and, in
+this order, what goes first. The first version is the interval's low end as the group was admitted: what is narrowed later keeps its
+place. So the evaluation of a version is behind all training rows that this version may make, of whichever step, and before those
+that it may not.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from asyncflow.types import Interval
 
 CHUNK = 1024
 CHUNK_SECONDS = 0.1  # groups that became ready within it may share a timestamp
-KindKey = tuple[int, bool, int, int, str]  # step, is evaluation, interval low, interval high, purpose
+KindKey = tuple[int, bool, int, int, int, str]  # first version, is evaluation, step, interval low, interval high, purpose
 
 
 class _Chunk:
@@ -38,7 +41,7 @@ class Kind:
     __slots__ = ("chunks", "interval", "key", "num_available", "num_entries", "num_groups", "num_queued", "number")
 
     def __init__(self, number: int, key: KindKey) -> None:
-        self.number, self.key, self.interval = number, key, Interval(key[2], key[3])
+        self.number, self.key, self.interval = number, key, Interval(key[3], key[4])
         self.chunks: deque[_Chunk] = deque()
         self.num_groups = self.num_entries = self.num_queued = self.num_available = 0
 
@@ -118,10 +121,10 @@ class ReadyQueues:
 
     def matching(self, step: int | None, installed: int | None) -> Iterator[Kind]:
         """Kinds with ready groups, first things first. The kind just yielded may lose its last one meanwhile, others may not."""
-        i = 0 if step is None else bisect_left(self._active, (step,))
-        while i < len(self._active) and (step is None or self._active[i][0] == step):
+        i = 0
+        while i < len(self._active):
             key = self._active[i]
-            if installed is None or key[2] <= installed <= key[3]:
+            if (step is None or key[2] == step) and (installed is None or key[3] <= installed <= key[4]):
                 yield self._kind_of[key]
             if i < len(self._active) and self._active[i] is key:
                 i += 1

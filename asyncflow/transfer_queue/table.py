@@ -6,9 +6,9 @@
                                                                 (dropped rows are forgotten)
 
 Rows are handed out by group. A task that reads whole groups gets a group only when every live row of it is ready; any other
-task gets whichever rows of a group are ready. What is ready goes lowest step first, training before evaluation, then (one interval
-after the other) in the order of readiness; rows given back go first. Groups that one notice makes ready count as ready in the order
-of their numbers.
+task gets whichever rows of a group are ready. What is ready goes by the first version that may make it, training before evaluation,
+lowest step first, then (one interval after the other) in the order of readiness; rows given back go first. Groups that one notice
+makes ready count as ready in the order of their numbers.
 
 The rows themselves are in `pages.py`, the leases in `held.py`; what a request gets of the rows that are ready, `picking.py` says.
 Here: what a notice means, and how a lease begins and ends.

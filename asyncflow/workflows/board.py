@@ -46,6 +46,7 @@ class Board:
         self._stale_since: dict[str, float] = {}
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
+        self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
         self.is_silent: Callable[[str], bool] = lambda worker: False
         self.on_installed: Callable[[int], None] = lambda version: None
@@ -123,7 +124,7 @@ class Board:
     async def installed(self, version: int) -> None:
         """The calling worker serves this version from now on."""
         worker = client_name.get()
-        self._serving[worker] = version
+        self._serving[worker], self.has_been_served = version, True
         self.stale.pop(worker, None)
         self._stale_since.pop(worker, None)
         self._installing.pop(worker, None)

@@ -19,7 +19,7 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
 from tests.e2e.commands import processes_of, rows, run_command, write_config
-from tests.e2e.test_restart import committed, holds, is_named, wait_for
+from tests.e2e.test_restart import committed, holds, is_named, wait_for, worker
 
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., "subprocess.Popen[str]"]
@@ -110,6 +110,31 @@ def test_a_run_of_one_worker_then_three_then_one_changes_no_bit(
         assert {span.worker for span in spans if span.task == "generate_group"} == {"rollout/0", "rollout/1", "rollout/2"}
     else:
         assert certificate.rows_redelivered > 0, "the leavers held nothing: this shows nothing"
+
+
+def test_workers_that_lack_the_reward_file_are_given_up_and_the_run_goes_on(
+    small: Small, tmp_path: Path, background: Background
+) -> None:
+    run_dir, reward = tmp_path / "runs" / "test", tmp_path / "slow.py"
+    command = background("train", config(small, tmp_path, "test", rollout={"num_workers": 2}))
+    wait_for(lambda: committed(run_dir) >= 1, command)
+    reward.unlink()  # as on a node that does not have it
+    assert "rollout/2 joins" in scale(run_dir, "rollout=3")
+    wait_for(lambda: is_there(run_dir, "rollout/2"), command)
+    wait_for(lambda: not is_there(run_dir, "rollout/2"), command)
+    worker(run_dir, "rollout/1").kill()
+    wait_for(lambda: str(reward) in (run_dir / "logs" / "rollout-1.log").read_text(), command)  # the one in its place
+    wait_for(lambda: not is_there(run_dir, "rollout/1"), command)
+    before = committed(run_dir)
+    assert before < STEPS - 1
+    (tmp_path / "hurry-test").touch()
+    output, errors = command.communicate(timeout=90)
+    assert command.returncode == 0 and committed(run_dir) == STEPS, errors
+    for name in ("rollout/1", "rollout/2"):
+        (line,) = [line for line in output.splitlines() if f"worker {name} " in line and "found a mistake" in line]
+        assert str(reward) in line and "it is given up" in line
+    certificate = read_certificate(run_dir)
+    assert certificate is not None and certificate.voided == []
 
 
 def test_what_a_run_cannot_have_is_refused_with_a_sentence(small: Small, tmp_path: Path, background: Background) -> None:

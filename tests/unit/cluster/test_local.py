@@ -167,6 +167,30 @@ async def test_a_mistake_of_the_users_is_not_tried_again(cluster: LocalCluster, 
 
 
 @pytest.mark.usefixtures("soon")
+async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluster: LocalCluster, tmp_path: Path) -> None:
+    deaths, asked = Deaths(), list[str]()
+
+    def goes_on_without(name: str) -> bool:
+        asked.append(name)
+        return True
+
+    await cluster.start([spec(tmp_path, "stays", "first", max_restarts=3)])
+    waiting = asyncio.create_task(cluster.wait(deaths, goes_on_without))
+    await asyncio.sleep(0)
+    await cluster.start([spec(tmp_path, "mistaken", "joiner", max_restarts=3)])
+    await asyncio.wait_for(deaths.first.wait(), 20.0)
+    await asyncio.sleep(0.3)  # longer than any pause
+    ((name, why),) = deaths.told
+    assert (name, deaths.given_up) == ("joiner", [True]) and "found a mistake: give another model (more in " in why
+    assert why.endswith("it would be so again, and it is given up") and cluster._children["joiner"].num_restarts == 0
+    assert not waiting.done() and cluster.pids().keys() == {"first"}
+    await cluster.start([spec(tmp_path, "mistaken", "needed")])  # one that is never started again
+    with pytest.raises(UserError, match=r"^give another model$"):
+        await asyncio.wait_for(waiting, 20.0)
+    assert asked == ["joiner"] and await cluster.stop(0.1) == ["first"]
+
+
+@pytest.mark.usefixtures("soon")
 async def test_workers_may_join_and_are_started_again_as_the_others_are(cluster: LocalCluster, tmp_path: Path) -> None:
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "stays", "first")])

@@ -132,10 +132,21 @@ def test_batches_of_every_size_do_the_same(spec: TaskSpec, size: int) -> None:
     assert not table._pages._pages and not table._pages._kinds and table.state_of(first) is None
 
 
-def test_the_lowest_step_goes_first_and_training_before_evaluation() -> None:
-    evaluations = [meta(6, step=0, purpose="eval"), meta(3, step=2, purpose="eval")]
+def test_the_lowest_version_goes_first_and_training_before_evaluation_and_the_lowest_step() -> None:
+    evaluations = [meta(6, step=0, purpose="eval"), meta(3, step=2, low=2, purpose="eval")]
     table = table_of(PARTIAL, meta(7, step=1), *evaluations, meta(5, step=0), meta(4, step=0, low=1))
-    assert numbers(lease(table, groups=9)) == [5, 4, 6, 7, 3]
+    assert numbers(lease(table, groups=9)) == [5, 7, 6, 4, 3]
+
+
+def test_an_evaluation_goes_behind_the_training_rows_of_all_steps_that_its_version_may_make() -> None:
+    steps = [meta(step, step=step, low=max(0, step - 2), high=step) for step in range(5)]  # of versions step - 2 to step
+    evaluations = [meta(10 + version, step=version, low=version, high=version, purpose="eval") for version in range(2)]
+    table = table_of(PARTIAL, *evaluations, *reversed(steps))
+    assert [group.group for group in table.ready.peek(Want(groups=1, installed=0), 9)] == [0, 1, 2, 10]
+    assert [group.group for group in table.ready.peek(Want(groups=1, installed=1), 9)] == [1, 2, 3, 11]
+    assert [group.group for group in table.ready.peek(Want(groups=1, step=1), 9)] == [1, 11]
+    table.narrow(0, 1)  # it keeps its place
+    assert [group.group for group in table.ready.peek(Want(groups=1), 9)] == [0, 1, 2, 10, 3, 11, 4]
 
 
 def test_groups_of_one_kind_go_in_the_order_in_which_they_became_ready() -> None:
@@ -780,8 +791,8 @@ class TableAgainstModel(RuleBasedStateMachine):
             assert not ready
             return
         taken = self.table.hand_out(worker, self.now, pick)
-        order = [(m.step, m.purpose != "train", m.interval.low) for m in taken.groups]
-        best = sorted((self.metas[g].step, self.metas[g].purpose != "train", self.metas[g].interval.low) for g in ready)
+        order = [(m.interval.low, m.purpose != "train", m.step) for m in taken.groups]
+        best = sorted((self.metas[g].interval.low, self.metas[g].purpose != "train", self.metas[g].step) for g in ready)
         assert order == best[: len(order)]
         whole = [found == ready[m.group] for m, found in zip(taken.groups, taken.rows, strict=True)]
         assert all(whole) if self.whole else all(whole[:-1])
