@@ -39,9 +39,11 @@ class SubStep(Periodic):
     def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
         if progress.unleased(version - 1):  # an evaluation, say, that is to be of the version before
             return False
-        if not fleet.installing:
+        # Who has just begun serves nothing yet, so it takes no supply away, and its first weights may be long in coming.
+        num_changing = sum(worker in fleet.serving for worker in fleet.installing)
+        if not num_changing:
             return True
-        return len(fleet.installing) < self.at_once(fleet) and progress.ready("train") >= self._watermark_rows
+        return num_changing < self.at_once(fleet) and progress.ready("train") >= self._watermark_rows
 
     def at_once(self, fleet: Fleet) -> int:
         """k: how many workers may change at the same time; never all of them, if there are several."""

@@ -301,6 +301,14 @@ async def test_in_sub_step_so_many_workers_change_at_once_and_the_next_when_one_
     assert await second is True and books.board.installing == {B: 1}
 
 
+async def test_in_sub_step_nobody_waits_for_the_first_weights_of_one_that_has_begun_again() -> None:
+    books = Books("sub_step")
+    await books.serves(A, 0)
+    await books.publish(1)
+    assert await books.asks(B, books.board.join()) == target(1)  # and its fetch hangs
+    assert await books.asks(A, books.board.may_install(1, 0)) is True
+
+
 @pytest.mark.parametrize("end", ["forget", "failed"])
 async def test_a_grant_ends_with_the_worker_that_had_it_and_with_its_weights(end: str) -> None:
     books = Books("sub_step", max_installing=1)
