@@ -85,7 +85,8 @@ class Board:
         if self._is_over_for(worker):
             return None
         behind = self._behind()
-        version = self.published if behind is None else behind
+        # Of those that begin, one with the older version is enough.
+        version = self.published if behind is None or behind in self.installing.values() else behind
         self._installing[worker] = version
         self._signal.notify()
         return self._as_target(version)
@@ -243,9 +244,13 @@ class Board:
         return self.published if ahead is None else min(self.published, ahead)
 
     def _behind(self) -> int | None:
-        """The version that rows in nobody's hands need, if every worker is past it or takes nothing; else None."""
+        """The version that rows in nobody's hands need, if no worker that takes prompts serves it, or is about to; else None.
+
+        Nobody counts on weights that are still to be fetched, of one that begins or that lags: they may be long in coming.
+        """
         needed = self._progress.oldest_unleased(0)
         if needed is None or needed >= self.published or (needed and needed not in self._kept):
             return None
         serving = (version for worker, version in self.serving.items() if worker not in self.stale)
-        return needed if all(version > needed for version in chain(serving, self.installing.values())) else None
+        granted = (version for worker, version in self.installing.items() if worker in self._granted_at)
+        return needed if needed not in chain(serving, granted) else None
