@@ -164,7 +164,8 @@ def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, 
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
-    return parse(tree | {"weight_sync": {}, "checkpoint": dict(checkpoint)})
+    tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # who is healthy
+    return parse(tree | {"checkpoint": dict(checkpoint)})
 
 
 class SimulatedJob(Job):
