@@ -43,7 +43,7 @@ class Board:
         self._serving: dict[str, int] = {}
         self._installing: dict[str, int] = {}
         self.stale: dict[str, str] = {}  # workers whose weights could not be brought up to date, and why
-        self._stale_since: dict[str, float] = {}
+        self.stale_since: dict[str, float] = {}  # by the board's clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
         self.is_stopping = False
@@ -126,7 +126,7 @@ class Board:
         worker = client_name.get()
         self._serving[worker] = version
         self.stale.pop(worker, None)
-        self._stale_since.pop(worker, None)
+        self.stale_since.pop(worker, None)
         self._installing.pop(worker, None)
         if (granted_at := self._granted_at.pop(worker, None)) is not None:  # else it has just begun, which takes longer
             self.install_seconds = self._clock() - granted_at
@@ -139,7 +139,7 @@ class Board:
         worker = client_name.get()
         self._installing.pop(worker, None)
         self.stale[worker] = why
-        self._stale_since.setdefault(worker, self._clock())
+        self.stale_since.setdefault(worker, self._clock())
         self.on_stale(worker, why)
         self._signal.notify()
 
@@ -174,7 +174,7 @@ class Board:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        for book in (self._serving, self._installing, self.stale, self._stale_since, self._granted_at):
+        for book in (self._serving, self._installing, self.stale, self.stale_since, self._granted_at):
             book.pop(worker, None)
         self._signal.notify()
 
@@ -213,7 +213,7 @@ class Board:
 
         One that is silent may come back any moment; if nobody else can do its work, the run's watchdog notices.
         """
-        stale = {worker for worker, since in self._stale_since.items() if self._clock() - since >= patience_seconds}
+        stale = {worker for worker, since in self.stale_since.items() if self._clock() - since >= patience_seconds}
         return sum(worker not in stale for worker in self.crew.working)
 
     def stop(self) -> None:
