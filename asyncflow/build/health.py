@@ -24,6 +24,7 @@ class Health:
     ) -> None:
         self._config, self._board, self._hub, self._says, self._fails = config, board, hub, says, fails
         self._silent: set[str] = set()
+        self._told: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
         self._patience_seconds = config.weight_sync.deadline_seconds
         board.is_silent, board.on_stale = self._is_silent, self._stale
 
@@ -54,13 +55,23 @@ class Health:
         return self._hub.is_silent(worker, self._config.queue.lease_seconds / 2)
 
     def _stale(self, worker: str, why: str) -> None:
-        """A worker could not get its weights. It tries again, for a while."""
-        self._says(f"worker {worker} has no weights to serve, and tries again: {why}")
-        told = f"has had no weights to serve for {self._patience_seconds:g} s: {why}"
+        """A worker could not get its weights. It tries again every other second: a reason is said once, until it has them."""
+        since = self._board.stale_since[worker]
+        if worker not in self._told or self._told[worker][0] != since:
+            self._told[worker] = since, set()
+            self._look_later(worker, since)
+        reasons = self._told[worker][1]
+        if why not in reasons:
+            reasons.add(why)
+            self._says(f"worker {worker} has no weights to serve, and tries again: {why}")
+
+    def _look_later(self, worker: str, since: float) -> None:
+        """Judge one that has had no weights since then, in a while, and again for as long as it has none."""
 
         def look_again() -> None:
-            if worker in self._board.stale:
-                self._judge(worker, told)
+            if self._board.stale_since.get(worker) == since and not self._board.is_stopping:
+                self._judge(worker, f"has had no weights to serve for {self._patience_seconds:g} s: {self._board.stale[worker]}")
+                self._look_later(worker, since)
 
         asyncio.get_running_loop().call_later(self._patience_seconds, look_again)
 

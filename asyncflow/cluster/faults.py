@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 GRACES_SECONDS = (0.0, 0.5, 5.0, 60.0)
 """What leavers may take to end what they hold, in simulated runs."""
+HANG_SECONDS = (5.0, 60.0, 400.0)
+"""What a fetch that hangs may take: `weight_sync.deadline_seconds`, or less, or, where some bytes come now and then, more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,14 @@ class Resize:
     when: float
     size: int
     grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hangs:
+    """This share of a worker's fetches take so many seconds, and then fail."""
+
+    share: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,8 @@ class Faults:
     """Share of rewards that take fifty times as long."""
     broken_fetches: Mapping[str, float] = field(default_factory=dict)
     """By worker, the share of fetches whose weights do not arrive whole."""
+    hanging_fetches: Mapping[str, Hangs] = field(default_factory=dict)
+    """By worker, those that are waited for, and for nothing."""
     resizes: tuple[Resize, ...] = ()
     """Rollout workers that join and leave."""
 
@@ -39,7 +51,8 @@ class Faults:
     def drawn(
         cls, seed: int, workers: Sequence[str], begin_seconds: float, end_seconds: float, *, sizes: Sequence[int] = ()
     ) -> Faults:
-        """A plan by seed: one worker in four is slow, and every other run has deaths, stalls, late rewards, broken fetches.
+        """A plan by seed: one worker in four is slow, and every other run has deaths, stalls, late rewards, broken fetches;
+        one in three has fetches that hang.
 
         The first worker is never slow, never dies and always has its weights, so that somebody is left. Where there are `sizes`
         that a run may have, every other one changes its size, and what goes wrong with those who join is drawn as for the others.
@@ -62,9 +75,12 @@ class Faults:
         whens = times(5) if sizes else []
         resizes = tuple(Resize(when, rng.choice(sizes), rng.choice(GRACES_SECONDS)) for when in whens)
         most = max((resize.size for resize in resizes), default=0)
-        mortals = [name for i in range(1, most) if (name := f"rollout/{i}") not in workers]
+        joiners = [name for i in range(1, most) if (name := f"rollout/{i}") not in workers]
+        hangs = _drawn_hangs(random.Random(f"{seed}/hangs"), [*mortals, *joiners])
+        mortals = joiners
         return replace(
             plan,
+            hanging_fetches=hangs,
             resizes=resizes,
             slow={**plan.slow, **{worker: rng.uniform(1.5, 8.0) for worker in mortals if rng.random() < 0.25}},
             deaths=plan.deaths + tuple((time, rng.choice(mortals)) for time in times(4) if mortals),
@@ -72,3 +88,8 @@ class Faults:
             + tuple((time, rng.choice(mortals), rng.uniform(0, end_seconds / 2)) for time in times(3) if mortals),
             broken_fetches={**plan.broken_fetches, **(dict.fromkeys(mortals, 0.1) if rng.random() < 0.5 else {})},
         )
+
+
+def _drawn_hangs(rng: random.Random, workers: Sequence[str]) -> Mapping[str, Hangs]:
+    is_hanging, seconds = rng.random() < 1 / 3, rng.choice(HANG_SECONDS)
+    return dict.fromkeys(workers, Hangs(0.3, seconds)) if is_hanging else {}

@@ -30,7 +30,7 @@ from asyncflow.build.resume import Resumed
 from asyncflow.build.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
-from asyncflow.cluster.faults import Faults, Resize
+from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
@@ -51,8 +51,9 @@ from asyncflow.workflows.samples import Prompt
 
 LATE_REWARD = 50.0
 """How many times as long a late reward takes."""
-STOP_SECONDS = 60.0
-"""Who has not ended by then never will: virtual seconds cost nothing, so a slow worker may end what it is at."""
+STOP_SECONDS = 60.0 + max(HANG_SECONDS)
+"""Who has not ended by then never will: virtual seconds cost nothing, so a slow worker may end what it is at, a fetch that hangs
+included."""
 NO_FAULTS = Faults()
 NO_CHECKPOINTS: Mapping[str, Any] = {"keep": 0}
 
@@ -163,7 +164,8 @@ def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, 
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
     tree["telemetry"] |= {"trackers": [], "flush_seconds": 0.9}
     tree["queue"] |= {"storage": "memory", "place": "driver", "listen": None}
-    return parse(tree | {"weight_sync": {}, "checkpoint": dict(checkpoint)})
+    tree["weight_sync"] = {key: tree["weight_sync"][key] for key in ("deadline_seconds", "min_healthy_workers")}  # who is healthy
+    return parse(tree | {"checkpoint": dict(checkpoint)})
 
 
 class SimulatedJob(Job):
@@ -187,12 +189,16 @@ class SimulatedJob(Job):
         self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
         self._rng = random.Random(f"{config.run.seed}/wire")
+        self._hangs_rng = random.Random(
+            f"{config.run.seed}/hangs"
+        )  # of its own, so that the rest of a run's draws stay as they are
         self._sync = SleepingWeightSync(
             keep=schedule.max_staleness + 1,
             num_bytes=costs.weight_bytes,
             publish_seconds=costs.publish_seconds,
             fetch_seconds=costs.fetch_seconds,
             fails=self._fetch_fails,
+            hangs=self._fetch_hangs,
         )
 
     def look_at_the_end(self) -> None:
@@ -319,6 +325,13 @@ class SimulatedJob(Job):
 
     def _fetch_fails(self, name: str) -> bool:
         return name in self._faults.broken_fetches and self._rng.random() < self._faults.broken_fetches[name]
+
+    def _fetch_hangs(self, name: str) -> float:
+        hangs = self._faults.hanging_fetches.get(name)
+        if hangs is None or self._hangs_rng.random() >= hangs.share:
+            return 0.0
+        self.audit.counts["hanging fetches"] += 1
+        return hangs.seconds
 
     def reward_seconds(self, name: str, sample: Sample) -> float:
         """How long this worker takes to score a sample: a function of the sample, but for the worker's speed."""

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class SleepingWeightSync:
-    """`WeightSync` of one process. `fails(worker)` is asked at every fetch."""
+    """`WeightSync` of one process. `fails(worker)` and `hangs(worker)` are asked at every fetch: whether it is in vain, and for
+    how many seconds it hangs before it is in vain (0: it does not hang)."""
 
     def __init__(
         self,
@@ -32,10 +33,11 @@ class SleepingWeightSync:
         publish_seconds: float,
         fetch_seconds: float,
         fails: Callable[[str], bool] = lambda worker: False,
+        hangs: Callable[[str], float] = lambda worker: 0.0,
     ) -> None:
         self.keep, self.num_bytes = keep, num_bytes
         self.publish_seconds, self.fetch_seconds = publish_seconds, fetch_seconds
-        self.fails = fails
+        self.fails, self.hangs = fails, hangs
         self.kept: list[tuple[str, int]] = []  # (incarnation, version), oldest first
 
     def sender(self, incarnation: str) -> SleepingSender:
@@ -75,6 +77,9 @@ class SleepingReceiver:
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """See `WeightReceiver`."""
+        if seconds := self._sync.hangs(self._name):
+            await asyncio.sleep(seconds)
+            raise WeightSyncError(f"version {manifest.version} did not come: no answer within {seconds:g} s")
         await asyncio.sleep(self._sync.fetch_seconds)
         if (manifest.incarnation, manifest.version) not in self._sync.kept:
             raise WeightSyncError(f"version {manifest.version} is no longer kept")

@@ -43,7 +43,7 @@ class Board:
         self._serving: dict[str, int] = {}
         self._installing: dict[str, int] = {}
         self.stale: dict[str, str] = {}  # workers whose weights could not be brought up to date, and why
-        self._stale_since: dict[str, float] = {}
+        self.stale_since: dict[str, float] = {}  # by the board's clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
         self.has_been_served = False  # by any worker, even if it has gone
@@ -86,7 +86,8 @@ class Board:
         if self._is_over_for(worker):
             return None
         behind = self._behind()
-        version = self.published if behind is None else behind
+        # Of those that begin, one with the older version is enough.
+        version = self.published if behind is None or behind in self.installing.values() else behind
         self._installing[worker] = version
         self._signal.notify()
         return self._as_target(version)
@@ -126,7 +127,7 @@ class Board:
         worker = client_name.get()
         self._serving[worker], self.has_been_served = version, True
         self.stale.pop(worker, None)
-        self._stale_since.pop(worker, None)
+        self.stale_since.pop(worker, None)
         self._installing.pop(worker, None)
         if (granted_at := self._granted_at.pop(worker, None)) is not None:  # else it has just begun, which takes longer
             self.install_seconds = self._clock() - granted_at
@@ -139,7 +140,7 @@ class Board:
         worker = client_name.get()
         self._installing.pop(worker, None)
         self.stale[worker] = why
-        self._stale_since.setdefault(worker, self._clock())
+        self.stale_since.setdefault(worker, self._clock())
         self.on_stale(worker, why)
         self._signal.notify()
 
@@ -174,7 +175,7 @@ class Board:
 
     def forget(self, worker: str) -> None:
         """A worker has gone: nothing is waited for or kept on its behalf."""
-        for book in (self._serving, self._installing, self.stale, self._stale_since, self._granted_at):
+        for book in (self._serving, self._installing, self.stale, self.stale_since, self._granted_at):
             book.pop(worker, None)
         self._signal.notify()
 
@@ -213,7 +214,7 @@ class Board:
 
         One that is silent may come back any moment; if nobody else can do its work, the run's watchdog notices.
         """
-        stale = {worker for worker, since in self._stale_since.items() if self._clock() - since >= patience_seconds}
+        stale = {worker for worker, since in self.stale_since.items() if self._clock() - since >= patience_seconds}
         return sum(worker not in stale for worker in self.crew.working)
 
     def stop(self) -> None:
@@ -244,9 +245,13 @@ class Board:
         return self.published if ahead is None else min(self.published, ahead)
 
     def _behind(self) -> int | None:
-        """The version that rows in nobody's hands need, if every worker is past it or takes nothing; else None."""
+        """The version that rows in nobody's hands need, if no worker that takes prompts serves it, or is about to; else None.
+
+        Nobody counts on weights that are still to be fetched, of one that begins or that lags: they may be long in coming.
+        """
         needed = self._progress.oldest_unleased(0)
         if needed is None or needed >= self.published or (needed and needed not in self._kept):
             return None
         serving = (version for worker, version in self.serving.items() if worker not in self.stale)
-        return needed if all(version > needed for version in chain(serving, self.installing.values())) else None
+        granted = (version for worker, version in self.installing.items() if worker in self._granted_at)
+        return needed if needed not in chain(serving, granted) else None

@@ -51,7 +51,7 @@ class Fleet(Protocol):
 
     @property
     def installing(self) -> Mapping[str, int]:
-        """The version that a worker has been granted and does not serve yet."""
+        """The version that a worker has been granted, or is to begin with, and does not serve yet."""
         ...
 
     @property

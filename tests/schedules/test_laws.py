@@ -33,6 +33,7 @@ AT_LEAST = {
     "deaths": 300,
     "stalls": 200,
     "failed fetches": 100,
+    "hanging fetches": 100,
     "groups delivered again": 100,
     "responses that came second": 10,
     "responses of several versions": 200,

@@ -1,10 +1,11 @@
-"""What sub-step asynchrony is for: part of each batch is made by the newest policy. In virtual time, without faults."""
+"""What sub-step asynchrony is for: part of each batch is made by the newest policy. In virtual time."""
 
 from __future__ import annotations
 
+from asyncflow.cluster.faults import Faults, Hangs
 from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs, Lengths
-from asyncflow.simulation.run import Simulated, simulate
+from asyncflow.simulation.run import NO_FAULTS, Simulated, simulate
 
 COSTS = Costs(
     decode_step_seconds=0.02,
@@ -14,7 +15,7 @@ COSTS = Costs(
 )
 
 
-def run_of(schedule: str) -> Simulated:
+def run_of(schedule: str, faults: Faults = NO_FAULTS) -> Simulated:
     config = parse(
         {
             "run": {"name": "simulated", "steps": 8},
@@ -26,7 +27,7 @@ def run_of(schedule: str) -> Simulated:
             "telemetry": {"samples_per_step": 0},
         }
     )
-    simulated = simulate(config, costs=COSTS)
+    simulated = simulate(config, costs=COSTS, faults=faults)
     assert simulated.violations == []
     return simulated
 
@@ -42,3 +43,10 @@ def test_workers_that_change_in_turn_make_samples_of_the_newest_version() -> Non
     assert staleness(delayed) == 1.0
     assert staleness(sub_step) < 0.75
     assert sub_step.seconds < 1.05 * delayed.seconds
+
+
+def test_one_that_begins_again_and_whose_weights_do_not_come_keeps_nobody_from_the_newest_version() -> None:
+    hanging = run_of("sub_step", Faults(deaths=((30.0, "rollout/3"),), hanging_fetches={"rollout/3": Hangs(1.0, 60.0)}))
+    assert hanging.counts["hanging fetches"] > 0
+    assert staleness(hanging) < 0.75
+    assert max(row["perf/step_seconds"] for row in hanging.rows.values()) < 30.0  # half of a fetch that hangs

@@ -1,11 +1,15 @@
-"""Which workers a run goes on without when they find a mistake of the user's."""
+"""Which rollout workers serve: what is said of those without weights, the run's end when too many are, and whom it goes on without."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+from typing import Any
+
 from asyncflow.build.health import Health
+from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.config import parse
 from asyncflow.registry import build
-from asyncflow.telemetry.hub import Hub
 from asyncflow.transport import client_name
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES
@@ -13,12 +17,101 @@ from asyncflow.workflows.board import Board
 from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.signal import Signal
 
+A, B = "rollout/0", "rollout/1"
+OF_A, OF_B = (f"worker {worker} has no weights to serve, and tries again: " for worker in (A, B))
+
+
+class World:
+    """Two rollout workers, of which so many are needed, and 60 s for whoever has no weights."""
+
+    def __init__(self, needed: int) -> None:
+        self.loop, self.said, self.failures = VirtualLoop(), list[str](), list[RunError]()
+        tree = {"model": {"path": "none"}, "data": {"path": "none"}, "rollout": {"num_workers": 2}}
+        config = parse(tree | {"weight_sync": {"min_healthy_workers": needed, "deadline_seconds": 60}})
+        schedule = build("schedule", "delayed", {}, SCHEDULES)
+        self.board = Board(schedule, object(), Signal(), self.loop.time, Crew(2))  # type: ignore[arg-type]
+        hub: Any = None  # who is silent is nothing to this
+        self.health = Health(config, self.board, hub, says=self.said.append, fails=self.failures.append)
+
+    async def fails(self, worker: str, why: str) -> None:
+        await self._as(worker, self.board.failed(why))
+
+    async def serves(self, worker: str) -> None:
+        await self._as(worker, self.board.installed(1))
+
+    async def fails_until(self, end: float, worker: str, why: str) -> None:
+        """At every retry, as a worker does."""
+        while self.loop.time() < end:
+            await self.fails(worker, why)
+            await asyncio.sleep(2.0)
+
+    def run(self, main: Any) -> None:
+        self.loop.run_until_complete(main)
+        self.loop.finish()
+
+    async def _as(self, worker: str, report: Any) -> None:
+        context = contextvars.copy_context()
+        context.run(client_name.set, worker)
+        await asyncio.create_task(report, context=context)
+
+
+def test_a_worker_that_tries_again_is_told_of_once_and_again_for_another_reason() -> None:
+    world = World(needed=1)
+
+    async def main() -> None:
+        await world.fails_until(20.0, A, "the disk is gone")
+        assert world.said == [OF_A + "the disk is gone"]
+        await world.fails_until(30.0, A, "the hash is not the manifest's")
+        await world.fails_until(40.0, A, "the disk is gone")
+        await world.fails(B, "the disk is gone")
+        await world.serves(A)
+        await world.fails_until(50.0, A, "the disk is gone")  # that is news
+        await world.fails_until(500.0, A, "the disk is gone")
+        disk, another = "the disk is gone", "the hash is not the manifest's"
+        assert world.said == [OF_A + disk, OF_A + another, OF_B + disk, OF_A + disk]
+
+    world.run(main())
+
+
+def test_the_run_stops_when_too_many_have_had_no_weights_for_too_long() -> None:
+    world = World(needed=2)
+
+    async def main() -> None:
+        await world.fails_until(50.0, A, "the disk is gone")
+        await world.serves(A)
+        await world.fails_until(108.0, A, "it came too late")  # since 50 s
+        assert world.failures == []
+        await world.fails_until(112.0, A, "the disk is full")
+        (failure,) = world.failures
+        assert str(failure) == (
+            "worker rollout/0 has had no weights to serve for 60 s: the disk is full; "
+            "1 of 2 rollout workers are left, and weight_sync.min_healthy_workers is 2"
+        )
+
+    world.run(main())
+
+
+def test_the_run_goes_on_while_enough_others_have_weights() -> None:
+    world = World(needed=1)
+
+    async def main() -> None:
+        await world.fails_until(200.0, A, "the disk is gone")
+        assert world.failures == []
+        world.board.died(A, is_given_up=False)  # what it has left is not kept on its behalf
+        await asyncio.sleep(200.0)
+        assert world.failures == []
+        await world.fails_until(410.0, A, "the disk is gone")
+        await world.fails_until(475.0, B, "the disk is gone")
+        assert len(world.failures) == 1 and "0 of 2 rollout workers are left" in str(world.failures[0])
+
+    world.run(main())
+
 
 async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served() -> None:
     config = parse({"model": {"path": "none"}, "data": {"path": "none"}, "weight_sync": {"min_healthy_workers": 1}})
     board = Board(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, Crew(2))  # type: ignore[arg-type]
     said, failures = list[str](), list[RunError]()
-    hub: Hub = object()  # type: ignore[assignment]
+    hub: Any = None
     health = Health(config, board, hub, says=said.append, fails=failures.append)
     assert not health.goes_on_without("rollout/1")
     client_name.set("rollout/0")

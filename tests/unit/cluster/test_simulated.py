@@ -225,9 +225,9 @@ def test_a_plan_is_its_seeds_and_spares_the_first_worker() -> None:
     assert plans == [Faults.drawn(seed, workers, 2.0, 20.0) for seed in range(100)]
     assert len({str(plan) for plan in plans}) > 80
     for plan in plans:
-        assert "rollout/0" not in {*plan.slow, *plan.broken_fetches, *(who for _, who in plan.deaths)}
+        assert "rollout/0" not in {*plan.slow, *plan.broken_fetches, *plan.hanging_fetches, *(who for _, who in plan.deaths)}
         assert all(2.0 <= when <= 20.0 for when, _ in plan.deaths)
-    for happens in ("slow", "deaths", "stalls", "late_rewards", "broken_fetches"):
+    for happens in ("slow", "deaths", "stalls", "late_rewards", "broken_fetches", "hanging_fetches"):
         assert 20 < sum(bool(getattr(plan, happens)) for plan in plans) < 90, happens
     assert Faults.drawn(0, ["rollout/0"], 0.0, 1.0).deaths == ()
 

@@ -35,3 +35,19 @@ def test_the_last_versions_are_kept_and_a_slow_reader_loses_the_race() -> None:
 
     loop.run_until_complete(main())
     loop.finish()
+
+
+def test_a_fetch_that_hangs_is_in_vain_after_a_while() -> None:
+    loop, hangs = VirtualLoop(), iter((60.0, 0.0))
+
+    async def main() -> None:
+        sync = SleepingWeightSync(keep=2, num_bytes=5, publish_seconds=0.0, fetch_seconds=1.0, hangs=lambda name: next(hangs))
+        manifest = await sync.sender("life").publish(1, HeldWeights({}))
+        with pytest.raises(WeightSyncError, match="version 1 did not come: no answer within 60 s"):
+            await sync.receiver("a").fetch(manifest)
+        assert loop.time() == 60.0
+        await sync.receiver("a").fetch(manifest)
+        assert loop.time() == 61.0
+
+    loop.run_until_complete(main())
+    loop.finish()

@@ -225,6 +225,25 @@ async def test_to_be_called_back_is_not_to_wait_for_those_that_change_over() -> 
     assert await books.asks(A, books.board.may_install(1, 2)) is True
 
 
+@pytest.mark.parametrize("serving", [None, 0], ids=["one that begins", "one that lags"])
+async def test_nobody_counts_on_an_older_version_that_is_still_to_be_fetched(serving: int | None) -> None:
+    books = Books("delayed")
+    await books.publish(1, 2)
+    await books.serves(A, 2)
+    books.rows.waiting = [1]
+    if serving is None:
+        assert await books.asks(B, books.board.join()) == target(1)
+    else:
+        await books.serves(B, serving)
+        assert await books.asks(B, books.board.next_target(serving)) == target(1)
+    assert await books.asks(A, books.board.next_target(2)) == target(1)  # B's fetch hangs
+    if serving is not None:
+        assert await books.asks(B, books.board.may_install(1, serving)) is True  # now it has come
+        assert await books.asks(A, books.board.may_install(1, 2)) is False
+    await books.serves(B, 1)
+    assert await waits(books.asks(A, books.board.next_target(2)))
+
+
 async def test_one_that_dies_when_it_was_called_back_is_replaced() -> None:
     books, _ = await called_back()
     assert await books.asks(A, books.board.may_install(1, 2))
@@ -299,6 +318,14 @@ async def test_in_sub_step_so_many_workers_change_at_once_and_the_next_when_one_
     assert books.board.installing == {A: 1}
     await books.serves(A, 1)
     assert await second is True and books.board.installing == {B: 1}
+
+
+async def test_in_sub_step_nobody_waits_for_the_first_weights_of_one_that_has_begun_again() -> None:
+    books = Books("sub_step")
+    await books.serves(A, 0)
+    await books.publish(1)
+    assert await books.asks(B, books.board.join()) == target(1)  # and its fetch hangs
+    assert await books.asks(A, books.board.may_install(1, 0)) is True
 
 
 @pytest.mark.parametrize("end", ["forget", "failed"])

@@ -36,10 +36,11 @@ class Moment(Unmade):
 
 @dataclass
 class Workers:
-    """A fleet: so many workers, so many of them changing."""
+    """A fleet: so many workers, so many of them changing, and some that have just begun."""
 
     count: int = 4
     num_installing: int = 0
+    num_beginning: int = 0
     step_seconds: float | None = None
     install_seconds: float | None = None
     serving: dict[str, int] = field(init=False)
@@ -47,7 +48,8 @@ class Workers:
 
     def __post_init__(self) -> None:
         self.serving = {f"rollout/{i}": 0 for i in range(self.count)}
-        self.installing = {f"rollout/{i}": 1 for i in range(self.num_installing)}
+        beginning = range(self.count, self.count + self.num_beginning)
+        self.installing = {f"rollout/{i}": 1 for i in (*range(self.num_installing), *beginning)}
 
 
 MODES: list[tuple[str, dict[str, Any]]] = [
@@ -167,7 +169,7 @@ def test_elsewhere_a_worker_waits_only_until_nobody_else_need_take_them(name: st
 def test_as_many_change_at_once_as_it_takes_for_all_to_change_within_a_step(
     count: int, step_seconds: float | None, install_seconds: float | None, k: int
 ) -> None:
-    assert SubStep().at_once(Workers(count, 0, step_seconds, install_seconds)) == k
+    assert SubStep().at_once(Workers(count, step_seconds=step_seconds, install_seconds=install_seconds)) == k
 
 
 @pytest.mark.parametrize(
@@ -180,12 +182,18 @@ def test_workers_change_in_turn_while_the_others_keep_training_supplied(num_inst
     assert not schedule.may_install(1, Moment(waiting=(0,), num_ready=num_ready), fleet)
 
 
+@pytest.mark.parametrize(("num_installing", "may"), [(0, True), (1, True), (2, False)])
+def test_those_that_have_just_begun_are_not_among_those_that_change(num_installing: int, may: bool) -> None:
+    schedule, fleet = SubStep(max_installing=2), Workers(4, num_installing, num_beginning=3)
+    assert schedule.may_install(1, Moment(num_ready=1 if num_installing else 0), fleet) is may
+
+
 def test_a_k_that_starves_is_said_once_and_with_what_it_would_take(caplog: pytest.LogCaptureFixture) -> None:
     schedule = SubStep(max_installing=1)
     with caplog.at_level(logging.WARNING):
-        assert schedule.at_once(Workers(4, 0, 10.0, 2.5)) == 1 and not caplog.records
-        assert schedule.at_once(Workers(4, 0, 10.0, 6.0)) == 1
-        assert schedule.at_once(Workers(4, 0, 10.0, 7.0)) == 1
+        assert schedule.at_once(Workers(step_seconds=10.0, install_seconds=2.5)) == 1 and not caplog.records
+        assert schedule.at_once(Workers(step_seconds=10.0, install_seconds=6.0)) == 1
+        assert schedule.at_once(Workers(step_seconds=10.0, install_seconds=7.0)) == 1
     (record,) = caplog.records
     for words in ("schedule.max_installing=1 starves", "6.00 s", "10.00 s", "3 of 4 workers"):
         assert words in record.getMessage()
