@@ -68,7 +68,7 @@ class Listener:
 class Job:
     """One run. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
 
-    With `resume` it goes on from its newest whole checkpoint, or begins if it never has.
+    With `resume` it goes on from its newest whole checkpoint, or begins if there is none.
     """
 
     def __init__(

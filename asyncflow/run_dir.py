@@ -117,8 +117,14 @@ class RunDir:
     def claim(self, config: str) -> None:
         """Make the folder anew, for a run of this configuration (YAML)."""
         if self.path.exists():
-            shutil.rmtree(self.path)
-        self.path.mkdir(parents=True, mode=0o700)
+            # What says whose the rest is goes last: killed in between, the folder is still known for this run's.
+            for entry in self.path.iterdir():
+                if entry.name not in (_MARKER_FILE, CONFIG_FILE):
+                    _remove(entry)
+            (self.path / CONFIG_FILE).unlink(missing_ok=True)
+            self.path.chmod(0o700)
+        else:
+            self.path.mkdir(parents=True, mode=0o700)
         (self.path / _MARKER_FILE).touch()
         replace(self.path / CONFIG_FILE, config.encode())
 
@@ -156,6 +162,13 @@ class RunDir:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         return folder
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
 
 
 def _partial(model: Path) -> Path:

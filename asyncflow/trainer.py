@@ -25,7 +25,7 @@ class Trainer:
     """A run driven step by step. Its event loop lives in a thread of its own; every method blocks until it is done."""
 
     def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
-        """With `resume` the run goes on from its newest whole checkpoint, or begins if it never has."""
+        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none."""
         self.config = config
         self._listener, self._resume = listener, resume
         self._loop = asyncio.new_event_loop()

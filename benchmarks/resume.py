@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {"periodic": {}, "delayed": {"old": "previous
 def write_config(folder: Path, mode: str) -> Path:
     """A run of 24 steps with a checkpoint after each."""
     tree = {
-        "run": {"name": "run", "dir": str(folder), "steps": STEPS, "overwrite": True},  # killed before its first checkpoint
+        "run": {"name": "run", "dir": str(folder), "steps": STEPS},
         "model": {"path": str(ROOT / "recipes" / "models" / "tiny-arithmetic")},
         "data": {"path": "generated:arithmetic"},
         "schedule": mode,

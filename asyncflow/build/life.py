@@ -26,7 +26,7 @@ from asyncflow.build.connection import JobFile
 from asyncflow.build.model_files import copy_tokenizer
 from asyncflow.build.parts import make_algorithm, queue_schema
 from asyncflow.build.prepare import Prepared
-from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, holds_results, metrics_of, read_driver, usable
+from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, metrics_of, read_driver, to_be_kept, usable
 from asyncflow.build.saving import checkpoints_of
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
@@ -163,15 +163,18 @@ class Life:
         return None
 
     def _check_free(self) -> None:
-        """That the run may begin in its folder. Raises `UserError`."""
+        """That the run may begin in its folder, where this very run may have been killed before its first checkpoint. Raises
+        `UserError`."""
         folder, may_overwrite = self._folder, self._config.run.overwrite
-        if self._resume and not may_overwrite and holds_results(folder.path):
+        if self._resume and not may_overwrite and (kept := to_be_kept(self._config)):
             raise UserError(
-                f"{folder.checkpoints} has no checkpoint to go on from, but {folder.path} holds the model or the metrics of an "
-                f"earlier run: begin anew and remove them by run.overwrite=true, or give this run another run.name"
+                f"{folder.checkpoints} has no checkpoint to go on from, but {folder.path} holds {kept}: begin anew and remove that "
+                f"by run.overwrite=true, or give this run another run.name"
             )
         folder.check(may_overwrite=may_overwrite or (self._resume and folder.is_run()))
-        if self._resume:
+        if self._resume and folder.is_run():
+            self._says(f"there is no whole checkpoint yet in {folder.checkpoints}: beginning anew, in the place of what is there")
+        elif self._resume:
             self._says(f"there is no checkpoint in {folder.checkpoints}: the run begins at its start")
 
     def _begin_anew(self, prepared: Prepared, scratch: Path) -> Prepared:

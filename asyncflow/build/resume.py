@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 from asyncflow.build.record import RecordState
-from asyncflow.config import Config, parse_dumped
-from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE, RunDir, control_socket, replace
+from asyncflow.config import Config, load, parse_dumped
+from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE, RunDir, control_socket, replace
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
 from asyncflow.telemetry.report import REPORT_FILE
@@ -190,17 +190,21 @@ def usable(rows: Batch | None, schema: Schema) -> Batch | None:
 
 def check_fits(config: Config, state: DriverState, data: str) -> None:
     """That a run may go on under this configuration and with this data. Raises `UserError`."""
-    before, now = _flat(parse_dumped(state.config).model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
-            raise UserError(
-                f"{key} was {before.get(key)!r} when this run began and is {now.get(key)!r} now: a run goes on as it began; set it "
-                f"back, or start another run"
-            )
+    if changed := _changed(parse_dumped(state.config), config):
+        raise UserError(f"{changed}: a run goes on as it began; set it back, or start another run")
     if data != state.data:
         raise UserError(f"{config.data.path} holds other prompts than when this run began: a run goes on with the data that it had")
     if config.run.steps < state.version:
         raise UserError(f"run.steps is {config.run.steps}, and {state.version} steps are done: set it to {state.version} or more")
+
+
+def _changed(began: Config, config: Config) -> str:
+    """What is other than when the run began and may not be, as half a sentence; "" where there is nothing."""
+    before, now = _flat(began.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
+            return f"{key} was {before.get(key)!r} when this run began and is {now.get(key)!r} now"
+    return ""
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -244,9 +248,21 @@ def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
     return _lines(run_dir / METRICS_FILE)
 
 
-def holds_results(run_dir: Path) -> bool:
-    """Whether there is anything that somebody may miss."""
-    return RunDir(run_dir).model.exists() or next(metrics_of(run_dir), None) is not None
+def to_be_kept(config: Config) -> str:
+    """What there is in the run's folder, without a checkpoint, that somebody may miss, and why; "" where there is nothing.
+
+    What a life of this very run has left that was killed before its first checkpoint is made again, and is missed by nobody.
+    """
+    folder = RunDir(config.run_dir)
+    if folder.model.exists() or folder.critic.exists():
+        return "the model of an earlier run"
+    if next(metrics_of(folder.path), None) is None:
+        return ""
+    try:
+        changed = _changed(load(folder.path / CONFIG_FILE), config)
+    except UserError as error:
+        return f"the metrics of an earlier run, which cannot be told from another one ({error})"
+    return f"the metrics of an earlier run, and {changed}" if changed else ""
 
 
 def evaluated_versions(run_dir: Path) -> set[int]:

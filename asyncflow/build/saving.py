@@ -8,7 +8,8 @@ consumes: commits after which a checkpoint is due; the end of the run
 waits for: the one before, which must be whole or given up before the next begins; for the metrics of its last step
 is unblocked by: the disk
 
-A checkpoint that cannot be written (a full disk) is given up, and said; the run goes on, and the earlier ones stay.
+A checkpoint that cannot be written (a full disk) is given up, and said; the run goes on, and the earlier ones stay. Once it has its
+name, it counts, whatever fails then.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class Saves:
         of_critic = await self._part_of_critic(version)  # in any case: its files would stay else
         if not (why := why or of_critic):
             try:
-                await asyncio.to_thread(self._checkpoints.commit, version)
+                for trouble in await asyncio.to_thread(self._checkpoints.commit, version):
+                    self._says(trouble)
             except OSError as error:
                 why = _why(error)
         if why:

@@ -70,10 +70,11 @@ class Checkpoints:
         found = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir()) if self._folder.is_dir() else ()
         return sorted(int(match[1]) for match in found if match is not None)
 
-    def commit(self, version: int) -> Path:
+    def commit(self, version: int) -> list[str]:
         """What was written is this version's checkpoint from now on; then those that are too many are removed.
 
-        Raises `OSError` where the disk is full or fails, with the earlier ones untouched.
+        Raises `OSError` where the disk is full or fails, with the earlier ones untouched. From the moment on at which it has its
+        name, it is one: returns sentences about what could not be done after that.
         """
         partial, path = self.partial(version), self.path(version)
         files = {str(file.relative_to(partial)): _hashed_and_synced(file) for file in _files(partial)}
@@ -85,11 +86,19 @@ class Checkpoints:
             self._remove(version)
         self._forget_added(version)
         partial.rename(path)
-        sync_folder(self._folder)
-        sync_folder(self._folder.parent)  # which may have had no checkpoints before
+        try:
+            sync_folder(self._folder)
+            sync_folder(self._folder.parent)  # which may have had no checkpoints before
+        except OSError as error:
+            # Those before it, which would be left if its name were lost, stay until the next one is committed.
+            return [f"the checkpoint {path} is written, but its name could not be flushed to the disk: {error.strerror or error}"]
+        troubles = []
         for old in self.versions()[: -self._keep]:
-            self._remove(old)
-        return path
+            try:
+                self._remove(old)
+            except OSError as error:
+                troubles.append(f"the old checkpoint {self.path(old)} could not be removed: {error.strerror or error}")
+        return troubles
 
     def discard(self, version: int) -> None:
         """What was written will not be one."""

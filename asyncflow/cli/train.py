@@ -25,7 +25,7 @@ def train(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value, as many as you like.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Check everything, print what would run, start nothing.")] = False,
-    resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if it never has.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from the run's newest whole checkpoint, or begin if there is none.")] = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved configuration, and do nothing else.")] = False,
 ) -> None:
     """Train a model: generation and training side by side."""

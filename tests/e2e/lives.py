@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -13,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def _live(tree: dict[str, Any], resume: bool, harm: tuple[str, int], log: str) -
         return 0 if is_finished else 128 + (job.ended_by or signal.SIGINT)
 
     sys.stderr = said
-    with harmed(*harm):
+    with harmed(*harm, Path(log).with_name("no-room.jsonl")):
         try:
             status = asyncio.run(run())
         except (RunError, UserError) as error:
@@ -133,12 +133,38 @@ def _slow_updates(optim_step: Callable[..., Any], seconds: float, number: int) -
     return step_slowly
 
 
+class Full:
+    """A disk that has no room for each write of a checkpoint once, at one of each checkpoint."""
+
+    def __init__(self, told: Path) -> None:
+        self._told, self._version = told, 0
+        lines = told.read_text().splitlines() if told.exists() else []
+        self._failed = {what for line in lines for what, is_failed in [json.loads(line)] if is_failed}
+        self._is_done = False  # with the version's
+
+    def has_room_for(self, name: str, named: str) -> bool:
+        """`named`: the paths. What is of no version, or of one before, is a write of the checkpoint under way."""
+        version = max((int(found) for found in re.findall(r"step-(\d+)", named)), default=0)
+        if version > self._version:
+            self._version, self._is_done = version, False
+        below = re.match(r"[\w./-]*", named.rpartition("checkpoints")[2]) if "checkpoints" in named else None
+        what = f"{name} {'checkpoints' + re.sub('[0-9]+', 'n', below[0]) if below else 'the folder'}"
+        is_failed = not self._is_done and what not in self._failed
+        if is_failed:
+            self._is_done = True
+            self._failed.add(what)
+        with self._told.open("a") as file:
+            file.write(json.dumps([what, is_failed]) + "\n")
+        return not is_failed
+
+
 @contextlib.contextmanager
-def harmed(how: str, number: int) -> Iterator[None]:
+def harmed(how: str, number: int, no_room: Path) -> Iterator[None]:
     """Something happens at the write of this number to a checkpoint, from 0 on.
 
-    `kill`: the process ends before it; `after`: right after it; `term`: it is told to end by SIGTERM; `full`: at the write of this
-    number of the checkpoint of version 1, of the next number of that of version 2, and so on, there is no room. `load`:
+    `kill`: the process ends before it; `after`: right after it; `term`: it is told to end by SIGTERM; `full`: there is no room at
+    one write of each checkpoint, at another one each time, in this life and in those before it, until there has been none at each;
+    `no_room` has a line for every write, which says whether it has failed. `load`:
     a checkpoint is loaded slowly, and the process gets the signal of this number, unless it is 0, as soon as that begins.
     `updates` and a number of milliseconds, which each update takes: the process gets the signal of this number in the first one.
     """
@@ -165,26 +191,23 @@ def harmed(how: str, number: int) -> Iterator[None]:
         (folder.shutil, "rmtree"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name in places]
-    seen: Counter[int] = Counter()  # writes, by version; all together under -1
+    writes = itertools.count()
+    full = Full(no_room)
     lock = threading.Lock()
 
     def wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             named = str([*args[:1], getattr(options.get("storage_writer"), "path", "")])
-            if "checkpoints" not in named:
+            if "checkpoints" not in named and name != "sync_folder":  # which is of the folder, too, that has them
                 return original(*args, **options)
-            found = re.search(r"step-(\d+)", named)
-            version = int(found[1]) if found is not None else 0
             with lock:
-                so_far, of_version = seen[-1], seen[version]
-                seen[-1] += 1
-                seen[version] += 1
-            if how == "full" and name != "rmtree" and of_version == number + version - 1:
+                is_it = next(writes) == number
+                has_room = how != "full" or options.get("ignore_errors") or full.has_room_for(name, named)
+            if not has_room:
                 if name == "write_driver":  # some of it was written
                     args[0].mkdir(parents=True, exist_ok=True)
                     (args[0] / "driver.msgpack").write_bytes(b"half")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            is_it = so_far == number
             if is_it and how in ("kill", "term"):
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
             result = original(*args, **options)

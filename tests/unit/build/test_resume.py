@@ -18,13 +18,14 @@ from asyncflow.build.resume import (
     check_fits,
     cut_back,
     data_hash,
-    holds_results,
     read_driver,
+    to_be_kept,
     usable,
     write_added,
     write_driver,
 )
 from asyncflow.config import Config, dump, parse
+from asyncflow.run_dir import RunDir
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.types import Batch, Ragged, RunError, UserError
@@ -190,11 +191,25 @@ def test_what_was_added_to_a_checkpoint_takes_its_place(tmp_path: Path) -> None:
 
 
 def test_what_somebody_may_miss(tmp_path: Path) -> None:
-    assert not holds_results(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "rew')  # not a row yet
-    assert not holds_results(tmp_path)
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 0}])
-    assert holds_results(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "model").mkdir()
-    assert holds_results(tmp_path)
+    def kept(**changes: Any) -> str:
+        return to_be_kept(parse({**TREE, "run": {"dir": str(tmp_path), "name": "test"}, **changes}))
+
+    run_dir = RunDir(tmp_path / "test")
+    assert not kept()
+    run_dir.claim(dump(parse(TREE)))
+    (run_dir.path / "metrics.jsonl").write_text('{"step": 0, "rew')  # not a row yet
+    other = {"rollout": {"temperature": 0.5}}
+    assert not kept(**other)
+    write_lines(run_dir.path / "metrics.jsonl", [{"step": 0}])
+    assert not kept() and not kept(checkpoint={"every_steps": 3})  # made again
+    assert kept(**other) == ("the metrics of an earlier run, and rollout.temperature was 1.0 when this run began and is 0.5 now")
+    for content in (b"run: [", b"\xff", b"run: {steps: many}"):
+        (run_dir.path / "config.yaml").write_bytes(content)
+        assert kept().startswith("the metrics of an earlier run, which cannot be told from another one (")
+    (run_dir.path / "config.yaml").unlink()
+    assert "config.yaml cannot be read" in kept()
+    run_dir.claim(dump(parse(TREE)))
+    run_dir.critic.mkdir()
+    assert kept() == "the model of an earlier run"
+    run_dir.critic.rename(run_dir.model)
+    assert kept() == "the model of an earlier run"

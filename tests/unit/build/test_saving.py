@@ -14,6 +14,7 @@ from asyncflow.build import saving
 from asyncflow.build.record import RecordState
 from asyncflow.build.resume import read_driver
 from asyncflow.build.saving import Saves, checkpoints_of
+from asyncflow.checkpoint import folder
 from asyncflow.config import parse
 from asyncflow.run_dir import CRITIC_DIR
 
@@ -116,5 +117,27 @@ def test_a_checkpoint_holds_the_updates_that_the_critic_has_skipped_in_a_step_co
         await saves.written(1)
         folder = checkpoints_of(saves._config).path(1)
         assert read_driver(folder).record.critic_skipped_in_a_row == 2
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_that_is_one_is_not_given_up_for_what_fails_afterwards(
+    made: Made, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        saves = made()
+        checkpoints = checkpoints_of(saves._config)
+        await saves.begin(1)
+        await saves.critic_written(1, "")
+
+        def fail(path: Path) -> None:
+            if not path.name.endswith(".partial"):
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(folder, "sync_folder", fail)
+        await saves.written(1)
+        assert checkpoints.newest(said.append) == 1 and saves.settled == 1
+        (sentence,) = said
+        assert "step-000001 is written, but" in sentence and "could not be written" not in sentence
 
     asyncio.run(main())

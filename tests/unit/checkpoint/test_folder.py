@@ -20,13 +20,13 @@ WRITES = [(folder_file, "_hashed_and_synced"), (folder_file, "replace"), (folder
           (Path, "mkdir"), (shutil, "rmtree"), (os, "fsync"), (os, "unlink"), (os, "rmdir")]  # fmt: skip
 
 
-def write(checkpoints: Checkpoints, version: int) -> None:
-    """A checkpoint of two files, which say their version."""
+def write(checkpoints: Checkpoints, version: int) -> list[str]:
+    """A checkpoint of two files, which say their version. Returns what could not be done after it was one."""
     partial = checkpoints.partial(version)
     (partial / "trainer").mkdir(parents=True)
     (partial / "driver").write_text(f"driver {version}")
     (partial / "trainer" / "shard").write_text(f"shard {version}" * 1000)
-    checkpoints.commit(version)
+    return checkpoints.commit(version)
 
 
 def says_nothing(text: str) -> None:
@@ -133,3 +133,47 @@ def test_what_cannot_be_written_leaves_the_others(tmp_path: Path, monkeypatch: p
             write(checkpoints, 2)
     checkpoints.discard(2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"] and checkpoints.newest(says_nothing) == 1
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_whose_name_could_not_be_flushed_is_one_and_the_older_ones_stay_until_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    write(checkpoints, 1)
+    broken = [tmp_path / "checkpoints", tmp_path][number]
+
+    def fail(path: Path) -> None:
+        if path == broken:
+            raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_file, "sync_folder", fail)
+        (said,) = write(checkpoints, 2)
+    assert "step-000002 is written, but its name could not be flushed" in said and said.endswith("Input/output error")
+    assert checkpoints.versions() == [1, 2] and checkpoints.newest(says_nothing) == 2
+    assert not write(checkpoints, 3) and checkpoints.versions() == [3]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Path, "rename"), (shutil, "rmtree")])
+def test_old_ones_that_cannot_be_removed_are_told_and_the_new_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    checkpoints, original = Checkpoints(tmp_path, keep=9), getattr(owner, name)
+    for version in (1, 2, 3):
+        write(checkpoints, version)
+    fewer = Checkpoints(tmp_path, keep=2)
+
+    def fail(path: Path, *args: Any, **options: Any) -> Any:
+        if "step-000001" in path.name and not options.get("ignore_errors"):
+            raise OSError(30, "Read-only file system")
+        return original(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        said = write(fewer, 4)
+    assert said == [f"the old checkpoint {fewer.path(1)} could not be removed: Read-only file system"]
+    assert fewer.versions() == ([1, 3, 4] if name == "rename" else [3, 4]) and fewer.newest(says_nothing) == 4
+    assert not write(fewer, 5) and fewer.versions() == [4, 5]
+    fewer.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000004", "step-000005"]
