@@ -40,7 +40,7 @@ def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
     key = os.environ.get(key_variable)
     if not key:
         raise UserError(f"rollout.engine.addresses needs the servers' key in the environment variable {key_variable}: set it")
-    return [RunningServer(address, key) for address in addresses]
+    return [RunningServer(address, key, key_variable) for address in addresses]
 
 
 def _consecutive(device: str, number: int, tensor_parallel: int, instances: int) -> list[int] | None:

@@ -751,6 +751,28 @@ def test_a_server_that_is_there_already_needs_its_key(model: Path, monkeypatch: 
         VllmEngine(model, num_slots=2, max_context=64, addresses=["http://127.0.0.1:1"])
 
 
+async def test_a_key_that_is_not_the_servers_is_said_at_once(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for, up to `start_seconds`, as for a server that does not answer."""
+    with running(model, python, 1, monkeypatch) as (server,):
+        monkeypatch.setenv("THE_KEY", "another's")
+        async with opened(model, python, addresses=[server.address], key_variable="THE_KEY") as engine:
+            with pytest.raises(UserError, match="does not take the key in the environment variable THE_KEY: give the one that"):
+                await asyncio.wait_for(responses(engine), 10)
+
+
+async def test_a_server_that_comes_back_with_another_key_is_given_up_for_it(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(model, python, 1, monkeypatch) as (server,):
+        async with opened(model, python, addresses=[server.address], max_restarts=2) as engine:
+            await responses(engine)
+            engine.instances[0].client._http.headers["Authorization"] = "Bearer the one before"
+            monkeypatch.setattr(engine.instances[0].host, "_key", "the one before")
+            with pytest.raises(RunError, match=r"was lost .*does not take the key in the environment variable VLLM_API_KEY"):
+                await until(lambda: engine.instances[0].error is not None)
+                await asyncio.wait_for(responses(engine), 10)
+
+
 # -- starting ---------------------------------------------------------------------------------------------------------------
 
 
@@ -840,7 +862,8 @@ async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str)
         for call in (stranger.resume(), stranger.set_weight_version(3), stranger.settings()):
             with pytest.raises(Refused, match="401"):
                 await call
-        assert not await stranger.is_ready()
+        with pytest.raises(Refused, match="401"):
+            await stranger.is_ready()
         await stranger.close()
 
 
