@@ -117,6 +117,23 @@ def check_arguments(arguments: Mapping[str, Any], device: str) -> None:
                 raise UserError(f"rollout.engine.arguments: {name}{meant} is not to be given there: {why}")
         if isinstance(value, str) and value.startswith("-"):
             raise UserError(f"rollout.engine.arguments: {name} has the value {value!r}, which vLLM would take for another option")
+    if len(by_option(arguments)) < len(arguments):
+        raise UserError(f"rollout.engine.arguments gives one option in two spellings: {', '.join(arguments)}; leave one out")
+
+
+def by_option(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Each under vLLM's own name of the option, with dashes, and `no-` before none that is true or false.
+
+    What comes after a dot is a name in a configuration of vLLM's, and stays as it is.
+    """
+    found = {}
+    for name, value in arguments.items():
+        option, dot, part = name.partition(".")
+        option = option.replace("_", "-")
+        if not dot and isinstance(value, bool) and option.startswith("no-"):
+            option, value = option.removeprefix("no-"), not value
+        found[option + dot + part] = value
+    return found
 
 
 def is_cpu(device: str) -> bool:

@@ -703,6 +703,8 @@ def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[st
         ({"": 1}, "is no option of vLLM's"),
         ({7: 1}, "7 is no option of vLLM's"),
         ({"enable_prefix_caching": "--logprobs-mode=raw_logprobs"}, "would take for another option"),
+        ({"max_num_seqs": 7, "max-num-seqs": 8}, "one option in two spellings: max_num_seqs, max-num-seqs"),
+        ({"no_enforce_eager": True, "enforce_eager": True}, "one option in two spellings"),
         ("max_num_seqs", "takes vLLM's options by name"),
     ],
 )
@@ -850,6 +852,31 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = options.environment("secret")
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3" and environment["PYTHONPATH"].split(os.pathsep)[0] == str(IN_VLLM)
     assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),  # vLLM's own default may be true
+        ({"no-enable-prefix-caching": True}, ["--no-enable-prefix-caching"]),
+        ({"no_enable_prefix_caching": False}, ["--enable-prefix-caching"]),
+        ({"swap_space": None}, []),
+        ({"compilation_config.pass_config.fuse_norm_quant": False}, ["--compilation-config.pass_config.fuse_norm_quant", "false"]),
+        ({"compilation_config.use_inductor": True}, ["--compilation-config.use_inductor", "true"]),
+    ],
+)
+def test_what_is_given_by_name_is_on_the_command_line(given: dict[str, Any], words: list[str]) -> None:
+    plain = server_options("py", MODEL).command("/s")
+    assert server_options("py", MODEL, arguments=given).command("/s") == [*plain, *words]
+
+
+@pytest.mark.parametrize("spelling", ["kv_cache_memory_bytes", "kv-cache-memory-bytes"])
+def test_an_option_that_asyncflow_gives_too_is_there_once_however_it_is_written(spelling: str) -> None:
+    command = server_options("py", MODEL, arguments={spelling: 99, "enforce-eager": False}).command("/s")
+    assert command.count("--kv-cache-memory-bytes") == 1 and command[command.index("--kv-cache-memory-bytes") + 1] == "99"
+    assert "--no-enforce-eager" in command and "--enforce-eager" not in command
+    left_out = server_options("py", MODEL, arguments={spelling: None, "no_enforce_eager": False}).command("/s")
+    assert "--kv-cache-memory-bytes" not in left_out and left_out.count("--enforce-eager") == 1
 
 
 async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str) -> None:
