@@ -31,11 +31,12 @@ _FIXED: Final[Mapping[str, str]] = {
 }
 """vLLM's options that are not the user's to give: what AsyncFlow relies on, and what would undo it. Why."""
 _FIXED_ON_CPU: Final = {"enable-chunked-prefill": "vLLM dies there of a prompt that is cut and has a seed"}
+_DEVICE = re.compile(r"[a-z]+(:\d+)?")
 _ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
 def num_devices(*, instances: int = 1, tensor_parallel: int = 1, addresses: Sequence[str] = (), **_others: object) -> int:
-    """Of all its servers together. The arguments are `VllmEngine`'s."""
+    """Of all its servers together, which generate. The arguments are `VllmEngine`'s."""
     return (len(addresses) or instances) * tensor_parallel
 
 
@@ -47,10 +48,46 @@ def num_own_devices(
     transfer: str = "shared_memory",
     **_others: object,
 ) -> int:
-    """Of the servers that it starts itself; where others have started them, of what sends them weights, if that is on a device."""
-    if addresses:
-        return int(transfer == "nccl")
-    return num_devices(instances=instances, tensor_parallel=tensor_parallel)
+    """Of the servers that it starts itself, and of what sends weights to all, if that is on a device (`sender`)."""
+    servers = 0 if addresses else num_devices(instances=instances, tensor_parallel=tensor_parallel)
+    return servers + (transfer == "nccl")
+
+
+def devices_of(device: str, instances: int, tensor_parallel: int, devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """Those of each server that is started: as given, else one after another."""
+    if devices is not None:
+        return [list(these) for these in devices]
+    first = int(device.partition(":")[2] or 0)
+    return [[first + i * tensor_parallel + k for k in range(tensor_parallel)] for i in range(instances)]
+
+
+def sender(
+    device: str,
+    instances: int,
+    tensor_parallel: int,
+    devices: Sequence[Sequence[int]] | None,
+    addresses: Sequence[str],
+    sender_device: str | None,
+) -> str:
+    """The device that weights are sent from by NCCL: as given, else the first after those of the servers that are started.
+
+    Raises `UserError` if it is a server's: NCCL takes a device once.
+    """
+    kind = "cuda" if is_cpu(device) else device.partition(":")[0]
+    started = [] if addresses or is_cpu(device) else devices_of(device, instances, tensor_parallel, devices)
+    taken = {number for these in started for number in these}
+    after = f"{kind}:{max(taken, default=-1) + 1}"
+    if sender_device is None:
+        return after
+    if not _DEVICE.fullmatch(sender_device):
+        raise UserError(f"rollout.engine.sender_device is {sender_device!r}, which is no device: write it as {after}")
+    own_kind, _, number = sender_device.partition(":")
+    if own_kind == kind and int(number or 0) in taken:
+        raise UserError(
+            f"rollout.engine.sender_device={sender_device} is a device of the servers' ({sorted(taken)}), and NCCL wants one of "
+            f"its own to send from: leave it out, which takes {after}, or give the servers others by rollout.engine.devices"
+        )
+    return sender_device
 
 
 def check(
@@ -64,6 +101,8 @@ def check(
     devices: Sequence[Sequence[int]] | None = None,
     addresses: Sequence[str] = (),
     arguments: Mapping[str, Any] | None = None,
+    transfer: str = "shared_memory",
+    sender_device: str | None = None,
     pause_mode: str = "keep",
     **_others: object,
 ) -> None:
@@ -71,6 +110,8 @@ def check(
     check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)
     check_arguments(arguments or {}, device)
+    if transfer == "nccl":
+        sender(device, instances, tensor_parallel, devices, addresses, sender_device)
     if addresses and num_workers > 1:
         raise UserError(
             f"rollout.engine.addresses: {num_workers} rollout workers would install their weights in the same servers, each "

@@ -30,10 +30,10 @@ from asyncflow.build.prepare import check_choices, check_rollout_engine
 from asyncflow.build.scaling import Scaling
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout import vllm_client, vllm_instance
+from asyncflow.engines.rollout import vllm, vllm_client, vllm_instance
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_arguments
+from asyncflow.engines.rollout.vllm_devices import check_arguments, sender
 from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
 from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
 from asyncflow.engines.rollout.vllm_servers import own_hosts
@@ -655,6 +655,14 @@ def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
         ({"engine": {"instances": "two"}}, {}, "does not take these options"),
         ({"engine": {"arguments": {"logprobs_mode": "raw_logprobs"}}}, {}, "arguments: logprobs_mode is not to be given there"),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}, "pause_mode=wait ends all"),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:0"}}, {}, r"is a device of the servers' \(\[0"),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "GPU 3"}}, {}, "is no device: write it as cuda:1"),
+        (
+            {"device": "cuda:1", "engine": {"transfer": "nccl", "sender_device": "cuda:2", "instances": 2}},
+            {},
+            r"sender_device=cuda:2 is a device of the servers' \(\[1, 2\]\), .*leave it out, which takes cuda:3",
+        ),
+        ({"device": "npu", "engine": {"transfer": "nccl", "sender_device": "npu", "devices": [[0]]}}, {}, "sender_device=npu is a"),
     ],
 )
 def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, Any], changes: dict[str, Any], words: str) -> None:
@@ -673,6 +681,10 @@ def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, An
         ({"num_workers": 2, "device": "cuda"}, {"cluster": "ray"}),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": "delayed"}),
         ({"engine": {"pause_mode": "abort"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:2", "instances": 2}}, {}),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda", "devices": [[1]]}}, {}),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:0", "addresses": ["unix:/a"]}}, {}),
+        ({"device": "cuda", "engine": {"sender_device": "cuda:0"}}, {}),  # by shared memory nothing sends
     ],
 )
 def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -979,6 +991,39 @@ async def test_a_send_that_stays_in_nccl_is_a_lost_server_and_keeps_no_process(m
     let_go.set()
     await client.close()
     file.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        ("cuda", {}, "cuda:1"),
+        ("cuda", {"instances": 2, "tensor_parallel": 4}, "cuda:8"),
+        ("cuda:2", {"instances": 2}, "cuda:4"),
+        ("npu", {"devices": [[5], [1]], "instances": 2}, "npu:6"),
+        ("cuda", {"addresses": ["unix:/a"], "tensor_parallel": 2}, "cuda:0"),  # nobody knows which they have
+        ("cpu", {"instances": 2}, "cuda:0"),
+        ("cuda", {"instances": 2, "sender_device": "cuda:7"}, "cuda:7"),
+    ],
+)
+def test_weights_are_sent_from_the_first_device_after_the_servers(device: str, changes: dict[str, Any], expected: str) -> None:
+    arguments = {"instances": 1, "tensor_parallel": 1, "devices": None, "addresses": (), "sender_device": None, **changes}
+    assert sender(device, **arguments) == expected
+
+
+def test_an_engine_sends_from_there(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no server has it: what each is started with."""
+    asked: list[object] = []
+
+    def transfer(*arguments: object) -> None:
+        asked.extend(arguments)
+        raise UserError("as the test wants it")
+
+    monkeypatch.setattr(vllm, "NcclTransfer", transfer)
+    with pytest.raises(UserError, match="as the test"):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, transfer="nccl", instances=2, device="cuda:1")
+    assert asked[0] == "cuda:3"
+    hosts = own_hosts(partial(server_options, "py", MODEL), 2, None, "cuda:1", 1)
+    assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [[1], [2]]
 
 
 def test_nccl_needs_vllm_beside_asyncflow(model: Path, python: str) -> None:
