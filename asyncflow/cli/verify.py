@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from asyncflow.build.parts import why_never_deterministic
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence
 from asyncflow.config import Config, dump, load, parse
@@ -53,6 +54,7 @@ def verify(
     refuse_overrides(overrides or [], ["run.steps"], "verify sets {key} itself, by --steps")
     refuse_overrides(overrides or [], GIVEN, "verify sets {key} itself")
     given = load(config, overrides or [])
+    check_engine(given)
     undisturbed, disturbed = variants(given, steps)
     try:
         certificate, _ = asyncio.run(_run(undisturbed, None))
@@ -71,6 +73,15 @@ def verify(
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     print("\n".join([*result.lines, f"{'written to':<16} {path}"]))
     raise typer.Exit({"equal": 0, "differs": 1, "void": 2}[result.verdict])
+
+
+def check_engine(given: Config) -> None:
+    """That the two runs could be equal to the bit. Raises `UserError` where the rollout engine is known to promise none."""
+    if why := why_never_deterministic(given):
+        raise UserError(
+            f"with rollout.engine={given.rollout.engine.name} no two runs have the same bits to compare ({why}): verify the "
+            f"configuration with rollout.engine=slots"
+        )
 
 
 def variants(given: Config, steps: int) -> tuple[Config, Config]:

@@ -34,6 +34,7 @@ from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, PauseMode, Refused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers, sender
+from asyncflow.engines.rollout.vllm_devices import why_not_deterministic as _why
 from asyncflow.engines.rollout.vllm_instance import Instance
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.engines.rollout.vllm_servers import Servers, given_hosts, own_hosts
@@ -76,7 +77,7 @@ class VllmEngine:
     """`RolloutEngine` over vLLM. Leaving a `generate` early has the servers drop its responses."""
 
     is_deterministic = False
-    why_not_deterministic = "vLLM's sums depend on what else is in its batch, so a response that is made again may be another"
+    why_not_deterministic = _why()
 
     def __init__(
         self,

@@ -35,6 +35,11 @@ _DEVICE = re.compile(r"[a-z]+(:\d+)?")
 _ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
+def why_not_deterministic(**_options: object) -> str:
+    """Whatever the options are."""
+    return "vLLM's sums depend on what else is in its batch, so a response that is made again may be another"
+
+
 def num_devices(*, instances: int = 1, tensor_parallel: int = 1, addresses: Sequence[str] = (), **_others: object) -> int:
     """Of all its servers together, which generate. The arguments are `VllmEngine`'s."""
     return (len(addresses) or instances) * tensor_parallel
@@ -115,8 +120,7 @@ def check(
     if addresses and num_workers > 1:
         raise UserError(
             f"rollout.engine.addresses: {num_workers} rollout workers would install their weights in the same servers, each "
-            f"under the other's responses; take one worker with all the addresses (asyncflow verify takes two: let it start "
-            f"servers of its own)"
+            f"under the other's responses; take one worker with all the addresses"
         )
     if cluster != "ray" and num_workers > 1 and not is_cpu(device):
         raise UserError(
