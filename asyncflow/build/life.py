@@ -215,6 +215,10 @@ class Life:
         """Let the run's folder be as it was when the checkpoint was written."""
         version, run_dir = resumed.state.version, self._config.run_dir
         self._says(f"going on from {resumed.folder}: {version} of {self._config.run.steps} steps are done")
+        if why := resumed.state.record.why_not_deterministic:
+            self._says(
+                f"what was under way is generated again and may come out otherwise, so later steps may have other bits ({why})"
+            )
         checkpoints = checkpoints_of(self._config)
         await asyncio.to_thread(checkpoints.forget_after, version)
         await asyncio.to_thread(checkpoints.sweep)

@@ -15,6 +15,7 @@ from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_DEVICES,
     ROLLOUT_ENGINE_OWN_DEVICES,
+    ROLLOUT_ENGINE_WHYS,
 )
 from asyncflow.registry import build, resolve
 from asyncflow.rewards import REWARDS
@@ -193,6 +194,15 @@ def devices_each(config: Config) -> int:
 def own_devices_each(config: Config) -> int:
     """Those of them that one rollout worker has to be given: others have who runs there already."""
     return _asked(config, ROLLOUT_ENGINE_OWN_DEVICES)
+
+
+def why_never_deterministic(config: Config) -> str:
+    """One sentence, where it is known of the rollout engine before there is one; else ""."""
+    chosen = config.rollout.engine
+    if chosen.name not in ROLLOUT_ENGINE_WHYS:
+        return ""
+    why: str = build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_WHYS)
+    return why
 
 
 def _asked(config: Config, known: dict[str, str]) -> int:

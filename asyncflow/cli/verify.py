@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from asyncflow.build.parts import make_algorithm
+from asyncflow.build.parts import make_algorithm, why_never_deterministic
 from asyncflow.build.resume import CRITIC_FINGERPRINTS
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence
@@ -55,6 +55,7 @@ def verify(
     refuse_overrides(overrides or [], ["run.steps"], "verify sets {key} itself, by --steps")
     refuse_overrides(overrides or [], GIVEN, "verify sets {key} itself")
     given = load(config, overrides or [])
+    check_engine(given)
     undisturbed, disturbed = variants(given, steps)
     try:
         certificate, _ = asyncio.run(_run(undisturbed, None))
@@ -79,6 +80,15 @@ def verify(
 def _fingerprints(undisturbed: Config, disturbed: Config, file: str) -> tuple[list[StepPrint], list[StepPrint]]:
     """One model's, in both runs. Raises `RunError` where there are none."""
     return read_fingerprints(undisturbed.run_dir / file), read_fingerprints(disturbed.run_dir / file)
+
+
+def check_engine(given: Config) -> None:
+    """That the two runs could be equal to the bit. Raises `UserError` where the rollout engine is known to promise none."""
+    if why := why_never_deterministic(given):
+        raise UserError(
+            f"with rollout.engine={given.rollout.engine.name} no two runs have the same bits to compare ({why}): verify the "
+            f"configuration with rollout.engine=slots"
+        )
 
 
 def variants(given: Config, steps: int) -> tuple[Config, Config]:

@@ -139,6 +139,8 @@ def test_a_step_that_was_generated_while_the_trainer_loaded_proves_nothing(small
         (["rollout.max_restarts=0"], ["verify sets rollout.max_restarts itself"]),
         (["schedule=sub_step"], ["schedule=sub_step timing may decide", "verify schedule=periodic or schedule=delayed"]),
         (["schedule=bounded", "schedule.max_staleness=2"], ["schedule=bounded timing may decide", "need not be equal"]),
+        (["rollout.engine=vllm"], ["no two runs have the same bits", "what else is in its batch", "with rollout.engine=slots"]),
+        (["rollout.engine={name: vllm, addresses: ['unix:a']}"], ["no two runs have the same bits"]),
         (["rollout.num_workers=4"], ["verify sets rollout.num_workers itself"]),
         (["train.num_threads=2"], ["verify sets train.num_threads itself"]),
         (["reward.delays.salt=3"], ["verify sets reward.delays itself"]),

@@ -33,6 +33,22 @@ def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: 
     assert not processes_of(run_dir)
 
 
+def test_a_run_that_is_gone_on_with_says_that_its_bits_may_be_others(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """And why. One on an engine that is deterministic says nothing of it."""
+    path = write_config(tmp_path, small(run={"steps": 1}, checkpoint={"every_steps": 1}))
+    assert run_command("train", path).returncode == 0
+    done = run_command("train", path, "run.steps=2", "--resume")
+    assert "going on from" in done.stdout + done.stderr and "may have other bits" not in done.stdout + done.stderr
+    engine = {"name": "vllm", "python": str(fake_python(tmp_path))}
+    changes = {"run": {"steps": 1, "name": "other"}, "rollout": {"engine": engine}, "checkpoint": {"every_steps": 1}}
+    path = write_config(tmp_path, small(**changes))
+    assert run_command("train", path).returncode == 0
+    done = run_command("train", path, "run.steps=2", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("so later steps may have other bits (vLLM's sums depend on what else is in its batch") == 1
+
+
 def test_a_server_that_does_not_start_ends_the_run_with_its_own_reason(
     small: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

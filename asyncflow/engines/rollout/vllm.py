@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from asyncflow.devices import CUDA
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, PauseMode, Refused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers
+from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers, sender
+from asyncflow.engines.rollout.vllm_devices import why_not_deterministic as _why
 from asyncflow.engines.rollout.vllm_instance import Instance
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.engines.rollout.vllm_servers import Servers, given_hosts, own_hosts
@@ -77,7 +77,7 @@ class VllmEngine:
     """`RolloutEngine` over vLLM. Leaving a `generate` early has the servers drop its responses."""
 
     is_deterministic = False
-    why_not_deterministic = "vLLM's sums depend on what else is in its batch, so a response that is made again may be another"
+    why_not_deterministic = _why()
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class VllmEngine:
         addresses: Sequence[str] = (),
         key_variable: str = "VLLM_API_KEY",
         transfer: TransferName = "shared_memory",
-        sender_device: str = f"{CUDA}:0",
+        sender_device: str | None = None,
         pause_mode: PauseMode = "keep",
         seeded: bool = True,
         arguments: Mapping[str, Any] | None = None,
@@ -113,7 +113,8 @@ class VllmEngine:
         the interpreter `python` of an environment that has vLLM; `arguments`: vLLM's own, by name. Or they are there already, at
         `addresses` (`http://HOST:PORT`, or `unix:PATH`), with the key in the environment variable `key_variable`.
 
-        `transfer`: how they get weights (vllm_transfer.py), with `nccl` from this process's `sender_device`, which no server uses.
+        `transfer`: how they get weights (vllm_transfer.py), with `nccl` from this process's `sender_device`, which no server uses;
+        None: the first after those of the servers that are started.
         `pause_mode`: what becomes of responses under way while weights are installed: they are kept and go on, are waited for, or
         begin anew. `seeded`: each request has a seed from its sample's key. A server may be lost `max_restarts` times, and takes at
         most `start_seconds` to come, `generation_seconds` for a response and `deadline_seconds` for anything else.
@@ -134,7 +135,8 @@ class VllmEngine:
         self._open: set[asyncio.Queue[Response | Exception]] = set()
         self._transfer: Transfer = SharedMemoryTransfer()
         if transfer == "nccl":
-            self._transfer = NcclTransfer(sender_device, tensor_parallel, deadline_seconds)
+            sends_from = sender(device, instances, tensor_parallel, devices, addresses, sender_device)
+            self._transfer = NcclTransfer(sends_from, tensor_parallel, deadline_seconds)
         per_instance = -(-num_slots // (len(addresses) or instances))
         if addresses:
             hosts = given_hosts(addresses, key_variable)

@@ -147,10 +147,14 @@ class VllmClient:
         )
 
     async def is_ready(self) -> bool:
-        """Whether the server answers, and its engine lives."""
+        """Whether the server answers, and its engine lives. Raises `Refused` (401) where it does not take the key."""
         try:
             await self._ask("GET", "/health", timeout=httpx2.Timeout(HEALTH_SECONDS, connect=CONNECT_SECONDS))
-        except (ServerLost, Refused):
+        except ServerLost:
+            return False
+        except Refused as error:
+            if error.status == 401:  # it would not the next time
+                raise
             return False
         return True
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from asyncflow.devices import CPU, kind_of
+from asyncflow.devices import CPU, CUDA, kind_of
 from asyncflow.types import UserError
 
 _SOCKET: Final = "a server listens on a socket of AsyncFlow's own"
@@ -32,11 +32,17 @@ _FIXED: Final[Mapping[str, str]] = {
 }
 """vLLM's options that are not the user's to give: what AsyncFlow relies on, and what would undo it. Why."""
 _FIXED_ON_CPU: Final = {"enable-chunked-prefill": "vLLM dies there of a prompt that is cut and has a seed"}
+_DEVICE = re.compile(r"[a-z]+(:\d+)?")
 _ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
+def why_not_deterministic(**_options: object) -> str:
+    """Whatever the options are."""
+    return "vLLM's sums depend on what else is in its batch, so a response that is made again may be another"
+
+
 def num_devices(*, instances: int = 1, tensor_parallel: int = 1, addresses: Sequence[str] = (), **_others: object) -> int:
-    """Of all its servers together. The arguments are `VllmEngine`'s."""
+    """Of all its servers together, which generate. The arguments are `VllmEngine`'s."""
     return (len(addresses) or instances) * tensor_parallel
 
 
@@ -48,10 +54,46 @@ def num_own_devices(
     transfer: str = "shared_memory",
     **_others: object,
 ) -> int:
-    """Of the servers that it starts itself; where others have started them, of what sends them weights, if that is on a device."""
-    if addresses:
-        return int(transfer == "nccl")
-    return num_devices(instances=instances, tensor_parallel=tensor_parallel)
+    """Of the servers that it starts itself, and of what sends weights to all, if that is on a device (`sender`)."""
+    servers = 0 if addresses else num_devices(instances=instances, tensor_parallel=tensor_parallel)
+    return servers + (transfer == "nccl")
+
+
+def devices_of(device: str, instances: int, tensor_parallel: int, devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    """Those of each server that is started: as given, else one after another."""
+    if devices is not None:
+        return [list(these) for these in devices]
+    first = int(device.partition(":")[2] or 0)
+    return [[first + i * tensor_parallel + k for k in range(tensor_parallel)] for i in range(instances)]
+
+
+def sender(
+    device: str,
+    instances: int,
+    tensor_parallel: int,
+    devices: Sequence[Sequence[int]] | None,
+    addresses: Sequence[str],
+    sender_device: str | None,
+) -> str:
+    """The device that weights are sent from by NCCL: as given, else the first after those of the servers that are started.
+
+    Raises `UserError` if it is a server's: NCCL takes a device once.
+    """
+    kind = CUDA if is_cpu(device) else kind_of(device)
+    started = [] if addresses or is_cpu(device) else devices_of(device, instances, tensor_parallel, devices)
+    taken = {number for these in started for number in these}
+    after = f"{kind}:{max(taken, default=-1) + 1}"
+    if sender_device is None:
+        return after
+    if not _DEVICE.fullmatch(sender_device):
+        raise UserError(f"rollout.engine.sender_device is {sender_device!r}, which is no device: write it as {after}")
+    own_kind, _, number = sender_device.partition(":")
+    if own_kind == kind and int(number or 0) in taken:
+        raise UserError(
+            f"rollout.engine.sender_device={sender_device} is a device of the servers' ({sorted(taken)}), and NCCL wants one of "
+            f"its own to send from: leave it out, which takes {after}, or give the servers others by rollout.engine.devices"
+        )
+    return sender_device
 
 
 def check(
@@ -65,6 +107,8 @@ def check(
     devices: Sequence[Sequence[int]] | None = None,
     addresses: Sequence[str] = (),
     arguments: Mapping[str, Any] | None = None,
+    transfer: str = "shared_memory",
+    sender_device: str | None = None,
     pause_mode: str = "keep",
     **_others: object,
 ) -> None:
@@ -72,11 +116,12 @@ def check(
     check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)
     check_arguments(arguments or {}, device)
+    if transfer == "nccl":
+        sender(device, instances, tensor_parallel, devices, addresses, sender_device)
     if addresses and num_workers > 1:
         raise UserError(
             f"rollout.engine.addresses: {num_workers} rollout workers would install their weights in the same servers, each "
-            f"under the other's responses; take one worker with all the addresses (asyncflow verify takes two: let it start "
-            f"servers of its own)"
+            f"under the other's responses; take one worker with all the addresses"
         )
     if cluster != "ray" and num_workers > 1 and not is_cpu(device):
         raise UserError(
@@ -118,6 +163,23 @@ def check_arguments(arguments: Mapping[str, Any], device: str) -> None:
                 raise UserError(f"rollout.engine.arguments: {name}{meant} is not to be given there: {why}")
         if isinstance(value, str) and value.startswith("-"):
             raise UserError(f"rollout.engine.arguments: {name} has the value {value!r}, which vLLM would take for another option")
+    if len(by_option(arguments)) < len(arguments):
+        raise UserError(f"rollout.engine.arguments gives one option in two spellings: {', '.join(arguments)}; leave one out")
+
+
+def by_option(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Each under vLLM's own name of the option, with dashes, and `no-` before none that is true or false.
+
+    What comes after a dot is a name in a configuration of vLLM's, and stays as it is.
+    """
+    found = {}
+    for name, value in arguments.items():
+        option, dot, part = name.partition(".")
+        option = option.replace("_", "-")
+        if not dot and isinstance(value, bool) and option.startswith("no-"):
+            option, value = option.removeprefix("no-"), not value
+        found[option + dot + part] = value
+    return found
 
 
 def is_cpu(device: str) -> bool:

@@ -33,9 +33,10 @@ Call = Callable[[VllmClient], Awaitable[None]]
 
 
 class Host(Protocol):
-    """Where a server comes from, and comes back from."""
+    """Where a server comes from, and comes back from. `key_from`: where its key does, for a sentence."""
 
     name: str
+    key_from: str
 
     def start(self) -> None:
         """Have a server, without waiting for it. Raises `UserError` if there can be none."""
@@ -56,6 +57,8 @@ class Host(Protocol):
 
 class OwnServer:
     """A server that the run starts. Its methods may be called from several threads."""
+
+    key_from = "that was made for it"
 
     def __init__(self, options: ServerOptions, name: str) -> None:
         self.name = name
@@ -93,10 +96,11 @@ class OwnServer:
 
 
 class RunningServer:
-    """A server that somebody else has started."""
+    """A server that somebody else has started. `key_variable`: the environment variable that has its key."""
 
-    def __init__(self, address: str, key: str) -> None:
+    def __init__(self, address: str, key: str, key_variable: str) -> None:
         self.name = f"the vLLM server at {address}"
+        self.key_from = f"in the environment variable {key_variable}"
         self._address, self._key = address, key
 
     def start(self) -> None:
@@ -185,7 +189,7 @@ class Instance:
     async def come_up(self, update: Call) -> None:
         """Once the host has the server: connect, have it brought to the current weights by `update`, and use it.
 
-        Raises `RunError` if it does not come, and what `update` raises.
+        Raises `RunError` if it does not come, `UserError` if it does not take its key, and what `update` raises.
         """
         address, key = await asyncio.to_thread(self.host.wait_until_ready)
         client = self._connect(address, key)
@@ -211,17 +215,30 @@ class Instance:
             await asyncio.sleep(WATCH_SECONDS)
             if not self.is_up or life != self._life:  # the client may be closed by now
                 return
-            if not await client.is_ready():
-                self.lost(life, ServerLost("it does not answer, or its engine has died"), update)
+            why: Exception = ServerLost("it does not answer, or its engine has died")
+            try:
+                if await self._is_ready(client):
+                    continue
+            except UserError as error:  # its owner has started it again, with another key
+                why = error
+            self.lost(life, why, update)
 
     async def _until_it_answers(self, client: VllmClient) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._start_seconds
-        while not await client.is_ready():
+        while not await self._is_ready(client):
             self._check_open()
             if loop.time() > deadline:
                 raise RunError(f"{self.host.name} did not answer within {self._start_seconds:g} s: start it again")
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _is_ready(self, client: VllmClient) -> bool:
+        try:
+            return await client.is_ready()
+        except Refused as error:
+            raise UserError(
+                f"{self.host.name} does not take the key {self.host.key_from}: give the one that it was started with (docs/vllm.md)"
+            ) from error
 
     def _check_open(self) -> None:
         if self._is_closed:

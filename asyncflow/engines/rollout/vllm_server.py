@@ -33,7 +33,7 @@ from typing import Any
 import httpx2
 
 from asyncflow.devices import SHOWN_BY, kind_of
-from asyncflow.engines.rollout.vllm_devices import is_cpu
+from asyncflow.engines.rollout.vllm_devices import by_option, is_cpu
 from asyncflow.types import RunError, UserError
 
 IN_VLLM = Path(__file__).parent / "in_vllm"
@@ -50,7 +50,10 @@ _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How servers are started. `arguments`: vLLM's own, by name, over those made here. `devices`: of one instance; None: any."""
+    """How servers are started. `arguments`: vLLM's own, by name, over those made here. `devices`: of one instance; None: any.
+
+    An argument that is None is left out, also where one is made here; one that is false becomes `--no-NAME`.
+    """
 
     python: str
     model_path: Path
@@ -84,14 +87,15 @@ class ServerOptions:
         }
         if is_cpu(self.device):
             # Prompts are computed whole: vLLM 0.32.0 dies of cutting one that has a seed, for a CPU's generators have no offset.
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes(), "no_enable_chunked_prefill": True}
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._kv_bytes(), "enable_chunked_prefill": False}
         if self.tensor_parallel == 1:  # its worker in the engine's own process: one process less to start and to talk to
             arguments["distributed_executor_backend"] = "uni"
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
-        for name, value in (arguments | dict(self.arguments)).items():
-            flag = "--" + name.replace("_", "-")
-            if value is not False and value is not None:
-                command += [flag] if value is True else [flag, value if isinstance(value, str) else json.dumps(value)]
+        for name, value in (by_option(arguments) | by_option(self.arguments)).items():
+            if isinstance(value, bool) and "." not in name:
+                command.append(f"--{name}" if value else f"--no-{name}")
+            elif value is not None:
+                command += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
         return command
 
     def environment(self, key: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from asyncflow.engines.rollout.vllm_client import VllmClient
-from asyncflow.engines.rollout.vllm_devices import is_cpu
+from asyncflow.engines.rollout.vllm_devices import devices_of, is_cpu
 from asyncflow.engines.rollout.vllm_instance import Call, Host, Instance, OwnServer, RunningServer
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.types import UserError
@@ -29,9 +29,9 @@ def own_hosts(
     tensor_parallel: int,
 ) -> list[Host]:
     """Servers that the run starts. `options(devices=...)` are those of one of them."""
-    chosen: Sequence[Sequence[int] | None] = devices or [
-        _consecutive(device, number, tensor_parallel, instances) for number in range(instances)
-    ]
+    chosen: Sequence[Sequence[int] | None] = devices_of(device, instances, tensor_parallel, devices)
+    if devices is None and (is_cpu(device) or (instances == 1 and ":" not in device)):
+        chosen = [None] * instances  # a single instance takes the first of those that it sees
     return [OwnServer(options(devices=these), f"vLLM {number}") for number, these in enumerate(chosen)]
 
 
@@ -40,16 +40,7 @@ def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
     key = os.environ.get(key_variable)
     if not key:
         raise UserError(f"rollout.engine.addresses needs the servers' key in the environment variable {key_variable}: set it")
-    return [RunningServer(address, key) for address in addresses]
-
-
-def _consecutive(device: str, number: int, tensor_parallel: int, instances: int) -> list[int] | None:
-    """The devices of one of several instances: one after another. A single instance takes those that it sees."""
-    first = device.partition(":")[2]
-    if is_cpu(device) or (instances == 1 and not first):
-        return None
-    begin = int(first or 0) + number * tensor_parallel
-    return list(range(begin, begin + tensor_parallel))
+    return [RunningServer(address, key, key_variable) for address in addresses]
 
 
 class Servers:

@@ -26,6 +26,7 @@ def config(**sections: Any) -> Config:
         ({"name": "vllm", "instances": 3, "tensor_parallel": 2, "pause_mode": "wait"}, (6, 6)),
         ({"name": "vllm", "addresses": ["unix:a", "unix:b"], "tensor_parallel": 4}, (8, 0)),  # others have started the servers
         ({"name": "vllm", "addresses": ["unix:a", "unix:b"], "transfer": "nccl"}, (2, 1)),
+        ({"name": "vllm", "instances": 2, "transfer": "nccl"}, (2, 3)),  # and one that weights are sent from
     ],
 )
 def test_a_rollout_worker_has_the_devices_of_all_that_its_engine_drives(engine: Any, each: tuple[int, int]) -> None:

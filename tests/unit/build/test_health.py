@@ -1,4 +1,4 @@
-"""Which rollout workers serve: what is said of those without weights, the run's end when too many are, and whom it goes on without."""
+"""Which rollout workers serve: what is said of those without weights, when the run ends, and whom it goes on without."""
 
 from __future__ import annotations
 

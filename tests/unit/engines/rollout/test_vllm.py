@@ -30,10 +30,10 @@ from asyncflow.build.prepare import check_choices, check_rollout_engine
 from asyncflow.build.scaling import Scaling
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout import vllm_client, vllm_instance
+from asyncflow.engines.rollout import vllm, vllm_client, vllm_instance
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_arguments
+from asyncflow.engines.rollout.vllm_devices import check_arguments, sender
 from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
 from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
 from asyncflow.engines.rollout.vllm_servers import own_hosts
@@ -655,6 +655,14 @@ def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
         ({"engine": {"instances": "two"}}, {}, "does not take these options"),
         ({"engine": {"arguments": {"logprobs_mode": "raw_logprobs"}}}, {}, "arguments: logprobs_mode is not to be given there"),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}, "pause_mode=wait ends all"),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:0"}}, {}, r"is a device of the servers' \(\[0"),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "GPU 3"}}, {}, "is no device: write it as cuda:1"),
+        (
+            {"device": "cuda:1", "engine": {"transfer": "nccl", "sender_device": "cuda:2", "instances": 2}},
+            {},
+            r"sender_device=cuda:2 is a device of the servers' \(\[1, 2\]\), .*leave it out, which takes cuda:3",
+        ),
+        ({"device": "npu", "engine": {"transfer": "nccl", "sender_device": "npu", "devices": [[0]]}}, {}, "sender_device=npu is a"),
     ],
 )
 def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, Any], changes: dict[str, Any], words: str) -> None:
@@ -673,6 +681,10 @@ def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, An
         ({"num_workers": 2, "device": "cuda"}, {"cluster": "ray"}),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": "delayed"}),
         ({"engine": {"pause_mode": "abort"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:2", "instances": 2}}, {}),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda", "devices": [[1]]}}, {}),
+        ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:0", "addresses": ["unix:/a"]}}, {}),
+        ({"device": "cuda", "engine": {"sender_device": "cuda:0"}}, {}),  # by shared memory nothing sends
     ],
 )
 def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -703,6 +715,8 @@ def test_what_can_go_together_is_taken(rollout: dict[str, Any], changes: dict[st
         ({"": 1}, "is no option of vLLM's"),
         ({7: 1}, "7 is no option of vLLM's"),
         ({"enable_prefix_caching": "--logprobs-mode=raw_logprobs"}, "would take for another option"),
+        ({"max_num_seqs": 7, "max-num-seqs": 8}, "one option in two spellings: max_num_seqs, max-num-seqs"),
+        ({"no_enforce_eager": True, "enforce_eager": True}, "one option in two spellings"),
         ("max_num_seqs", "takes vLLM's options by name"),
     ],
 )
@@ -749,6 +763,28 @@ def test_a_server_that_is_there_already_needs_its_key(model: Path, monkeypatch: 
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(UserError, match="environment variable VLLM_API_KEY"):
         VllmEngine(model, num_slots=2, max_context=64, addresses=["http://127.0.0.1:1"])
+
+
+async def test_a_key_that_is_not_the_servers_is_said_at_once(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for, up to `start_seconds`, as for a server that does not answer."""
+    with running(model, python, 1, monkeypatch) as (server,):
+        monkeypatch.setenv("THE_KEY", "another's")
+        async with opened(model, python, addresses=[server.address], key_variable="THE_KEY") as engine:
+            with pytest.raises(UserError, match="does not take the key in the environment variable THE_KEY: give the one that"):
+                await asyncio.wait_for(responses(engine), 10)
+
+
+async def test_a_server_that_comes_back_with_another_key_is_given_up_for_it(
+    model: Path, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(model, python, 1, monkeypatch) as (server,):
+        async with opened(model, python, addresses=[server.address], max_restarts=2) as engine:
+            await responses(engine)
+            engine.instances[0].client._http.headers["Authorization"] = "Bearer the one before"
+            monkeypatch.setattr(engine.instances[0].host, "_key", "the one before")
+            with pytest.raises(RunError, match=r"was lost .*does not take the key in the environment variable VLLM_API_KEY"):
+                await until(lambda: engine.instances[0].error is not None)
+                await asyncio.wait_for(responses(engine), 10)
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------------
@@ -830,6 +866,31 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret" not in " ".join(command) and environment["VLLM_API_KEY"] == "secret"
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),  # vLLM's own default may be true
+        ({"no-enable-prefix-caching": True}, ["--no-enable-prefix-caching"]),
+        ({"no_enable_prefix_caching": False}, ["--enable-prefix-caching"]),
+        ({"swap_space": None}, []),
+        ({"compilation_config.pass_config.fuse_norm_quant": False}, ["--compilation-config.pass_config.fuse_norm_quant", "false"]),
+        ({"compilation_config.use_inductor": True}, ["--compilation-config.use_inductor", "true"]),
+    ],
+)
+def test_what_is_given_by_name_is_on_the_command_line(given: dict[str, Any], words: list[str]) -> None:
+    plain = server_options("py", MODEL).command("/s")
+    assert server_options("py", MODEL, arguments=given).command("/s") == [*plain, *words]
+
+
+@pytest.mark.parametrize("spelling", ["kv_cache_memory_bytes", "kv-cache-memory-bytes"])
+def test_an_option_that_asyncflow_gives_too_is_there_once_however_it_is_written(spelling: str) -> None:
+    command = server_options("py", MODEL, arguments={spelling: 99, "enforce-eager": False}).command("/s")
+    assert command.count("--kv-cache-memory-bytes") == 1 and command[command.index("--kv-cache-memory-bytes") + 1] == "99"
+    assert "--no-enforce-eager" in command and "--enforce-eager" not in command
+    left_out = server_options("py", MODEL, arguments={spelling: None, "no_enforce_eager": False}).command("/s")
+    assert "--kv-cache-memory-bytes" not in left_out and left_out.count("--enforce-eager") == 1
+
+
 async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str) -> None:
     async with opened(model, python) as engine:
         await responses(engine)
@@ -840,7 +901,8 @@ async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str)
         for call in (stranger.resume(), stranger.set_weight_version(3), stranger.settings()):
             with pytest.raises(Refused, match="401"):
                 await call
-        assert not await stranger.is_ready()
+        with pytest.raises(Refused, match="401"):
+            await stranger.is_ready()
         await stranger.close()
 
 
@@ -929,6 +991,39 @@ async def test_a_send_that_stays_in_nccl_is_a_lost_server_and_keeps_no_process(m
     let_go.set()
     await client.close()
     file.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        ("cuda", {}, "cuda:1"),
+        ("cuda", {"instances": 2, "tensor_parallel": 4}, "cuda:8"),
+        ("cuda:2", {"instances": 2}, "cuda:4"),
+        ("npu", {"devices": [[5], [1]], "instances": 2}, "npu:6"),
+        ("cuda", {"addresses": ["unix:/a"], "tensor_parallel": 2}, "cuda:0"),  # nobody knows which they have
+        ("cpu", {"instances": 2}, "cuda:0"),
+        ("cuda", {"instances": 2, "sender_device": "cuda:7"}, "cuda:7"),
+    ],
+)
+def test_weights_are_sent_from_the_first_device_after_the_servers(device: str, changes: dict[str, Any], expected: str) -> None:
+    arguments = {"instances": 1, "tensor_parallel": 1, "devices": None, "addresses": (), "sender_device": None, **changes}
+    assert sender(device, **arguments) == expected
+
+
+def test_an_engine_sends_from_there(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no server has it: what each is started with."""
+    asked: list[object] = []
+
+    def transfer(*arguments: object) -> None:
+        asked.extend(arguments)
+        raise UserError("as the test wants it")
+
+    monkeypatch.setattr(vllm, "NcclTransfer", transfer)
+    with pytest.raises(UserError, match="as the test"):
+        VllmEngine(model, num_slots=2, max_context=64, python=python, transfer="nccl", instances=2, device="cuda:1")
+    assert asked[0] == "cuda:3"
+    hosts = own_hosts(partial(server_options, "py", MODEL), 2, None, "cuda:1", 1)
+    assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [[1], [2]]
 
 
 def test_nccl_needs_vllm_beside_asyncflow(model: Path, python: str) -> None:
