@@ -4,14 +4,14 @@
     export_weights -> publish(version) -> manifest   (by way of the board, which knows no weights)
                            |                  |
                            v                  v
-                  the last versions ----> fetch(manifest) -> host memory, in the background
+                  the last versions ----> fetch(manifest) -> whole and verified in host memory, in the background
                                               |
                                               v
                                          install, fast, when the board grants it (the rollout engine's work)
 
     files.py            the versions that are retained: files in memory
-    staging.py          casting, copying and hashing; a worker's one copy in host memory
-    shared_memory.py    the workers of one machine read these files
+    staging.py          casting, copying and hashing; the copy of a worker that reads no file
+    shared_memory.py    the workers of one machine hold these files, and install from them
     collective.py       a broadcast to all workers at once; group.py: who is in it, and how it finds together
     network.py          one receiver per machine pulls them over TCP, for all workers there
     sleeping.py         for simulated runs: it takes its time, and carries nothing

@@ -85,10 +85,10 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """Fetches versions one at a time into host memory that is allocated once."""
+    """Fetches versions one at a time."""
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        """The tensors of `manifest` on the CPU, 64-byte aligned, valid until the next `fetch` begins.
+        """The tensors of `manifest` on the CPU, whole and verified, valid until `release`, or until the next `fetch` begins.
 
         Runs in the receiver's own thread, and may be repeated whatever has happened. Raises `WeightSyncError` when the version is
         no longer kept, when whoever has it does not answer in time, or when hash, names, shapes or dtypes are not the manifest's
@@ -96,8 +96,12 @@ class WeightReceiver(Protocol):
         """
         ...
 
+    async def release(self) -> None:
+        """What was fetched last is not needed any more, as it is installed: others may be written where it is."""
+        ...
+
     async def close(self) -> None:
-        """Hang up and stop the receiver's thread."""
+        """`release`, hang up and stop the receiver's thread."""
         ...
 
 

@@ -291,6 +291,9 @@ class CollectiveReceiver:
                     await sender.ended(manifest.version, has_it)
         return tensors
 
+    async def release(self) -> None:
+        """See `WeightReceiver.release`. The memory is this worker's own, and used again."""
+
     async def close(self) -> None:
         """See `WeightReceiver.close`."""
         if self._peer is not None:

@@ -6,14 +6,20 @@
 
 A new file in /dev/shm costs ten times the copy into it, since the kernel must find and clear every page. So a version is written
 over the oldest one, whose pages are there: there are `keep` files, and never fewer than two, as one must be whole while another
-is written. A reader that is too slow finds a file written over under its hands; the hash tells.
+is written.
+
+Readers use the files where they are. A reader locks the one that it reads (flock, shared) until it needs it no more; the writer
+locks a file (exclusively) before it writes over it. Where a reader is so late that it still has the file whose turn it is, the
+writer leaves the file to it, and makes another. The kernel lets go of the locks of whoever dies.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +28,31 @@ from asyncflow.types import Array, UserError
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 
 PATTERN = "weights-*.safetensors*"
+
+
+@dataclass(frozen=True)
+class _File:
+    fd: int  # what the lock belongs to
+    mapped: Array  # uint8 [bytes]
+
+    @property
+    def is_deleted(self) -> bool:
+        return os.fstat(self.fd).st_nlink == 0
+
+    def lock(self, kind: int) -> bool:
+        """Whether nobody else has a lock that this one (fcntl's `LOCK_SH` or `LOCK_EX`) does not go with. Waits for nobody."""
+        try:
+            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Nothing is locked any more; what is mapped stays while somebody has it."""
+        os.close(self.fd)
 
 
 class VersionFiles:
@@ -34,8 +65,8 @@ class VersionFiles:
             stale.unlink()
         self._directory = directory
         self._keep = keep
-        self._kept: dict[int, Array] = {}  # by version, oldest first; the mapped bytes
-        self._spare: tuple[Path, Array] | None = None
+        self._kept: dict[int, _File] = {}  # by version, oldest first
+        self._spare: tuple[Path, _File] | None = None
 
     def begin(self, version: int, num_bytes: int) -> Array:
         """Where the version's bytes belong: uint8 [num_bytes], of unspecified content; all versions have one size.
@@ -46,59 +77,100 @@ class VersionFiles:
             self._spare = self._retire(version)
         elif self._spare is None and len(self._kept) >= max(self._keep, 2):
             self._spare = self._retire(next(iter(self._kept)))
-        elif self._spare is None:
+        if self._spare is not None and not self._spare[1].lock(fcntl.LOCK_EX):
+            (path, left), self._spare = self._spare, None
+            path.unlink()
+            left.close()
+        if self._spare is None:
             self._spare = self._new_file(self._path(version).with_suffix(".safetensors.tmp"), num_bytes)
-        return self._spare[1]
+        return self._spare[1].mapped
 
     def commit(self, version: int) -> Path:
         """The bytes of the version that has begun are all there. Returns its file."""
         assert self._spare is not None, "`begin` first"
-        temporary, mapped = self._spare
+        temporary, file = self._spare
         temporary.rename(self._path(version))
+        file.unlock()
         self._spare = None
         self._kept.pop(version, None)  # published again: the rename has replaced it
-        self._kept[version] = mapped
+        self._kept[version] = file
         if len(self._kept) > self._keep:
             self._spare = self._retire(next(iter(self._kept)))
         return self._path(version)
 
     def get(self, version: int) -> Array | None:
         """The bytes of a version that is retained: uint8 [num_bytes]."""
-        return self._kept.get(version)
+        file = self._kept.get(version)
+        return None if file is None else file.mapped
+
+    def close(self) -> None:
+        """Write no more. The files stay, and what was got of them."""
+        for file in [*self._kept.values(), *([self._spare[1]] if self._spare else [])]:
+            file.close()
+        self._kept, self._spare = {}, None
 
     def _path(self, version: int) -> Path:
         return self._directory / f"weights-{version}.safetensors"
 
-    def _retire(self, version: int) -> tuple[Path, Array]:
+    def _retire(self, version: int) -> tuple[Path, _File]:
         path = self._path(version)
         return path.rename(path.with_name(path.name + ".tmp")), self._kept.pop(version)
 
-    def _new_file(self, path: Path, num_bytes: int) -> tuple[Path, Array]:
+    def _new_file(self, path: Path, num_bytes: int) -> tuple[Path, _File]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # A store into a mapped page that has no room left would kill the process; here it is an error.
             os.posix_fallocate(fd, 0, num_bytes)
-            return path, np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
+            file = _File(fd, np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8))
         except OSError as error:
             path.unlink()
-            raise WeightSyncError(f"no room for {num_bytes:,} bytes of weights in {self._directory}: {error.strerror}") from error
-        finally:
             os.close(fd)
+            raise WeightSyncError(f"no room for {num_bytes:,} bytes of weights in {self._directory}: {error.strerror}") from error
+        file.lock(fcntl.LOCK_EX)
+        return path, file
 
 
 class FileReader:
-    """Maps the files that another process writes, each once."""
+    """Maps the files that another process writes, each once, and holds one at a time."""
 
     def __init__(self) -> None:
         self._source = ("", Path())
-        self._mappings: dict[tuple[int, int], Array] = {}  # by device and inode: a file keeps them when it is renamed
+        self._files: dict[tuple[int, int], _File] = {}  # by device and inode: a file keeps them when it is renamed
+        self._held: _File | None = None
 
-    def map(self, manifest: Manifest) -> Array:
-        """The bytes of the manifest's file: uint8 [num_bytes], read-only. Raises `WeightSyncError` if it is not there."""
+    def hold(self, manifest: Manifest) -> Array:
+        """The bytes of the manifest's file, and nobody writes there until `release`: uint8 [num_bytes].
+
+        What is stored into them is this process's alone, and spoils its copy of the versions to come: see `forget`. Raises
+        `WeightSyncError` if the file is not there, or is being written over.
+        """
+        self.release()
         path = Path(manifest.address)
         if (manifest.incarnation, path.parent) != self._source:  # another writer has other files; those of the last may be deleted
-            self._mappings.clear()
+            self.forget()
             self._source = manifest.incarnation, path.parent
+        for key in [key for key, file in self._files.items() if file.is_deleted]:  # it was left to this reader
+            self._files.pop(key).close()
+        file = self._opened(path, manifest)
+        if not file.lock(fcntl.LOCK_SH):
+            raise WeightSyncError(f"version {manifest.version} is no longer kept: {path} is being written over")
+        self._held = file
+        return file.mapped
+
+    def release(self) -> None:
+        """What is held may be written over. Does nothing if nothing is."""
+        if self._held is not None:
+            self._held.unlock()
+            self._held = None
+
+    def forget(self) -> None:
+        """Release, and map all files anew."""
+        self._held = None
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _opened(self, path: Path, manifest: Manifest) -> _File:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -110,11 +182,14 @@ class FileReader:
             if status.st_size != manifest.num_bytes:
                 raise WeightSyncError(f"{path} has {status.st_size:,} bytes, its manifest {manifest.num_bytes:,}")
             key = status.st_dev, status.st_ino
-            if key not in self._mappings:
-                self._mappings[key] = np.frombuffer(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ), np.uint8)
-            return self._mappings[key]
+            if key not in self._files:
+                # Pages are the writer's until somebody stores into one: torch wants tensors that can be written.
+                mapped = np.frombuffer(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY), np.uint8)
+                self._files[key], fd = _File(fd, mapped), -1
+            return self._files[key]
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
 
 def make_private(directory: Path) -> None:

@@ -132,6 +132,7 @@ class NodeReceiver:
             pull.cancel()
         if self._peer is not None:
             await self._peer.close()
+        await self._thread.run(self._files.close)
         self._thread.close()
 
     def _is_good(self, version: int, pull: asyncio.Task[Path]) -> bool:
@@ -214,6 +215,10 @@ class NetworkReceiver:
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """See `WeightReceiver.fetch`."""
         return await self._shared.fetch(await self._held(manifest))
+
+    async def release(self) -> None:
+        """See `WeightReceiver.release`."""
+        await self._shared.release()
 
     async def close(self) -> None:
         """See `WeightReceiver.close`. Another worker of the machine becomes its receiver when it next asks."""

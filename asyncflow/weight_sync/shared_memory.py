@@ -4,7 +4,9 @@ consumes: versions to publish; manifests to fetch
 waits for: its own thread, nobody else
 is unblocked by: a copy that ends
 
-Left out: other machines, and weights on a device (they are fetched to host memory and installed from there).
+A worker has no copy of its own: it verifies the file where it is, holds it, and installs from there.
+
+Left out: other machines, and weights on a device (they are installed from host memory).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from asyncflow.types import Array, TensorSpec, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.files import FileReader, VersionFiles
 from asyncflow.weight_sync.layout import Layout
-from asyncflow.weight_sync.staging import Filling, Staging, wire_specs
+from asyncflow.weight_sync.staging import Filling, expected, verified, wire_specs
 
 
 class SharedMemory:
@@ -76,6 +78,7 @@ class SharedMemorySender:
 
     async def close(self) -> None:
         """See `WeightSender.close`."""
+        await self._thread.run(self._files.close)
         self._thread.close()
 
     def _begin(self, version: int, source: Mapping[str, TensorSpec]) -> Filling:
@@ -92,18 +95,29 @@ class SharedMemoryReceiver:
 
     def __init__(self) -> None:
         self._files = FileReader()
-        self._staging = Staging()
+        self._layout: Layout | None = None
         self._thread = ComputeThread("weight-receiver")
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
         """See `WeightReceiver.fetch`."""
         return await self._thread.run(self._fetch, manifest)
 
+    async def release(self) -> None:
+        """See `WeightReceiver.release`."""
+        await self._thread.run(self._files.release)
+
     async def close(self) -> None:
         """See `WeightReceiver.close`."""
+        await self._thread.run(self._files.forget)
         self._thread.close()
 
     def _fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:
-        arriving = self._staging.begin(manifest)
-        arriving.write(self._files.map(manifest))
-        return arriving.finish()
+        self._files.release()
+        layout = expected(manifest, self._layout)
+        try:
+            tensors = verified(self._files.hold(manifest), layout, manifest)
+        except WeightSyncError:
+            self._files.forget()
+            raise
+        self._layout = layout
+        return tensors

@@ -87,5 +87,8 @@ class SleepingReceiver:
             raise WeightSyncError(f"version {manifest.version} did not arrive whole")
         return {}
 
+    async def release(self) -> None:
+        """See `WeightReceiver`."""
+
     async def close(self) -> None:
         """See `WeightReceiver`."""

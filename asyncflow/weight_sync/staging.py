@@ -1,7 +1,7 @@
-"""Casting, copying and hashing weights on their way, and a worker's copy of them in host memory.
+"""Casting, copying and hashing weights on their way, and the copy of a worker whose machine has no file of them.
 
-Bytes are hashed as they are copied, while they are in the processor's cache. A receiver hashes its own copy: what was verified is
-what is used.
+Bytes are hashed as they are copied, while they are in the processor's cache. What a receiver has verified, in a copy of its own or
+in a file that it holds, is what is used.
 """
 
 from __future__ import annotations
@@ -93,6 +93,45 @@ def copy_and_hash(target: Array, source: Array, digest: xxhash.xxh3_128) -> None
         digest.update(chunk.data)
 
 
+def expected(manifest: Manifest, before: Layout | None) -> Layout:
+    """The layout of a version's file. Raises `WeightSyncError` when its tensors are not those of the versions `before` it."""
+    if before is not None and before.specs != manifest.tensors:
+        raise WeightSyncError(f"version {manifest.version} has other tensors than those fetched before it")
+    layout = before or Layout(manifest.tensors)
+    if layout.num_bytes != manifest.num_bytes:
+        raise WeightSyncError(f"the tensors of version {manifest.version} have not the number of bytes of its manifest")
+    return layout
+
+
+def verified(file: Array, layout: Layout, manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors in a version's file (uint8 [num_bytes]), not copied. Raises `WeightSyncError` when it is not the manifest's."""
+    check_head(file[: len(layout.head)], layout, manifest)
+    digest = xxhash.xxh3_128()
+    for begin in range(0, len(file), _CHUNK_BYTES):
+        digest.update(file[begin : begin + _CHUNK_BYTES].data)
+    check_hash(digest.hexdigest(), manifest)
+    tensors = {}
+    for name, (begin, end) in layout.spans.items():
+        spec = layout.specs[name]
+        tensors[name] = torch.from_numpy(file[begin:end]).view(_torch_dtype(spec.dtype)).view(spec.shape)
+    return tensors
+
+
+def check_head(head: Array, layout: Layout, manifest: Manifest) -> None:
+    """Raises `WeightSyncError` when a file begins as another's."""
+    if head.tobytes() != layout.head:
+        raise WeightSyncError(f"{manifest.address} does not hold the names, shapes and dtypes of its manifest")
+
+
+def check_hash(digest: str, manifest: Manifest) -> None:
+    """Raises `WeightSyncError` when it is not the manifest's."""
+    if digest != manifest.hash:
+        raise WeightSyncError(
+            f"what arrived of {manifest.address} does not have the hash of its manifest: it is damaged, or no longer "
+            f"kept and written over"
+        )
+
+
 def _copied(target: Array, source: Tensor, dtype: torch.dtype) -> Iterator[Array]:
     """Each chunk of `target` (uint8 [n]) when it has been filled from `source` (of one dimension), cast to `dtype`."""
     cast, step = torch.from_numpy(target).view(dtype), _CHUNK_BYTES // source.element_size()
@@ -115,14 +154,7 @@ class Staging:
 
     def begin(self, manifest: Manifest) -> Arriving:
         """What takes the bytes of a version. Raises `WeightSyncError` when its tensors are not those fetched before it."""
-        layout = self._layout
-        if layout is None or layout.specs != manifest.tensors:
-            if layout is not None:
-                raise WeightSyncError(f"version {manifest.version} has other tensors than those fetched before it")
-            layout = Layout(manifest.tensors)
-        if layout.num_bytes != manifest.num_bytes:
-            raise WeightSyncError(f"the tensors of version {manifest.version} have not the number of bytes of its manifest")
-        return Arriving(self, layout, manifest)
+        return Arriving(self, expected(manifest, self._layout), manifest)
 
     def buffers(self, layout: Layout) -> dict[str, Tensor]:
         """The tensors, by name."""
@@ -156,19 +188,14 @@ class Arriving:
                     self._begin_tensors()
 
     def _begin_tensors(self) -> None:
-        if self._head.tobytes() != self._layout.head:
-            raise WeightSyncError(f"{self._manifest.address} does not hold the names, shapes and dtypes of its manifest")
+        check_head(self._head, self._layout, self._manifest)
         tensors = self._staging.buffers(self._layout)
         self._targets = [tensors[name].view(-1).view(torch.uint8).numpy() for name in reversed(self._layout.spans)]
         self._targets = [target for target in self._targets if len(target)]
 
     def finish(self) -> dict[str, Tensor]:
         """The tensors, when all bytes are there. Raises `WeightSyncError` when their hash is not the manifest's."""
-        if self._targets or self._digest.hexdigest() != self._manifest.hash:
-            raise WeightSyncError(
-                f"what arrived of {self._manifest.address} does not have the hash of its manifest: it is damaged, or no longer "
-                f"kept and written over"
-            )
+        check_hash("" if self._targets else self._digest.hexdigest(), self._manifest)
         return dict(self._staging.buffers(self._layout))
 
 

@@ -201,6 +201,7 @@ class Rollout:
             await self._engine.pause()
         with self._spans.busy("install", version=target.version):
             await self._engine.install(target.version, tensors)
+        await self._receiver.release()
         if is_in_flight:
             await self._engine.resume()
         await self._serve(target)

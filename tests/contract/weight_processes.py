@@ -3,7 +3,8 @@
     python -m tests.contract.weight_processes sender KIND OPTIONS
         publishes a version for each number that it reads, and writes its manifest
     python -m tests.contract.weight_processes receiver KIND OPTIONS NAME SIGNAL AT_BYTES
-        fetches each manifest that it reads, and writes the hash of the tensors; sends itself SIGNAL when AT_BYTES have arrived
+        fetches each manifest that it reads, and writes the hash of the tensors; sends itself SIGNAL when AT_BYTES have arrived, or,
+        where it reads a file, when it holds that
 
 OPTIONS: those of `WeightSyncOptions`, as JSON. A line is a number, a manifest as JSON, a hash, or an error after `!`.
 """
@@ -28,6 +29,7 @@ from asyncflow.registry import load
 from asyncflow.types import Array, HeldWeights
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.files import FileReader
 from asyncflow.weight_sync.staging import Arriving
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +115,7 @@ async def receiver(kind: str, options: str, name: str, signal: str, at_bytes: st
 
 def signal_itself(number: int, at_bytes: int) -> None:
     """In the middle of a transfer, whatever the machine's speed."""
-    arrived, write = 0, Arriving.write
+    arrived, write, hold = 0, Arriving.write, FileReader.hold
 
     def counted(self: Arriving, piece: Array) -> None:
         nonlocal arrived
@@ -122,7 +124,12 @@ def signal_itself(number: int, at_bytes: int) -> None:
             os.kill(os.getpid(), number)
         arrived += len(piece)
 
-    Arriving.write = counted  # type: ignore[method-assign]
+    def holding(self: FileReader, manifest: Manifest) -> Array:
+        file = hold(self, manifest)
+        os.kill(os.getpid(), number)
+        return file
+
+    Arriving.write, FileReader.hold = counted, holding  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from asyncflow.types import Array
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.files import FileReader, VersionFiles
 
@@ -16,6 +20,10 @@ NUM_BYTES = 4096
 def write(files: VersionFiles, version: int) -> Path:
     files.begin(version, NUM_BYTES)[:] = version
     return files.commit(version)
+
+
+def hold(reader: FileReader, path: Path) -> Array:
+    return reader.hold(Manifest("first", 0, str(path), "", NUM_BYTES, {}))
 
 
 def named(folder: Path) -> dict[str, int]:
@@ -64,9 +72,65 @@ def test_a_reader_maps_each_file_once_and_lets_go_of_another_writers(tmp_path: P
         files = VersionFiles(tmp_path / incarnation, 2)
         for version in range(6):
             manifest = Manifest(incarnation, version, str(write(files, version)), "", NUM_BYTES, {})
-            assert np.all(reader.map(manifest) == version)
-        assert len(reader._mappings) == 2
+            assert np.all(reader.hold(manifest) == version)
+        assert len(reader._files) == 2
     assert len(mapped()) == 2  # `files` and the reader have the same two; those of the first are gone
+
+
+def test_nobody_writes_where_a_reader_reads(tmp_path: Path) -> None:
+    files, late, others = VersionFiles(tmp_path / "w", 2), FileReader(), FileReader()
+    held = hold(late, write(files, 0))
+    for version in range(1, 9):
+        assert np.all(hold(others, write(files, version)) == version)
+    assert np.all(held == 0)
+    assert len(named(tmp_path / "w")) == 2  # the file that was left to the reader has no name any more, and goes with it
+    inodes = set(named(tmp_path / "w").values())
+    assert np.all(hold(late, write(files, 9)) == 9) and len(late._files) == 1
+    late.release(), others.release()
+    write(files, 10), write(files, 11)
+    assert set(named(tmp_path / "w").values()) == inodes
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_dies_lets_go_and_one_that_hangs_keeps_what_it_has(tmp_path: Path, number: int) -> None:
+    files = VersionFiles(tmp_path / "w", 1)
+    path, inodes = write(files, 0), set(named(tmp_path / "w").values())
+    holding = (
+        "import sys; from pathlib import Path; from asyncflow.weight_sync.base import Manifest\n"
+        "from asyncflow.weight_sync.files import FileReader\n"
+        f"held = FileReader(); held.hold(Manifest('first', 0, sys.argv[1], '', {NUM_BYTES}, {{}})); print(); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holding, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            process.wait(20)
+        write(files, 1), write(files, 2)
+        assert (named(tmp_path / "w")["weights-2.safetensors"] in inodes) == (number == signal.SIGKILL)
+        process.kill()
+
+
+def test_a_file_that_is_written_over_cannot_be_held(tmp_path: Path) -> None:
+    files, reader = VersionFiles(tmp_path / "w", 1), FileReader()
+    path = write(files, 0)
+    another = tmp_path / "w" / "another-name"
+    another.hardlink_to(path)
+    write(files, 1)
+    files.begin(2, NUM_BYTES)
+    with pytest.raises(WeightSyncError, match=r"no longer kept: .* is being written over"):
+        hold(reader, another)
+    files.commit(2)
+    assert np.all(hold(reader, another) == 0)  # nothing was stored; a hash would tell
+
+
+def test_what_a_reader_stores_is_its_own(tmp_path: Path) -> None:
+    files, reader = VersionFiles(tmp_path / "w", 1), FileReader()
+    path = write(files, 7)
+    hold(reader, path)[:] = 1
+    assert np.all(hold(FileReader(), path) == 7)
+    reader.forget()
+    assert np.all(hold(reader, path) == 7)
 
 
 def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -74,4 +138,4 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     manifest = Manifest("first", 0, str(write(files, 0)), "", NUM_BYTES, {})
     write(files, 1)
     with pytest.raises(WeightSyncError, match="version 0 is not at"):
-        FileReader().map(manifest)
+        FileReader().hold(manifest)

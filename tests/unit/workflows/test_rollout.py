@@ -84,6 +84,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
+        self.released: list[int] = []
         self.lacks: set[int] = set()
 
     async def fetch(self, wanted: Manifest) -> dict[str, Any]:
@@ -91,6 +92,9 @@ class Receiver:
         if wanted.version in self.lacks:
             raise WeightSyncError(f"version {wanted.version} is no longer kept")
         return {"of": wanted.version}
+
+    async def release(self) -> None:
+        self.released.append(self.asked[-1])
 
     async def close(self) -> None:
         pass
@@ -208,9 +212,10 @@ async def test_new_weights_are_fetched_at_once_and_installed_when_what_is_under_
         await world.publish(1)
         assert world.engine.done == ["prepare 1"] and world.board.installing == {WORKER: 1}
         await world.end(0, 0)
-        assert world.engine.done == ["prepare 1"]
+        assert world.engine.done == ["prepare 1"] and world.receiver.released == []
         await world.end(0, 1)
         assert world.engine.done == ["prepare 1", "install 1"] and world.board.serving == {WORKER: 1}
+        assert world.receiver.released == [1]
         assert world.groups == [1]
         await world.end(1)
         assert await world.versions(0) == [[0], [0]] and await world.versions(1) == [[1], [1]]
@@ -281,7 +286,7 @@ async def test_in_flight_a_response_goes_on_under_the_new_weights() -> None:
     async with a_worker("bounded", max_staleness=2) as world:
         await world.admit(meta(0, 1, 0, 1), meta(1, 2, 0, 2))
         await world.publish(1)
-        assert world.engine.done == ["prepare 1", "pause", "install 1", "resume"]
+        assert world.engine.done == ["prepare 1", "pause", "install 1", "resume"] and world.receiver.released == [1]
         await world.end(0)
         await world.publish(2)
         await world.end(1)
