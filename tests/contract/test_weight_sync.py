@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from asyncflow.registry import load
 from asyncflow.transport import Credentials
 from asyncflow.types import HeldWeights, TensorSpec, UserError, WeightSource
-from asyncflow.weight_sync import WEIGHT_SYNCS
+from asyncflow.weight_sync import WEIGHT_SYNCS, collective
 from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.collective import Collective
 from asyncflow.weight_sync.group import CHUNK_BYTES
@@ -101,7 +101,8 @@ async def test_the_memory_of_a_fetch_is_used_again(make_sync: MakeSync) -> None:
     assert len(places) <= 2
 
 
-async def test_what_is_fetched_stays_as_it_is_until_it_is_released(make_sync: MakeSync) -> None:
+async def test_what_is_fetched_stays_as_it_is_until_it_is_released(make_sync: MakeSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 0.1)  # they ask one by one
     sync = make_sync(keep=1)
     sender, late, other = sync.sender("first"), sync.receiver("rollout/0"), sync.receiver("rollout/1")
     fetched = await late.fetch(await sender.publish(0, HeldWeights(random_tensors(0))))
@@ -115,7 +116,8 @@ async def test_what_is_fetched_stays_as_it_is_until_it_is_released(make_sync: Ma
         await end.close()
 
 
-async def test_tensors_that_were_stored_into_spoil_one_fetch_at_most(make_sync: MakeSync) -> None:
+async def test_tensors_that_were_stored_into_spoil_one_fetch_at_most(make_sync: MakeSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "GATHER_SECONDS", 0.1)  # they ask one by one
     sync = make_sync(keep=1)
     sender, receiver, other = sync.sender("first"), sync.receiver("rollout/0"), sync.receiver("rollout/1")
     for version in range(4):
