@@ -10,7 +10,7 @@ is written.
 
 Readers use the files where they are. A reader locks the one that it reads (flock, shared) until it needs it no more; the writer
 locks a file (exclusively) before it writes over it. Where a reader is so late that it still has the file whose turn it is, the
-writer leaves the file to it, and makes another. The kernel lets go of the locks of whoever dies.
+writer leaves the file to it, and makes another; without room for that it waits. The kernel lets go of the locks of whoever dies.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from asyncflow.types import Array, UserError
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 
 PATTERN = "weights-*.safetensors*"
+_RETRY_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,16 @@ class _File:
 class VersionFiles:
     """Written by one process alone. `begin` a version, write its bytes, `commit` it."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        """Makes the directory (mode 0700) and clears it of an earlier process's files. Raises `UserError` if others may open it."""
+    def __init__(self, directory: Path, keep: int, deadline_seconds: float) -> None:
+        """Makes the directory (mode 0700) and clears it of an earlier process's files. Raises `UserError` if others may open it.
+
+        `deadline_seconds`: of waiting for a reader, where there is no room beside what it reads.
+        """
         make_private(directory)
         for stale in directory.glob(PATTERN):
             stale.unlink()
         self._directory = directory
-        self._keep = keep
+        self._keep, self._deadline_seconds = keep, deadline_seconds
         self._kept: dict[int, _File] = {}  # by version, oldest first
         self._spare: tuple[Path, _File] | None = None
 
@@ -77,12 +82,10 @@ class VersionFiles:
             self._spare = self._retire(version)
         elif self._spare is None and len(self._kept) >= max(self._keep, 2):
             self._spare = self._retire(next(iter(self._kept)))
-        if self._spare is not None and not self._spare[1].lock(fcntl.LOCK_EX):
-            (path, left), self._spare = self._spare, None
-            path.unlink()
-            left.close()
         if self._spare is None:
             self._spare = self._new_file(self._path(version).with_suffix(".safetensors.tmp"), num_bytes)
+        elif not self._spare[1].lock(fcntl.LOCK_EX):
+            self._spare = self._leave(*self._spare)
         return self._spare[1].mapped
 
     def commit(self, version: int) -> Path:
@@ -115,6 +118,21 @@ class VersionFiles:
     def _retire(self, version: int) -> tuple[Path, _File]:
         path = self._path(version)
         return path.rename(path.with_name(path.name + ".tmp")), self._kept.pop(version)
+
+    def _leave(self, path: Path, file: _File) -> tuple[Path, _File]:
+        """Another file in place of one that is being read; or the same when that has ended, if there is no room for both."""
+        try:
+            another = self._new_file(path.with_name(f"{path.name}-2"), len(file.mapped))
+        except WeightSyncError as error:
+            until = time.monotonic() + self._deadline_seconds
+            while not file.lock(fcntl.LOCK_EX):
+                if time.monotonic() > until:
+                    raise WeightSyncError(f"{error}; a worker has been reading {path} for {self._deadline_seconds:g} s") from error
+                time.sleep(_RETRY_SECONDS)
+            return path, file
+        path.unlink()
+        file.close()
+        return another
 
     def _new_file(self, path: Path, num_bytes: int) -> tuple[Path, _File]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

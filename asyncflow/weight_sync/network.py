@@ -105,7 +105,7 @@ class NodeReceiver:
 
     def __init__(self, directory: Path, options: WeightSyncOptions, credentials: Credentials, name: str) -> None:
         """`directory`: for the files, not there yet."""
-        self._files = VersionFiles(directory, options.keep)
+        self._files = VersionFiles(directory, options.keep, options.deadline_seconds)
         self._deadline_seconds, self._credentials, self._name = options.deadline_seconds, credentials, name
         self._pulls: dict[int, tuple[Manifest, asyncio.Task[Path]]] = {}  # by version, the last one asked for
         self._one_by_one = asyncio.Lock()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +35,7 @@ def named(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 5])
 def test_the_pages_of_the_oldest_version_are_written_over(tmp_path: Path, keep: int) -> None:
-    files, inodes = VersionFiles(tmp_path / "w", keep), set[int]()
+    files, inodes = VersionFiles(tmp_path / "w", keep, 10.0), set[int]()
     for version in range(12):
         path = write(files, version)
         assert np.all(np.fromfile(path, np.uint8) == version)
@@ -45,7 +47,7 @@ def test_the_pages_of_the_oldest_version_are_written_over(tmp_path: Path, keep: 
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_newest_version_is_whole_while_another_is_written(tmp_path: Path, keep: int) -> None:
-    files = VersionFiles(tmp_path / "w", keep)
+    files = VersionFiles(tmp_path / "w", keep, 10.0)
     for version in range(5):
         path = write(files, version)
         files.begin(version + 1, NUM_BYTES)[:] = 255
@@ -54,7 +56,7 @@ def test_the_newest_version_is_whole_while_another_is_written(tmp_path: Path, ke
 
 
 def test_a_version_that_is_written_again_costs_no_other(tmp_path: Path) -> None:
-    files = VersionFiles(tmp_path / "w", 2)
+    files = VersionFiles(tmp_path / "w", 2, 10.0)
     write(files, 0), write(files, 1)
     before = named(tmp_path / "w")
     files.begin(1, NUM_BYTES)
@@ -69,7 +71,7 @@ def test_a_reader_maps_each_file_once_and_lets_go_of_another_writers(tmp_path: P
 
     reader = FileReader()
     for incarnation in ("first", "second"):
-        files = VersionFiles(tmp_path / incarnation, 2)
+        files = VersionFiles(tmp_path / incarnation, 2, 10.0)
         for version in range(6):
             manifest = Manifest(incarnation, version, str(write(files, version)), "", NUM_BYTES, {})
             assert np.all(reader.hold(manifest) == version)
@@ -78,7 +80,7 @@ def test_a_reader_maps_each_file_once_and_lets_go_of_another_writers(tmp_path: P
 
 
 def test_nobody_writes_where_a_reader_reads(tmp_path: Path) -> None:
-    files, late, others = VersionFiles(tmp_path / "w", 2), FileReader(), FileReader()
+    files, late, others = VersionFiles(tmp_path / "w", 2, 10.0), FileReader(), FileReader()
     held = hold(late, write(files, 0))
     for version in range(1, 9):
         assert np.all(hold(others, write(files, version)) == version)
@@ -91,9 +93,32 @@ def test_nobody_writes_where_a_reader_reads(tmp_path: Path) -> None:
     assert set(named(tmp_path / "w").values()) == inodes
 
 
+def test_without_room_beside_what_is_read_the_writer_waits_until_it_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, reader = VersionFiles(tmp_path / "w", 1, 0.5), FileReader()
+    path = write(files, 0)
+    hold(reader, path)
+    write(files, 1)
+    before = named(tmp_path / "w")
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(WeightSyncError, match=rf"no room .*; a worker has been reading {path}.tmp for 0.5 s"):
+        files.begin(2, NUM_BYTES)
+    assert named(tmp_path / "w") == before and files.get(1) is not None
+    letting_go = threading.Timer(0.1, reader.release)
+    letting_go.start()
+    write(files, 2)
+    letting_go.join()
+    assert set(named(tmp_path / "w").values()) == set(before.values())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_reader_that_dies_lets_go_and_one_that_hangs_keeps_what_it_has(tmp_path: Path, number: int) -> None:
-    files = VersionFiles(tmp_path / "w", 1)
+    files = VersionFiles(tmp_path / "w", 1, 10.0)
     path, inodes = write(files, 0), set(named(tmp_path / "w").values())
     holding = (
         "import sys; from pathlib import Path; from asyncflow.weight_sync.base import Manifest\n"
@@ -112,7 +137,7 @@ def test_a_reader_that_dies_lets_go_and_one_that_hangs_keeps_what_it_has(tmp_pat
 
 
 def test_a_file_that_is_written_over_cannot_be_held(tmp_path: Path) -> None:
-    files, reader = VersionFiles(tmp_path / "w", 1), FileReader()
+    files, reader = VersionFiles(tmp_path / "w", 1, 10.0), FileReader()
     path = write(files, 0)
     another = tmp_path / "w" / "another-name"
     another.hardlink_to(path)
@@ -125,7 +150,7 @@ def test_a_file_that_is_written_over_cannot_be_held(tmp_path: Path) -> None:
 
 
 def test_what_a_reader_stores_is_its_own(tmp_path: Path) -> None:
-    files, reader = VersionFiles(tmp_path / "w", 1), FileReader()
+    files, reader = VersionFiles(tmp_path / "w", 1, 10.0), FileReader()
     path = write(files, 7)
     hold(reader, path)[:] = 1
     assert np.all(hold(FileReader(), path) == 7)
@@ -134,7 +159,7 @@ def test_what_a_reader_stores_is_its_own(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
-    files = VersionFiles(tmp_path / "w", 1)
+    files = VersionFiles(tmp_path / "w", 1, 10.0)
     manifest = Manifest("first", 0, str(write(files, 0)), "", NUM_BYTES, {})
     write(files, 1)
     with pytest.raises(WeightSyncError, match="version 0 is not at"):
