@@ -95,7 +95,8 @@ class VersionFiles:
         temporary.rename(self._path(version))
         file.unlock()
         self._spare = None
-        self._kept.pop(version, None)  # published again: the rename has replaced it
+        if (replaced := self._kept.pop(version, None)) is not None:  # published again: the rename has taken its name
+            replaced.close()
         self._kept[version] = file
         if len(self._kept) > self._keep:
             self._spare = self._retire(next(iter(self._kept)))

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from asyncflow.types import Array
@@ -63,6 +64,19 @@ def test_a_version_that_is_written_again_costs_no_other(tmp_path: Path) -> None:
     assert files.get(0) is not None and files.get(1) is None  # it is over as soon as that begins
     files.commit(1)
     assert named(tmp_path / "w") == before
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_publishing_again_and_again_keeps_nothing_open(tmp_path: Path, keep: int) -> None:
+    files, process = VersionFiles(tmp_path / "w", keep, 10.0), psutil.Process()
+    write(files, 0), write(files, 1)
+    for _ in range(2):
+        before = process.num_fds()
+        for _ in range(4):
+            write(files, 1)
+    assert process.num_fds() == before
+    files.close()
+    assert not any(str(tmp_path) in file.path for file in process.open_files())
 
 
 def test_a_reader_maps_each_file_once_and_lets_go_of_another_writers(tmp_path: Path) -> None:
