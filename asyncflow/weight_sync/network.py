@@ -278,6 +278,7 @@ class NetworkReceiver:
         try:
             await server.start(self._directory / SOCKET_FILE)
         except BaseException:
+            await node.close()
             os.close(lock_fd)
             raise
         self._lock_fd, self._node, self._server = lock_fd, node, server

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncflow.transport import Credentials
+from asyncflow.transport import Credentials, Server
 from asyncflow.types import HeldWeights
 from asyncflow.weight_sync import collective
 from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSyncError
@@ -238,6 +239,28 @@ async def test_another_worker_receives_for_the_machine_when_its_receiver_is_kill
             assert digest(await fetching) == digest(weights(1)) and receiver._node is not None
     folders = [path for path in (Path(given["directory"]) / "node").iterdir() if path.is_dir()]
     assert len(folders) == 1  # what the one before had is gone
+    await receiver.close()
+    await sender.close()
+
+
+async def test_one_that_cannot_become_its_machines_receiver_leaves_nothing_and_may_try_again(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = make("network", options())
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    manifest = await sender.publish(0, HeldWeights(weights(0)))
+
+    async def refused(self: Server, address: object) -> str:
+        raise OSError(24, "Too many open files")
+
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patched:
+        patched.setattr(Server, "start", refused)
+        with pytest.raises(OSError, match="Too many open files"):
+            await receiver.fetch(manifest)
+    await asyncio.sleep(0.1)  # a thread that is told to end does so by itself
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "weight-node"]
+    assert digest(await receiver.fetch(manifest)) == digest(weights(0))
     await receiver.close()
     await sender.close()
 
