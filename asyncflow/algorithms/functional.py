@@ -2,7 +2,8 @@
 
 Equation numbers are those of "Periodic Asynchrony: An On-Policy Approach for Accelerating LLM Reinforcement Learning" (PA),
 in its order, read per token as the field does and not per response as PA prints them. What PA does not need stands beside what it
-replaces, with a source of its own: other advantages, surrogates and KL estimators. Importance weights come last.
+replaces, with a source of its own: other advantages, surrogates and KL estimators. Importance weights come last. Sources are cited by equation,
+and by section where they do not number it.
 
 R rows of a group or micro-batch, T response tokens of a micro-batch end to end. Everything named `log_...` is a natural
 logarithm; KL divergences and entropies are in nats.
@@ -42,7 +43,8 @@ def group_advantages(rewards_R: Array, epsilon: float) -> Array:
 
 
 def centred_advantages(rewards_R: Array) -> Array:
-    """A_i = r_i - mean r over one group: PA 1 without the division, as Dr. GRPO has it (arXiv:2503.20783, section 3.2).
+    """A_i = r_i - mean r over one group: PA 1 without the division, as Dr. GRPO has it (arXiv:2503.20783v2, section 3.2: its eq. 3
+    without the deviation).
 
     The standard deviation weighs a prompt up that nearly all responses get right, or wrong: the bias that Dr. GRPO takes out.
     Shapes, exactness and errors as in `group_advantages`.
@@ -52,7 +54,8 @@ def centred_advantages(rewards_R: Array) -> Array:
 
 
 def leave_one_out_advantages(rewards_R: Array) -> Array:
-    """A_i = r_i - mean of the others' rewards = R / (R - 1) (r_i - mean r) over one group of R (RLOO, arXiv:2402.14740).
+    """A_i = r_i - mean of the others' rewards = R / (R - 1) (r_i - mean r) over one group of R (RLOO, arXiv:2402.14740v2,
+    section 2.3).
 
     The baseline of a response is independent of it, so the estimate has no bias (Kool et al. 2019). Shapes, exactness and errors
     as in `group_advantages`.
@@ -85,7 +88,7 @@ def sampled_divergence(ref_logprobs_L: Array, logprobs_L: Array, mask_L: Array, 
 def returns_to_go(reward: float, penalty_L: Array) -> Array:
     """G_t = reward - sum of penalty_u over u >= t, float32 [L]: of a response whose reward comes with its last token, undiscounted.
 
-    REINFORCE++ (arXiv:2501.03262) without its normalisation, with the KL terms for penalties.
+    With the KL terms for penalties it is REINFORCE++'s advantage before its normalisation (arXiv:2501.03262v9, eq. 4).
     """
     return (reward - np.cumsum(penalty_L[::-1])[::-1]).astype(np.float32)
 
@@ -116,7 +119,8 @@ def moments(values: Array, weights: Array) -> tuple[float, float, float]:
 
 
 def standardised(values: Array, count: float, total: float, squares: float, epsilon: float) -> Array:
-    """(x - mean) / (std + epsilon) by the `moments` of a whole step, float32: REINFORCE++'s global normalisation.
+    """(x - mean) / (std + epsilon) by the `moments` of a whole step, float32: REINFORCE++'s global normalisation
+    (arXiv:2501.03262v9, eq. 5; eq. 7 of what is centred in its group by eq. 6).
 
     `std` divides by the count. 0 where nothing was counted.
     """
@@ -178,7 +182,8 @@ def k1_divergence(log_s_T: Tensor) -> Tensor:
 
 
 def k2_divergence(log_s_T: Tensor) -> Tensor:
-    """(log s)^2 / 2 of each token, float32 [T]: the "k2" estimator, biased and never negative (Schulman, as above).
+    """(log s)^2 / 2 of each token, float32 [T]: the "k2" estimator, biased and never negative (Schulman, as above; in the loss of REINFORCE++
+    with a baseline, arXiv:2501.03262v9, eq. 8).
 
     The expectation of its gradient is that of KL(q || p) itself, token by token, if the tokens are q's (arXiv:2510.01555).
     """
@@ -206,7 +211,8 @@ def sequence_log_ratio(log_ratio_T: Tensor, row_T: Tensor, row_tokens_R: Tensor,
     """The log-ratio of the whole response for each of its tokens, float32 [T]: log of the product over t of ratio_t.
 
     With `is_mean`, log of their geometric mean, (1 / |o_i|) times that: the length-normalised ratio of GSPO
-    (arXiv:2507.18071), |o_i| counting masked tokens. `log_ratio_T` holds whole rows, and is 0 where the mask is (`log_ratio`).
+    (arXiv:2507.18071, eq. 7), |o_i| counting masked tokens. `log_ratio_T` holds whole rows, and is 0 where the mask is, as
+    `log_ratio`'s.
     """
     sums_R = log_ratio_T.new_zeros(len(row_tokens_R)).index_add(0, row_T, log_ratio_T)
     if is_mean:
@@ -243,7 +249,7 @@ def importance_ratio(log_ratio_T: Tensor) -> Tensor:
     """rho = exp(log rho), float32 [T], without gradient, cut off at e^80 so that no product with it overflows.
 
     With log rho = log pi_old - log pi_rollout of tokens that pi_rollout drew, it is the first factor of decoupled PPO,
-    pi_prox / pi_behave (arXiv:2110.00641; AReaL, arXiv:2505.24298). The expectation of rho f over such tokens
+    pi_prox / pi_behave (arXiv:2110.00641v3, section 2; AReaL, arXiv:2505.24298, eq. 5). The expectation of rho f over such tokens
     is that of f over tokens of pi_old; of whole responses that holds for the product over their tokens.
     """
     return log_ratio_T.detach().clamp(max=80.0).exp()
@@ -255,7 +261,7 @@ def is_outside(ratio_T: Tensor, low: float, high: float) -> Tensor:
 
 
 def truncated(ratio_T: Tensor, high: float) -> Tensor:
-    """min(rho, high), float32 [T]: truncated importance sampling (Ionides 2008; rho-bar of V-trace, arXiv:1802.01561).
+    """min(rho, high), float32 [T]: truncated importance sampling (Ionides 2008; rho_t of V-trace, arXiv:1802.01561, eq. 1).
 
     The bound on the weight bounds the variance; the price is a bias towards pi_rollout where rho exceeds it.
     """
@@ -263,7 +269,8 @@ def truncated(ratio_T: Tensor, high: float) -> Tensor:
 
 
 def masked(ratio_T: Tensor, low: float, high: float) -> Tensor:
-    """rho where it lies in [low, high], else 0, float32 [T]: masked importance sampling (for tokens: IcePop's M, arXiv:2510.18855).
+    """rho where it lies in [low, high], else 0, float32 [T]: masked importance sampling (for tokens: IcePop's M,
+    arXiv:2510.18855v2, section 2.3.2).
 
     A token that one of the two policies finds far likelier than the other does teaches nothing, in either direction.
     """
