@@ -17,6 +17,7 @@ before the next one is there. The broadcast goes through gloo on loopback.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import ssl
@@ -85,7 +86,7 @@ def new_decoder() -> Decoder:
 
 def weights(decoder: Decoder) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {name: torch.randn(shape) for name, (_, shape) in decoder.slices.items()}
+    return {name: torch.randn(shape) for name, shape in decoder.shapes.items()}
 
 
 def sync(variant: str, folder: Path) -> WeightSync:
@@ -150,7 +151,7 @@ async def measure(variant: str, folder: Path, decoder: Decoder, repeats: int) ->
     """Seconds of each part in each repeat."""
     seconds: dict[str, list[float]] = {}
     context = Credentials.load(folder / "key.pem").client_context
-    num_bytes = sum(piece.new_empty(shape).nbytes for piece, shape in decoder.slices.values())
+    num_bytes = 4 * sum(map(math.prod, decoder.shapes.values()))
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
     receiver = sync(variant, folder).receiver("rollout/0")
     with sender_process(variant, folder) as process:
@@ -168,11 +169,13 @@ async def measure(variant: str, folder: Path, decoder: Decoder, repeats: int) ->
             tensors = await receiver.fetch(msgspec.json.decode(manifest, type=Manifest))
             times["fetch"] = time.perf_counter() - start
             start = time.perf_counter()
-            packed = decoder.prepare(tensors)
+            prepared = decoder.prepare(tensors)
             times["prepare"] = time.perf_counter() - start
             start = time.perf_counter()
-            decoder.install(tensors, packed)
+            decoder.install(tensors, prepared)
             times["install"] = time.perf_counter() - start
+            del tensors, prepared
+            await receiver.release()
             for way in ("socket", "TLS"):
                 tell(way)
                 times[way] = receive(port, target.numpy().data, context if way == "TLS" else None)
@@ -206,7 +209,7 @@ def main() -> int:
             shown = {name: f"{megabytes / 1e3 / statistics.median(values):.2f}" for name, values in seconds.items()}
             print(f"{variant}, GB/s: {', '.join(f'{name} {rate}' for name, rate in shown.items())}", flush=True)
             figures += of_variant(variant, seconds)
-    print(f"{megabytes:.0f} MB of float32 in {len(decoder.slices)} tensors, {given.repeats} repeats")
+    print(f"{megabytes:.0f} MB of float32 in {len(decoder.shapes)} tensors, {given.repeats} repeats")
     return finish(figures, given.json)
 
 

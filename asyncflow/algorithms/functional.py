@@ -2,8 +2,8 @@
 
 Equation numbers are those of "Periodic Asynchrony: An On-Policy Approach for Accelerating LLM Reinforcement Learning" (PA),
 in its order, read per token as the field does and not per response as PA prints them. What PA does not need stands beside what it
-replaces, with a source of its own: other advantages, surrogates and KL estimators. Importance weights come last. Sources are cited by equation,
-and by section where they do not number it.
+replaces, with a source of its own: other advantages, surrogates and KL estimators. Importance weights come last. Sources are cited
+by equation, and by section where they do not number it.
 
 R rows of a group or micro-batch, T response tokens of a micro-batch end to end. Everything named `log_...` is a natural
 logarithm; KL divergences and entropies are in nats.
@@ -182,8 +182,8 @@ def k1_divergence(log_s_T: Tensor) -> Tensor:
 
 
 def k2_divergence(log_s_T: Tensor) -> Tensor:
-    """(log s)^2 / 2 of each token, float32 [T]: the "k2" estimator, biased and never negative (Schulman, as above; in the loss of REINFORCE++
-    with a baseline, arXiv:2501.03262v9, eq. 8).
+    """(log s)^2 / 2 of each token, float32 [T]: the "k2" estimator, biased and never negative (Schulman, as above; in the loss of
+    REINFORCE++ with a baseline, arXiv:2501.03262v9, eq. 8).
 
     The expectation of its gradient is that of KL(q || p) itself, token by token, if the tokens are q's (arXiv:2510.01555).
     """

@@ -112,6 +112,10 @@ class Life:
             return
         if folder.model_version == published.version:
             return
+        if not Path(published.address).exists():  # without staleness, new weights are written over the last
+            where = "the newest checkpoint has the model, if there is one"
+            self._says(f"the trainer could not save in time, and its last published weights are not there: {where}")
+            return
         with folder.saving_model() as partial:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()

@@ -292,7 +292,7 @@ class CollectiveReceiver:
         return tensors
 
     async def release(self) -> None:
-        """See `WeightReceiver.release`. The memory is this worker's own, and used again."""
+        """See `WeightReceiver.release`. The memory is this worker's own, and used again: new pages would halve the rate."""
 
     async def close(self) -> None:
         """See `WeightReceiver.close`."""

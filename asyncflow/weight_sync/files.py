@@ -5,8 +5,8 @@
                 weights-6.safetensors.tmp    the file that is being written
 
 A new file in /dev/shm costs ten times the copy into it, since the kernel must find and clear every page. So a version is written
-over the oldest one, whose pages are there: there are `keep` files, and never fewer than two, as one must be whole while another
-is written.
+over the oldest one, whose pages are there: there are `keep` files. By then nobody may need the oldest; where `keep` is 1, as
+without staleness, no version is to be had while one is written.
 
 Readers use the files where they are. A reader locks the one that it reads (flock, shared) until it needs it no more; the writer
 locks a file (exclusively) before it writes over it. Where a reader is so late that it still has the file whose turn it is, the
@@ -80,7 +80,7 @@ class VersionFiles:
         """
         if self._spare is None and version in self._kept:  # what is published again is over
             self._spare = self._retire(version)
-        elif self._spare is None and len(self._kept) >= max(self._keep, 2):
+        elif self._spare is None and len(self._kept) >= self._keep:
             self._spare = self._retire(next(iter(self._kept)))
         if self._spare is None:
             self._spare = self._new_file(self._path(version).with_suffix(".safetensors.tmp"), num_bytes)
@@ -98,8 +98,6 @@ class VersionFiles:
         if (replaced := self._kept.pop(version, None)) is not None:  # published again: the rename has taken its name
             replaced.close()
         self._kept[version] = file
-        if len(self._kept) > self._keep:
-            self._spare = self._retire(next(iter(self._kept)))
         return self._path(version)
 
     def get(self, version: int) -> Array | None:

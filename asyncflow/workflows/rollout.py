@@ -178,7 +178,7 @@ class Rollout:
         return not self._under_way
 
     async def _fetched(self, target: Target) -> Mapping[str, Tensor] | None:
-        """The tensors of a version, in host memory and prepared. None, after a pause, if they could not be had: the worker is stale
+        """The tensors of a version, in host memory. None, after a pause, if they could not be had: the worker is stale
         then, takes nothing, and asks the board again, for which they may be too old by now."""
         start, manifest = self._spans.clock(), target.manifest
         try:
@@ -191,7 +191,8 @@ class Rollout:
             self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
             return None
         self._retry_seconds = RETRY_SECONDS[0]
-        await self._engine.prepare(target.version, tensors)
+        if self._schedule.max_staleness:  # else nothing is generated meanwhile, and `install` needs no memory for it
+            await self._engine.prepare(target.version, tensors)
         self._spans.beside("fetch", start, version=target.version, bytes=0 if manifest is None else manifest.num_bytes)
         return tensors
 

@@ -36,41 +36,56 @@ PACKED_ROWS = 64  # the number of rows for which oneDNN chooses the order of a p
 
 
 class Linear:
-    """`x @ weight.T + bias`. weight [outputs, inputs] is the buffer that installs write.
+    """`x @ weight.T + bias`. weight [outputs, inputs] is a buffer that installs write."""
 
-    On an x86 CPU the product is taken from a copy that oneDNN has put into the order its kernels read ("packed"): MKL reorders the
-    weight in every call, which makes it 1.1 times slower at 512 rows, 1.4 at 36 and 2 at 4. Packing costs ten times a memcpy, so it
-    is done ahead of an install (`pack`), or else at the first use after it. It doubles the memory of the weights.
-    """
-
-    def __init__(self, names: Sequence[str], weight: Tensor, bias: Tensor | None) -> None:
-        """`names`: the checkpoint's tensors that the weight's rows are, in order."""
-        self.names, self.weight, self.bias = names, weight, bias
-        self._is_packable = weight.device.type == "cpu" and can_pack(weight.dtype)
-        self.packed: Tensor | None = None
-
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """The packed copy of a weight that may be installed later; None where there can be none."""
-        if not self._is_packable:
-            return None
-        pieces = [tensors[name].to(self.weight.dtype) for name in self.names]
-        fused = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
-        return torch.ops.mkldnn._reorder_linear_weight(fused, PACKED_ROWS)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
-        if not self._is_packable:
-            return F.linear(x, self.weight, self.bias)
-        if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and machine have oneDNN's packed product for `dtype` (what torch.compile's inference mode uses)."""
-    if not torch._C._has_mkldnn or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+class PackedLinear:
+    """The same on an x86 CPU, with the weight in the order that oneDNN's kernels read ("packed"), and in no other.
+
+    MKL reorders a plain weight in every call, which makes it 1.1 times slower at 512 rows, 1.4 at 36 and 2 at 4. Packing costs ten
+    times a memcpy, so it can be done ahead of an install (`pack`).
+    """
+
+    def __init__(self, names: Sequence[str], dtype: torch.dtype, bias: Tensor | None) -> None:
+        """`names`: the checkpoint's tensors that the weight's rows are, in order."""
+        self.names, self.bias = names, bias
+        self.weight: Tensor | None = None  # before the first install
+        self._dtype = dtype
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The packed weight of a version that may be installed."""
+        pieces = [tensors[name].to(self._dtype) for name in self.names]
+        fused = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(fused, PACKED_ROWS)
+        return packed
+
+    def install(self, packed: Tensor) -> None:
+        """Copy what `pack` made into the weight, in place."""
+        if self.weight is None:
+            self.weight = packed
+        else:
+            self.weight.copy_(packed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build and device have oneDNN's packed product for `dtype` (what torch.compile's inference mode uses)."""
+    if device.type != "cpu" or not torch._C._has_mkldnn or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+AnyLinear = Linear | PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +93,12 @@ class Layer:
     """The weights of one layer."""
 
     input_norm: Tensor
-    qkv: Linear
+    qkv: AnyLinear
     qk_norm: Tensor | None  # [H + K, D]: the one vector of all query heads H times, that of the key heads K times
-    output: Linear
+    output: AnyLinear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: AnyLinear
+    down: AnyLinear
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q_THD, k_TKD, v_TKD -> [T, H * D]
@@ -99,19 +114,18 @@ class Decoder:
         if max_context > config.max_position_embeddings:
             raise ValueError(f"max_context {max_context} exceeds the model's {config.max_position_embeddings} positions")
         self.config, self.dtype, self.device = config, dtype, device
-        # name -> (buffer slice, shape of the tensor in a checkpoint, which the slice's shape may broadcast)
-        self.slices: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of the tensors in a checkpoint, by name
+        self.slices: dict[str, Tensor] = {}  # of buffers: what a tensor is copied to, of a shape that its own broadcasts to
+        self.packed: list[PackedLinear] = []
+        self._packs = can_pack(dtype, device)
         self.embedding = self._buffer(config.vocab_size, config.hidden_size)
         self._name(self.embedding, "model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}") for i in range(config.num_hidden_layers)]
         self.norm = self._buffer(config.hidden_size)
         self._name(self.norm, "model.norm.weight")
-        head, head_name = self.embedding, "model.embed_tokens.weight"
-        if not config.tie_word_embeddings:
-            head, head_name = self._buffer(config.vocab_size, config.hidden_size), "lm_head.weight"
-            self._name(head, head_name)
-        self.lm_head = Linear([head_name], head, None)
-        self.linears = [x for layer in self.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down)] + [self.lm_head]
+        tied = self.embedding if config.tie_word_embeddings else None
+        head = "lm_head.weight" if tied is None else "model.embed_tokens.weight"
+        self.lm_head = self._linear([head], [config.vocab_size], config.hidden_size, None, tied)
 
         angles = torch.arange(max_context)[:, None].float() * rope_frequencies(config.head_dim, config.rope)
         cos, sin = angles.cos(), angles.sin()
@@ -136,7 +150,21 @@ class Decoder:
     def _name(self, buffer: Tensor, *names: str, sizes: Sequence[int] = (), shape: tuple[int, ...] | None = None) -> None:
         """Give consecutive pieces (of `sizes`, else all of it) of a buffer's first dimension their checkpoint names."""
         for name, piece in zip(names, torch.split(buffer, list(sizes) or [len(buffer)]), strict=True):
-            self.slices[name] = (piece, shape or tuple(piece.shape))
+            self.slices[name], self.shapes[name] = piece, shape or tuple(piece.shape)
+
+    def _linear(
+        self, names: Sequence[str], sizes: Sequence[int], inputs: int, bias: Tensor | None, tied: Tensor | None = None
+    ) -> AnyLinear:
+        """Of the checkpoint's tensors `names`, which have `sizes` rows; `tied` is a plain buffer that has them already."""
+        if self._packs:
+            self.shapes |= {name: (size, inputs) for name, size in zip(names, sizes, strict=True)}
+            self.packed.append(PackedLinear(names, self.dtype, bias))
+            return self.packed[-1]
+        if tied is not None:
+            return Linear(tied, bias)
+        weight = self._buffer(sum(sizes), inputs)
+        self._name(weight, *names, sizes=sizes)
+        return Linear(weight, bias)
 
     def _layer(self, prefix: str) -> Layer:
         c = self.config
@@ -148,12 +176,11 @@ class Decoder:
             self._name(buffer, f"{prefix}.{name}.weight")
             return buffer
 
-        def linear(names: str, sizes: Sequence[int], inputs: int, has_bias: bool) -> Linear:
-            weight, bias = self._buffer(sum(sizes), inputs), self._buffer(sum(sizes)) if has_bias else None
-            self._name(weight, *(f"{prefix}.{name}.weight" for name in names.split()), sizes=sizes)
+        def linear(names: str, sizes: Sequence[int], inputs: int, has_bias: bool) -> AnyLinear:
+            bias = self._buffer(sum(sizes)) if has_bias else None
             if bias is not None:
                 self._name(bias, *(f"{prefix}.{name}.bias" for name in names.split()), sizes=sizes)
-            return Linear([f"{prefix}.{name}.weight" for name in names.split()], weight, bias)
+            return self._linear([f"{prefix}.{name}.weight" for name in names.split()], sizes, inputs, bias)
 
         qkv = linear("self_attn.q_proj self_attn.k_proj self_attn.v_proj", (q, kv, kv), c.hidden_size, c.qkv_bias)
         qk_norm = self._buffer(sum(heads), c.head_dim) if c.qk_norm else None
@@ -165,23 +192,23 @@ class Decoder:
         down = linear("mlp.down_proj", (c.hidden_size,), c.intermediate_size, c.mlp_bias)
         return Layer(norm("input_layernorm"), qkv, qk_norm, output, norm("post_attention_layernorm"), gate_up, down)
 
-    def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor | None]:
-        """The slow part of an install, done beside generation: the packed copies. `ValueError` when a weight does not fit."""
+    def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit."""
         tensors = self._checked(tensors)
         with torch.inference_mode():
-            return [linear.pack(tensors) for linear in self.linears]
+            return [linear.pack(tensors) for linear in self.packed]
 
-    def install(self, tensors: Mapping[str, Tensor], packed: Sequence[Tensor | None] | None = None) -> None:
+    def install(self, tensors: Mapping[str, Tensor], prepared: Sequence[Tensor] | None = None) -> None:
         """Copy every weight into its buffer, converting its dtype. `ValueError`, changing nothing, when one does not fit.
 
-        `packed`: what `prepare` made of the same tensors.
+        `prepared`: what `prepare` made of the same tensors; else weights are packed one at a time.
         """
         tensors = self._checked(tensors)
-        with torch.no_grad():
-            for name, (piece, _) in self.slices.items():
+        with torch.inference_mode():
+            for name, piece in self.slices.items():
                 piece.copy_(tensors[name])
-        for linear, copy in zip(self.linears, packed or [None] * len(self.linears), strict=True):
-            linear.packed = copy
+            for linear, packed in zip(self.packed, prepared or (x.pack(tensors) for x in self.packed), strict=True):
+                linear.install(packed)
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors by the names of the buffers. `ValueError` naming what does not fit."""
@@ -189,10 +216,10 @@ class Decoder:
         head = tensors.pop("lm_head.weight", None) if self.config.tie_word_embeddings else None
         if head is not None and not torch.equal(head, tensors["model.embed_tokens.weight"]):
             raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
-        if tensors.keys() != self.slices.keys():
-            missing, unexpected = sorted(self.slices.keys() - tensors.keys()), sorted(tensors.keys() - self.slices.keys())
+        if tensors.keys() != self.shapes.keys():
+            missing, unexpected = sorted(self.shapes.keys() - tensors.keys()), sorted(tensors.keys() - self.shapes.keys())
             raise ValueError(f"weights do not fit the model: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
-        for name, (_, shape) in self.slices.items():
+        for name, shape in self.shapes.items():
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the model has {shape}")
             if not tensors[name].is_floating_point():

@@ -92,7 +92,7 @@ class SlotEngine:
             recomputes=kv_on_install == "recompute",
         )
         self._is_closed = False
-        self._prepared: tuple[int | None, list[Tensor | None] | None] = (None, None)
+        self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
@@ -160,9 +160,9 @@ class SlotEngine:
         """See `RolloutEngine`. Happens between two decode steps."""
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
-        prepared_version, packed = self._prepared
-        call = partial(self._slots.install, version, tensors, packed if prepared_version == version else None)
+        prepared_version, prepared = self._prepared
         self._prepared = (None, None)
+        call = partial(self._slots.install, version, tensors, prepared if prepared_version == version else None)
         await asyncio.wrap_future(self._hand_in(call))
 
     async def pause(self) -> None:

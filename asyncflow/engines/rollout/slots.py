@@ -92,9 +92,9 @@ class Slots:
         for request in requests:
             request.deliver(error)
 
-    def install(self, version: int, tensors: Mapping[str, Tensor], packed: Sequence[Tensor | None] | None) -> None:
+    def install(self, version: int, tensors: Mapping[str, Tensor], prepared: Sequence[Tensor] | None) -> None:
         """New weights for the tokens from now on; `ValueError`, changing nothing, when they are not the model's."""
-        self._decoder.install(tensors, packed)
+        self._decoder.install(tensors, prepared)
         self.version = version
         self._is_current[:] = False
         for slot, spans in enumerate(self._spans):

@@ -221,6 +221,14 @@ async def test_new_weights_are_fetched_at_once_and_installed_when_what_is_under_
         assert await world.versions(0) == [[0], [0]] and await world.versions(1) == [[1], [1]]
 
 
+async def test_without_staleness_nothing_is_prepared_beside_generation_for_there_is_none() -> None:
+    async with a_worker("periodic") as world:
+        await world.admit(meta(0, 0, 0, 0))
+        await world.end(0)
+        await world.publish(1)
+        assert world.engine.done == ["install 1"] and world.receiver.released == [1]
+
+
 async def test_between_the_grant_and_the_installation_nothing_is_taken() -> None:
     async with a_worker() as world:
         await world.admit(meta(0, 0, 0, 0))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import transformers
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
-from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, can_pack, load_tensors
+from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, PackedLinear, can_pack, load_tensors
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -59,6 +60,19 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return decoder
 
 
+def places(decoder: Decoder) -> list[int]:
+    """Addresses of all weights, those of the matrices first."""
+    packed = [torch.ops.mkldnn.data_ptr(linear.weight) for linear in decoder.packed]
+    plain = sorted(decoder.slices.values(), key=lambda piece: -piece.dim())
+    return [*packed, *(piece.data_ptr() for piece in plain)]
+
+
+def contents(decoder: Decoder) -> list[Tensor]:
+    """Copies of all weights."""
+    packed = [linear.weight.to_dense() for linear in decoder.packed if linear.weight is not None]
+    return [*packed, *(piece.clone() for piece in decoder.slices.values())]
+
+
 @torch.inference_mode()
 def teacher_forced(decoder: Decoder, prompts: list[np.ndarray], responses: list[np.ndarray]) -> list[Tensor]:
     """Log-probs [length + 1, V] along each response, one slot each, all decoded together (equal lengths)."""
@@ -85,7 +99,7 @@ def test_log_probs_equal_those_of_transformers(saved: tuple[PreTrainedModel, Pat
         assert (ours[:-1].gather(1, chosen) - theirs[:-1].gather(1, chosen)).abs().max() < tolerance
 
 
-@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this machine has no bfloat16 products")
+@pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="this machine has no bfloat16 products")
 @torch.inference_mode()
 def test_bfloat16_prompts_are_computed_to_the_bits_of_transformers(saved: tuple[PreTrainedModel, Path]) -> None:
     """Also where the trainer sees the prompt with its response behind it. Later tokens only agree: attention rounds in decode."""
@@ -158,20 +172,42 @@ def test_install_equals_a_fresh_load_and_converts_dtypes(saved: tuple[PreTrained
     for dtype in (torch.float32, torch.bfloat16):
         changed, fresh = load(path, dtype), new_decoder(json.loads((path / "config.json").read_text()), dtype)
         before = teacher_forced(changed, prompts, responses)
-        pointers = [piece.data_ptr() for piece, _ in changed.slices.values()]
+        pointers = places(changed)
         changed.install(other)
         fresh.install({name: tensor.to(dtype) for name, tensor in other.items()})
         after = teacher_forced(changed, prompts, responses)
         assert all(torch.equal(a, b) for a, b in zip(after, teacher_forced(fresh, prompts, responses), strict=True))
         assert not torch.equal(after[0], before[0])
-        assert pointers == [piece.data_ptr() for piece, _ in changed.slices.values()]
+        assert pointers == places(changed)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_no_matrix_is_there_twice(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process's memory all weights are there once, and in an install one matrix more, as it came and packed."""
+    if packs and not can_pack(torch.float32, torch.device("cpu")):
+        pytest.skip("this machine has no packed products")
+    if not packs:
+        monkeypatch.setattr("asyncflow.engines.rollout.decoder.can_pack", lambda dtype, device: False)
+    sizes = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512, "attention_bias": True}
+    fields = {"model_type": "llama", **sizes, **heads}
+    tensors = {name: torch.rand(shape) for name, shape in new_decoder(fields).shapes.items()}
+    model, largest = (function(tensor.nbytes for tensor in tensors.values()) for function in (sum, max))
+    decoder, process, slack = new_decoder(fields), psutil.Process(), 24 << 20
+    before = process.memory_info().rss
+    for _ in range(3):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
+        decoder.install(tensors)
+        peak = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+        assert process.memory_info().rss - before > model - slack
+        assert peak - before < model + 4 * largest + slack  # gate and up are fused: as they came, and packed
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "shape", "dtype", "head"])
 def test_a_bad_install_changes_nothing(fault: str, tmp_path: Path) -> None:
     new_model("qwen3").save_pretrained(tmp_path)
     decoder, tensors = load(tmp_path), load_tensors(tmp_path)
-    before = {name: piece.clone() for name, (piece, _) in decoder.slices.items()}
+    before = contents(decoder)
     bad = {name: tensor + 1 for name, tensor in tensors.items()}
     name = "model.norm.weight"
     if fault == "missing":
@@ -188,13 +224,13 @@ def test_a_bad_install_changes_nothing(fault: str, tmp_path: Path) -> None:
         bad[name] = torch.zeros(96, 48)
     with pytest.raises(ValueError, match=name):
         decoder.install(bad)
-    assert all(torch.equal(piece, before[name]) for name, (piece, _) in decoder.slices.items())
+    assert all(torch.equal(old, new) for old, new in zip(before, contents(decoder), strict=True))
 
 
 def test_plain_products_equal_packed_ones(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, responses = prompts_and_responses((5, 9), 3)
     packed = teacher_forced(load(saved[1]), prompts, responses)
-    monkeypatch.setattr("asyncflow.engines.rollout.decoder.can_pack", lambda dtype: False)
+    monkeypatch.setattr("asyncflow.engines.rollout.decoder.can_pack", lambda dtype, device: False)
     plain = teacher_forced(load(saved[1]), prompts, responses)
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(packed, plain, strict=True))
 
@@ -202,13 +238,14 @@ def test_plain_products_equal_packed_ones(saved: tuple[PreTrainedModel, Path], m
 def test_packed_products_see_few_numbers_of_rows(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps code for every number of rows: prompts of all lengths must not reach it, nor must every number of slots."""
     seen: set[int] = set()
-    product = Linear.__call__
+    for kind in (Linear, PackedLinear):
 
-    def spy(self: Linear, x: torch.Tensor) -> torch.Tensor:
-        seen.add(len(x))
-        return product(self, x)
+        def spy(self: Any, x: torch.Tensor, product: Any = kind.__call__) -> torch.Tensor:
+            seen.add(len(x))
+            result: torch.Tensor = product(self, x)
+            return result
 
-    monkeypatch.setattr(Linear, "__call__", spy)
+        monkeypatch.setattr(kind, "__call__", spy)
     decoder = load(saved[1])
     with torch.inference_mode():
         for length in range(1, 200):
@@ -236,8 +273,8 @@ def test_shards_load_like_one_file(tmp_path: Path) -> None:
 def test_buffers_and_slots_are_aligned(saved: tuple[PreTrainedModel, Path]) -> None:
     decoder = load(saved[1])
     layer = decoder.layers[-1]
-    matrices = (decoder.embedding, *(linear.weight for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)))
-    assert all(buffer.data_ptr() % 64 == 0 for buffer in (*matrices, layer.input_norm, decoder.cache.tensor))
+    assert all(torch.ops.mkldnn.data_ptr(linear.weight) % 64 == 0 for linear in decoder.packed)
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in (decoder.embedding, layer.input_norm, decoder.cache.tensor))
     assert decoder.cache.tensor.stride(2) * decoder.cache.tensor.element_size() % 64 == 0
     assert decoder.cache.tensor.shape[2] >= MIN_ROWS
 
@@ -250,5 +287,5 @@ def test_a_context_beyond_the_positions_is_refused() -> None:
 
 def test_the_class_is_the_one_that_transformers_chooses(saved: tuple[PreTrainedModel, Path]) -> None:
     model, path = saved
-    assert set(load(path).slices) == {name for name, _ in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
+    assert set(load(path).shapes) == {name for name, _ in AutoModelForCausalLM.from_pretrained(path).named_parameters()}
     assert type(model).__name__ == json.loads((path / "config.json").read_text())["architectures"][0]
