@@ -2,8 +2,8 @@
 
 TRAIN_ENGINES = {
     "torch": "asyncflow.engines.train.torch_engine:TorchEngine",
-    "deepspeed": "asyncflow.engines.train.deepspeed.engine:DeepSpeedEngine",
-    "megatron": "asyncflow.engines.train.megatron.engine:MegatronEngine",
+    "deepspeed": "asyncflow.engines.train.deepspeed:DeepSpeedEngine",
+    "megatron": "asyncflow.engines.train.megatron:MegatronEngine",
 }
 TRAIN_ENGINE_CHECKS = {
     "torch": "asyncflow.engines.train.checks:check_torch",

@@ -10,7 +10,7 @@ import torch
 
 from asyncflow.engines.rollout.config import DecoderConfig
 from asyncflow.engines.rollout.decoder import load_tensors
-from asyncflow.engines.train.megatron.weights import Origin, origins, padded_vocabulary
+from asyncflow.engines.train.megatron import Origin, origins, padded_vocabulary
 from tests.unit.engines.train.training import ModelPath
 
 

@@ -1,1 +1,0 @@
-"""DeepSpeed as a train engine: `engine.py` over `zero.py`."""
