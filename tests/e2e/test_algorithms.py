@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file
 
 from asyncflow.algorithms import ALGORITHMS
+from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.user_file import import_file
 from tests.conftest import MODEL, ROOT
@@ -64,10 +65,10 @@ def check_learned(run: Path, *, has_reference: bool = False) -> None:
     assert any((before[name] != after[name]).any() for name in before)
 
 
-def example() -> str:
-    """The page's algorithm."""
+def example(name: str = "SAPO") -> str:
+    """The page's algorithm of that name."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
-    (source,) = (block for block in blocks if "class SAPO" in block)
+    (source,) = (block for block in blocks if f"class {name}" in block)
     return str(source)
 
 
@@ -92,6 +93,28 @@ def test_an_algorithm_from_a_file_trains(small: Small, tmp_path: Path) -> None:
     with Trainer.from_config(small(cluster="inline", algorithm=own)) as trainer:
         assert [trainer.step() is not None for _ in range(3)] == [True, True, False]
     check_learned(tmp_path / "runs" / "test")
+
+
+@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
+def test_an_algorithm_with_a_critic_from_a_file_is_six_tasks_of_the_queue_too(small: Small, tmp_path: Path, schedule: str) -> None:
+    """No room of the package knows it: what PPO asks of the dataflow, any file may ask."""
+    (tmp_path / "a2c.py").write_text(example("A2C"))
+    own = {"path": f"{tmp_path / 'a2c.py'}:A2C", "kl_coefficient": 0.05}
+    train = {"reference": "task", "critic": {"learning_rate": 1e-3}}
+    tree = small(schedule=schedule, algorithm={**own, "correction": "decoupled"}, reward={"place": "task"}, train=train)
+    command = subprocess.run(
+        command_line("train", write_config(tmp_path, tree)), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert command.returncode == 0, command.stdout + command.stderr
+    run = tmp_path / "runs" / "test"
+    check_learned(run, has_reference=True)
+    spans = read_spans(run / "spans.jsonl")
+    assert {span.task for span in spans} >= {"generate", "reward", "reference", "values", "forward_backward", "critic_update"}
+    assert {(span.step, span.version) for span in spans if span.task == "values" and span.rows} == {(0, 0), (1, 1)}
+    steps = rows(run / "metrics.jsonl")
+    assert all(step["critic/grad_norm"] > 0 for step in steps) and steps[0]["critic/loss"] != steps[1]["critic/loss"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (run / "model", run / "critic"))
+    assert any((before[name] != after[name]).any() for name in before.keys() & after.keys())
 
 
 def test_an_algorithm_of_an_installed_package_trains(small: Small, tmp_path: Path) -> None:
