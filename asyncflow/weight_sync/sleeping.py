@@ -4,8 +4,8 @@ consumes: versions to publish; manifests to fetch
 waits for: the clock
 is unblocked by: its timers
 
-What can go wrong with real ones is kept: a version is there from its publishing until `keep` newer ones are, and fetching another
-one fails.
+What can go wrong with real ones is kept: a version is there until the `keep`th one after it begins to be published, and fetching
+another one fails.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SleepingSender:
     async def publish(self, version: int, source: WeightSource) -> Manifest:
         """See `WeightSender`."""
         sync = self._sync
-        del sync.kept[: max(0, len(sync.kept) + 1 - max(sync.keep, 2))]  # the oldest one is written over
+        del sync.kept[: max(0, len(sync.kept) + 1 - sync.keep)]  # the oldest one is written over
         async for _ in source.tensors():
             pass
         await asyncio.sleep(sync.publish_seconds)
