@@ -112,7 +112,7 @@ class Life:
             return
         if folder.model_version == published.version:
             return
-        if not Path(published.address).exists():  # without staleness, new weights are written over the last
+        if not Path(published.address).exists():  # on another machine, or, without staleness, being written over
             where = "the newest checkpoint has the model, if there is one"
             self._says(f"the trainer could not save in time, and its last published weights are not there: {where}")
             return

@@ -7,7 +7,7 @@
                   the last versions ----> fetch(manifest) -> whole and verified in host memory, in the background
                                               |
                                               v
-                                         install, fast, when the board grants it (the rollout engine's work)
+                                         install, when the board grants it (the rollout engine's work)
 
     files.py            the versions that are retained: files in memory
     staging.py          casting, copying and hashing; the copy of a worker that reads no file

@@ -75,7 +75,7 @@ class WeightSender(Protocol):
         They are written as they come: of tensors that have to be gathered, one at a time is held. It waits for no receiver. The
         last `keep` versions stay available; the oldest of them may go as soon as the next publish begins. Every version has the
         names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or if there is no room, or when what comes is not
-        what the source's specs say; earlier versions stay as they are.
+        what the source's specs say; earlier versions stay as they are, but for the oldest, which may have gone.
         """
         ...
 

@@ -76,16 +76,15 @@ class VersionFiles:
     def begin(self, version: int, num_bytes: int) -> Array:
         """Where the version's bytes belong: uint8 [num_bytes], of unspecified content; all versions have one size.
 
-        Raises `WeightSyncError` if there is no room.
+        Raises `WeightSyncError`, and nothing has changed, if there is no room.
         """
-        if self._spare is None and version in self._kept:  # what is published again is over
-            self._spare = self._retire(version)
-        elif self._spare is None and len(self._kept) >= self._keep:
-            self._spare = self._retire(next(iter(self._kept)))
         if self._spare is None:
-            self._spare = self._new_file(self._path(version).with_suffix(".safetensors.tmp"), num_bytes)
-        elif not self._spare[1].lock(fcntl.LOCK_EX):
-            self._spare = self._leave(*self._spare)
+            if version in self._kept:  # what is published again is over
+                self._spare = self._take(version)
+            elif len(self._kept) >= self._keep:
+                self._spare = self._take(next(iter(self._kept)))
+            else:
+                self._spare = self._new_file(self._path(version).with_suffix(".safetensors.tmp"), num_bytes)
         return self._spare[1].mapped
 
     def commit(self, version: int) -> Path:
@@ -114,24 +113,30 @@ class VersionFiles:
     def _path(self, version: int) -> Path:
         return self._directory / f"weights-{version}.safetensors"
 
-    def _retire(self, version: int) -> tuple[Path, _File]:
-        path = self._path(version)
-        return path.rename(path.with_name(path.name + ".tmp")), self._kept.pop(version)
-
-    def _leave(self, path: Path, file: _File) -> tuple[Path, _File]:
-        """Another file in place of one that is being read; or the same when that has ended, if there is no room for both."""
-        try:
-            another = self._new_file(path.with_name(f"{path.name}-2"), len(file.mapped))
-        except WeightSyncError as error:
-            until = time.monotonic() + self._deadline_seconds
-            while not file.lock(fcntl.LOCK_EX):
-                if time.monotonic() > until:
-                    raise WeightSyncError(f"{error}; a worker has been reading {path} for {self._deadline_seconds:g} s") from error
-                time.sleep(_RETRY_SECONDS)
-            return path, file
+    def _take(self, version: int) -> tuple[Path, _File]:
+        """A version's file, which is over. Or another in its place, if it is being read; or itself when that has ended, if there is
+        no room for both."""
+        path, file = self._path(version), self._kept[version]
+        temporary, another = path.with_name(f"{path.name}.tmp"), None
+        if not file.lock(fcntl.LOCK_EX):
+            try:
+                another = self._new_file(temporary, len(file.mapped))
+            except WeightSyncError as error:
+                self._wait_for_readers(path, file, error)
+        del self._kept[version]
+        if another is None:
+            return path.rename(temporary), file
         path.unlink()
         file.close()
         return another
+
+    def _wait_for_readers(self, path: Path, file: _File, no_room: WeightSyncError) -> None:
+        """Returns with the file locked. Raises `WeightSyncError` at the deadline."""
+        until = time.monotonic() + self._deadline_seconds
+        while not file.lock(fcntl.LOCK_EX):
+            if time.monotonic() > until:
+                raise WeightSyncError(f"{no_room}; a worker has been reading {path} for {self._deadline_seconds:g} s") from no_room
+            time.sleep(_RETRY_SECONDS)
 
     def _new_file(self, path: Path, num_bytes: int) -> tuple[Path, _File]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -142,15 +142,15 @@ class NodeReceiver:
     async def _pull(self, manifest: Manifest) -> Path:
         clock = asyncio.get_running_loop().time
         async with self._one_by_one:
-            file = await self._thread.run(self._files.begin, manifest.version, manifest.num_bytes)
-            if len(file) != manifest.num_bytes:
-                raise WeightSyncError(f"version {manifest.version} has another size than those fetched before it")
+            file: Array | None = None
             digest, done = xxhash.xxh3_128(), 0
             progress = clock()
             while done < manifest.num_bytes:
                 try:
                     async with contextlib.aclosing(self._chunks(manifest, done)) as chunks:
                         async for chunk in chunks:
+                            if file is None:  # not sooner: a version that is gone is to cost no other
+                                file = await self._thread.run(self._begin, manifest)
                             await self._thread.run(copy_and_hash, file[done : done + len(chunk)], chunk, digest)
                             done, progress = done + len(chunk), clock()
                 except (ConnectionLost, TimeoutError) as error:
@@ -166,6 +166,13 @@ class NodeReceiver:
                     f"damaged, or no longer kept and written over"
                 )
             return self._files.commit(manifest.version)
+
+    def _begin(self, manifest: Manifest) -> Array:
+        """In the thread."""
+        file = self._files.begin(manifest.version, manifest.num_bytes)
+        if len(file) != manifest.num_bytes:
+            raise WeightSyncError(f"version {manifest.version} has another size than those fetched before it")
+        return file
 
     async def _chunks(self, manifest: Manifest, begin: int) -> AsyncGenerator[Array, None]:
         """The bytes of a version from `begin` on, uint8 [n] each, a few asked for ahead."""

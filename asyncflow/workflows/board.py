@@ -82,7 +82,7 @@ class Board:
         None: the run is stopping, or the worker is to leave.
         """
         worker = client_name.get()
-        await self._signal.until(lambda: self._is_over_for(worker) or self.published >= self._first)
+        await self._signal.until(lambda: self._is_over_for(worker) or self._has_weights())
         if self._is_over_for(worker):
             return None
         behind = self._behind()
@@ -101,7 +101,11 @@ class Board:
         told that what it serves is what it is to serve.
         """
         worker = client_name.get()
-        await self._signal.until(lambda: self._is_over_for(worker) or self._target(serving) != serving or worker in self.stale)
+
+        def has_target() -> bool:
+            return self._has_weights() and (self._target(serving) != serving or worker in self.stale)
+
+        await self._signal.until(lambda: self._is_over_for(worker) or has_target())
         return None if self._is_over_for(worker) else self._as_target(self._target(serving))
 
     @remote
@@ -221,6 +225,11 @@ class Board:
         """Nothing more is granted."""
         self.is_stopping = True
         self._signal.notify()
+
+    def _has_weights(self) -> bool:
+        """Whether there is a version to be had: without staleness the one before is written over by the one that is on its way."""
+        is_coming = not self._schedule.max_staleness and self.published < self._progress.committed
+        return self.published >= self._first and not is_coming
 
     def _is_over_for(self, worker: str) -> bool:
         return self.is_stopping or worker in self.crew.leaving

@@ -142,6 +142,20 @@ async def test_the_last_versions_stay_available_and_no_others(make_sync: MakeSyn
             await receiver.fetch(manifests[version])
 
 
+async def test_who_asks_for_a_version_that_is_gone_costs_nobody_another(make_sync: MakeSync) -> None:
+    sync = make_sync(keep=1)
+    if isinstance(sync, Collective):
+        pytest.skip("a broadcast has no files where it arrives")
+    sender, receiver, late = sync.sender("first"), sync.receiver("rollout/0"), sync.receiver("rollout/1")
+    gone, kept = [await sender.publish(version, HeldWeights(random_tensors(version))) for version in (0, 1)]
+    await receiver.fetch(kept)
+    await receiver.release()
+    with pytest.raises(WeightSyncError):
+        await late.fetch(gone)
+    await sender.close()
+    assert_same_bits(await late.fetch(kept), random_tensors(1))  # of the machine's own file, if the sender is elsewhere
+
+
 async def test_a_version_can_be_published_again(make_sync: MakeSync) -> None:
     sync = make_sync(keep=2)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
@@ -276,14 +290,21 @@ class Broken(Gathered):
                 yield "other", tensor
 
 
+@pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("fault", ["raises", "other shape", "other dtype", "one is missing", "one comes twice", "one more"])
-async def test_weights_that_break_off_or_are_not_what_they_said_are_not_published(make_sync: MakeSync, fault: str) -> None:
-    sync = make_sync(keep=2)
+async def test_weights_that_break_off_or_are_not_what_they_said_are_not_published(
+    make_sync: MakeSync, fault: str, keep: int
+) -> None:
+    sync = make_sync(keep=keep)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     manifest = await sender.publish(0, HeldWeights(random_tensors(0)))
     with pytest.raises(ConnectionError if fault == "raises" else WeightSyncError, match=r"large|z\.weight|other|gone"):
         await sender.publish(1, Broken(fault))
-    assert_same_bits(await receiver.fetch(manifest), random_tensors(0))
+    if keep == 2:
+        assert_same_bits(await receiver.fetch(manifest), random_tensors(0))
+    else:
+        with pytest.raises(WeightSyncError):
+            await receiver.fetch(manifest)
     again = await sender.publish(1, HeldWeights(random_tensors(1)))
     assert_same_bits(await receiver.fetch(again), random_tensors(1))
 
@@ -367,8 +388,8 @@ async def test_there_are_no_copies_beyond_the_retained_versions(make_sync: MakeS
     tensors = {f"layer.{i}": torch.randn(1 << 18) for i in range(8)}  # 8 MiB
     for version in range(8):
         manifest = await sender.publish(version, Gathered(tensors))  # as from a device
-        await receiver.release()
         fetched = await receiver.fetch(manifest)
+        await receiver.release()
     await asyncio.sleep(0.05)  # the threads let go of what they were given
     folders = 2 if isinstance(sync, Network) else 1  # the workers' machine has files of its own
     folder = str(Path(manifest.address).parent)

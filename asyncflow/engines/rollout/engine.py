@@ -154,6 +154,7 @@ class SlotEngine:
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """See `RolloutEngine`. Runs in a thread of its own, beside the one that generates."""
+        self._prepared = (None, None)  # another version, which is not needed any more
         self._prepared = (version, await self._preparing.run(self._decoder.prepare, tensors))
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -214,6 +215,7 @@ class SlotEngine:
                     if call is None:
                         return
                     call()
+                    del call  # with what it holds: weights that were prepared
                 try:
                     self._slots.step()
                 except Exception as error:  # whatever it is, those who wait must hear of it

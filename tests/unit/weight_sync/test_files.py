@@ -123,9 +123,9 @@ def test_without_room_beside_what_is_read_the_writer_waits_until_it_is_let_go_of
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
-    with pytest.raises(WeightSyncError, match=rf"no room .*; a worker has been reading {path}.tmp for 0.5 s"):
+    with pytest.raises(WeightSyncError, match=rf"no room .*; a worker has been reading {path} for 0.5 s"):
         files.begin(2, NUM_BYTES)
-    assert set(named(tmp_path / "w").values()) == inodes and files.get(1) is not None
+    assert set(named(tmp_path / "w").values()) == inodes and files.get(0) is not None and files.get(1) is not None
     letting_go = threading.Timer(0.1, reader.release)
     letting_go.start()
     write(files, 2)

@@ -132,6 +132,17 @@ async def test_a_worker_waits_for_a_version_above_its_own() -> None:
     assert await books.asks(A, books.board.next_target(0)) == target(2)
 
 
+@pytest.mark.parametrize(("mode", "is_there"), [("periodic", False), ("synchronous", False), ("delayed", True)])
+async def test_without_staleness_nobody_is_sent_for_weights_that_are_being_written_over(mode: str, is_there: bool) -> None:
+    books = Books(mode)
+    await books.publish(1)
+    books.rows.committed = 2  # and the trainer publishes what came of it
+    begins, late = books.asks(A, books.board.join()), books.asks(B, books.board.next_target(0))
+    assert await waits(begins) is await waits(late) is not is_there
+    await books.publish(2)
+    assert await begins == await late == target(1 if is_there else 2)
+
+
 async def test_a_version_is_not_skipped_while_rows_in_nobodys_hands_need_it() -> None:
     books = Books("delayed")
     await books.publish(1, 2)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.rollout.decoder import can_pack
 from asyncflow.engines.rollout.engine import SlotEngine
 
 PROMPT = np.arange(7, 27)
@@ -298,6 +300,30 @@ async def test_a_prepared_install_gives_the_bits_of_an_unprepared_one(saved: tup
             await engine.install(7, tensors_of(model, 0.05))
             made.append((await responses(engine, [0], 40))[0])
     assert all(np.array_equal(made[0].logprobs, other.logprobs) for other in made[1:])
+
+
+@pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this machine has nothing to prepare")
+async def test_nothing_that_is_prepared_outlives_its_install_or_the_next_preparation(saved: tuple[PreTrainedModel, Path]) -> None:
+    model, path = saved
+
+    def of(engine: SlotEngine) -> list[weakref.ref[torch.Tensor]]:
+        return [weakref.ref(tensor) for tensor in engine._prepared[1] or ()]
+
+    async with opened(path) as engine:
+        await engine.prepare(1, tensors_of(model, 0.05))
+        replaced = of(engine)
+        preparing = engine._decoder.prepare
+
+        def prepare(tensors: Any) -> list[torch.Tensor]:
+            assert replaced and not any(ref() is not None for ref in replaced)
+            return preparing(tensors)
+
+        engine._decoder.prepare = prepare  # type: ignore[method-assign]
+        await engine.prepare(2, tensors_of(model, 0.1))
+        installed = of(engine)
+        await engine.install(2, tensors_of(model, 0.1))
+        await asyncio.sleep(0.1)  # the engine's thread goes back to its inbox
+        assert installed and not any(ref() is not None for ref in installed)
 
 
 async def test_preparing_changes_nothing_and_refuses_what_does_not_fit(saved: tuple[PreTrainedModel, Path]) -> None:
