@@ -12,6 +12,7 @@ it catches such errors and says "not equal", so that here it is asked what it ha
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ _WARM_UP: Final = (r"\frac{1}{2}", r"x^2+\sqrt{3}", r"(1, 2]", r"\{1, 2\}", r"\b
 MAX_CHARACTERS: Final = 1000
 # A reference of which equations may be the parts: (1, 2), x = 2 or x = 3.
 _SEVERAL = re.compile(r"[=,]|\b(?:or|and)\b|\\pm|±")
+_INCOMPARABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+"""What sympy raises of things that it cannot compare, beside errors of its own. Whatever else it raises is the sample's failure."""
 MUCH_MEMORY: Final = 0.25
 """A `MemoryError` may also be caught below math-verify, where nobody tells. So "not equal" is no answer after a comparison that
 took more than this share of what there is: what asked for too much had at least that before, since things grow by doubling."""
@@ -58,6 +61,8 @@ class Maths:
             )
         except ImportError as error:
             raise ImportError("the scorer maths needs math-verify: pip install 'asyncflow-rl[maths]'") from error
+        polynomials, matrices = (importlib.import_module(f"sympy.{name}") for name in ("polys.polyerrors", "matrices.exceptions"))
+        self._incomparable = (*_INCOMPARABLE, polynomials.BasePolynomialError, matrices.MatrixError)
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
         for text in _WARM_UP:
             self._is_same(text, text)
@@ -105,9 +110,7 @@ class Maths:
                     right, found, float_rounding=self._decimals, timeout_seconds=None, raise_on_error=True, strict=True
                 )
             )
-        except (MemoryError, RecursionError):
-            raise
-        except Exception:  # sympy raises whatever it likes about things that it cannot compare: they are not known to be equal
+        except self._incomparable:  # so they are not known to be equal
             return False
 
     def _parsed(self, text: str) -> list[Any]:

@@ -29,11 +29,13 @@ CASES: list[tuple[str, dict[str, Any], Layout, str]] = [
     ("deepspeed", {"stage": 1}, Layout(2, 1, 1), "qwen2-tiny"),
     ("deepspeed", {"stage": 2}, Layout(2, 1, 1), "qwen3-tiny"),
     ("deepspeed", ZERO3, Layout(2, 1, 1), "qwen2-tiny"),
+    ("deepspeed", {"stage": 2}, Layout(2, 1, 1), "llama-tiny"),
     ("megatron", {}, Layout(2, 1, 1), "llama-tiny"),
     ("megatron", {}, Layout(1, 2, 1), "qwen3-tiny"),
     ("megatron", {}, Layout(1, 1, 2), "qwen2-tiny"),
     ("megatron", {}, Layout(1, 1, 2), "untied"),
     ("megatron", {}, Layout(1, 2, 2), "qwen2-tiny"),
+    ("megatron", {}, Layout(2, 2, 1), "qwen3-tiny"),
 ]
 OPTIONS: dict[str, Any] = {
     "learning_rate": 1e-3,

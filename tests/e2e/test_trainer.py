@@ -38,6 +38,17 @@ def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Pa
     assert (tmp_path / "runs" / "test" / "model" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("schedule", ["delayed", "sub_step", {"name": "bounded", "max_staleness": 2}], ids=str)
+def test_a_call_waits_until_all_workers_serve_the_newest_weights(small: Callable[..., dict[str, Any]], schedule: Any) -> None:
+    with Trainer.from_config(small(run={"steps": 3}, cluster="inline", schedule=schedule, rollout={"num_workers": 2})) as trainer:
+        for step in range(3):
+            assert trainer.step() is not None
+            if step < 2:  # after the last one nobody has to make anything
+                version = trainer.weight_sync_notify()
+                driver = trainer._started.driver
+                assert driver is not None and version > step and set(driver.board.serving.values()) >= {version}
+
+
 def test_workers_join_and_leave_a_run_by_hand(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with Trainer.from_config(small(run={"steps": 5}, cluster="inline")) as trainer:
         assert trainer.step() is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from asyncflow.cli.check import _devices
 from asyncflow.devices import COUNTED_AS, KINDS, SHOWN_BY
 from asyncflow.engines.devices import check_device, has_flash_attention
+from asyncflow.engines.train.parallel.ranks import backend_of
 from asyncflow.types import UserError
 from tests.conftest import ROOT
 
@@ -46,6 +48,15 @@ def test_cuda_is_written_in_one_place() -> None:
     package = ROOT / "asyncflow"
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if writes_cuda(path.read_text())}
     assert found == {"devices.py", "engines/train/megatron.py"}
+
+
+def test_ranks_talk_by_the_devices_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plug-in has registered included, and one rank alone is no exception."""
+    monkeypatch.setitem(torch.distributed.Backend.default_device_backend_map, "npu", "hccl")
+    assert backend_of(torch.device("cpu")) == "gloo"
+    assert backend_of(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr(torch, "device", namedtuple("device", "type"))  # torch knows no NPU without its plug-in
+    assert backend_of(torch.device("npu")) == "cpu:gloo,npu:hccl"
 
 
 def test_every_accelerator_is_counted_and_can_be_shown() -> None:

@@ -89,7 +89,7 @@ class Optimizer:
         self.adamw.state.clear()
         for parameter in self._parameters.values() if num_updates else ():
             device = "cpu" if self._offloads else parameter.device
-            moments = {kind: torch.zeros_like(parameter, device=device) for kind in ("exp_avg", "exp_avg_sq")}
+            moments = {kind: torch.zeros_like(parameter, device=device) for kind in MOMENTS}
             self.adamw.state[parameter] = {"step": torch.tensor(float(num_updates)), **moments}
 
     def _step_by_piece(self) -> None:

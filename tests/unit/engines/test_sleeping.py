@@ -221,7 +221,17 @@ def test_slowed_costs_are_slower_in_everything_but_lengths() -> None:
     slow = COSTS.slowed(3.0)
     assert slow.decode_step(7) == pytest.approx(3 * COSTS.decode_step(7))
     assert slow.forward_backward(100) == pytest.approx(3 * COSTS.forward_backward(100))
+    assert slow.install_seconds == pytest.approx(3 * COSTS.install_seconds)
     assert (slow.lengths, slow.weight_bytes) == (COSTS.lengths, COSTS.weight_bytes)
+
+
+def test_costs_of_ones_own_are_slowed_too() -> None:
+    class Steps(Costs, frozen=True, kw_only=True):
+        def decode_step(self, num_active: int) -> float:
+            return 0.5 if num_active < 4 else 0.75
+
+    slow = Steps().slowed(4.0)
+    assert (slow.decode_step(1), slow.decode_step(4)) == (2.0, 3.0)
 
 
 def test_lengths_are_lognormal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import time
@@ -185,6 +186,20 @@ def test_what_math_verify_has_no_stack_for_is_a_failure_and_no_0(maths: Maths, d
     with pytest.raises(RecursionError, match="not equal"):
         scored(maths, rf"\boxed{{{deep}}}", "y")
     assert scored(maths, r"\boxed{x+2}", "y") == 0.0 and scored(maths, r"\boxed{x+1}", "1+x") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_failure"), [(RuntimeError, True), (OSError, True), (TypeError, False), (ZeroDivisionError, False)]
+)
+def test_what_cannot_be_compared_is_not_equal_and_another_error_is_no_0(
+    maths: Maths, monkeypatch: pytest.MonkeyPatch, error: type[Exception], is_failure: bool
+) -> None:
+    def verify(*_: object, **__: object) -> bool:
+        raise error("inside sympy")
+
+    monkeypatch.setattr(maths._verifier, "verify", verify)
+    with pytest.raises(error, match="inside sympy") if is_failure else contextlib.nullcontext():
+        assert scored(maths, r"\boxed{y+x^2}", "x^2+y") == 0.0
 
 
 def test_what_math_verify_finds_equal_all_the_same_is_right(maths: Maths, monkeypatch: pytest.MonkeyPatch) -> None:

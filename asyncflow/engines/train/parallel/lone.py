@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.parallel.ranks import Ranks, stay_on_loopback
+from asyncflow.engines.train.parallel.ranks import Ranks, backend_of, stay_on_loopback
 from asyncflow.types import Layout
 
 
@@ -28,7 +28,7 @@ class LoneRank(Ranks):
         stay_on_loopback()
         if not dist.is_initialized():  # by an engine before this one: libraries keep its groups
             stores: Any = dist  # torch does not say that it exports them
-            dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend_of(self.device), store=stores.HashStore(), rank=0, world_size=1)
         self.mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "pp", "tp"))
         self.dp_rank = self.pp_rank = self.tp_rank = 0
         self._leader, self._calls = 0, None

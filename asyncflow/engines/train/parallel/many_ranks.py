@@ -32,7 +32,7 @@ from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_alike, pack_inert, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
-from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.engines.train.parallel.cut_model import CutModel, placed_like
 from asyncflow.engines.train.parallel.data import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
@@ -44,7 +44,7 @@ from asyncflow.types import Array, Objective, Ragged, TensorSpec
 
 # P packed tokens, T response tokens, H hidden elements.
 
-STATES: Final = ("step", "exp_avg", "exp_avg_sq")
+STATES: Final = ("step", *MOMENTS)
 
 
 class ManyRanks:

@@ -63,7 +63,7 @@ class Ranks:
             stay_on_loopback()
         with self.named("the first greeting"):
             dist.init_process_group(
-                _backend(self.device),
+                backend_of(self.device),
                 init_method=os.environ.get(RANKS_STORE, "env://"),
                 rank=self.rank,
                 world_size=self.size,
@@ -163,7 +163,7 @@ def _first_words(error: BaseException) -> str:
     return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text[:200]
 
 
-def _backend(device: torch.device) -> str:
+def backend_of(device: torch.device) -> str:
     """What torch itself chooses for a device, a plug-in's (HCCL for an NPU) included; gloo for what is in host memory."""
     if device.type == "cpu":
         return "gloo"

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from asyncflow.engines.rollout.config import DecoderConfig
 from asyncflow.engines.rollout.decoder import load_tensors
-from asyncflow.engines.train.megatron import Origin, origins, padded_vocabulary
+from asyncflow.engines.train.megatron import Core, Origin, origins, padded_vocabulary
+from asyncflow.types import Layout
 from tests.unit.engines.train.training import ModelPath
 
 
 def config_of(path: Path, **changes: object) -> DecoderConfig:
     return DecoderConfig.from_fields({**json.loads((path / "config.json").read_text()), **changes})
+
+
+@pytest.mark.parametrize(("kind", "first"), [("npu", ["mindspeed.megatron_adaptor"]), ("cpu", [])])
+def test_on_npus_mindspeed_comes_before_megatron(monkeypatch: pytest.MonkeyPatch, kind: str, first: list[str]) -> None:
+    """It replaces parts of it."""
+    loaded: list[str] = []
+
+    def load(name: str) -> None:
+        loaded.append(name)
+        if name.startswith("megatron"):
+            raise ModuleNotFoundError(name)
+
+    device: Any = SimpleNamespace(type=kind)
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.util, "find_spec", lambda name: name == "mindspeed" or None)
+        patched.setattr(importlib, "import_module", load)
+        with pytest.raises(ModuleNotFoundError, match="megatron"):
+            Core(Layout(1, 1, 1), device)
+    assert loaded == [*first, "megatron.core.parallel_state"]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
