@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout import slots
-from asyncflow.engines.rollout.decoder import Linear
+from asyncflow.engines.rollout.decoder import AnyLinear, Linear, PackedLinear, can_pack
 from asyncflow.engines.rollout.engine import SlotEngine
 from asyncflow.engines.rollout.slot_cache import SlotCache
 
@@ -108,7 +108,7 @@ async def test_bits_do_not_depend_on_the_company(
         await engine.close()
 
 
-def by_rows(product: Callable[[Linear, Tensor], Tensor], self: Linear, x: Tensor) -> Tensor:
+def by_rows(product: Callable[[AnyLinear, Tensor], Tensor], self: AnyLinear, x: Tensor) -> Tensor:
     return product(self, x) * (1 + 1e-6 * len(x))
 
 
@@ -125,7 +125,7 @@ def by_place(attend: Callable[..., Tensor], self: SlotCache, layer: int, step: A
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "reason"),
     [
-        (Linear, "__call__", by_rows, "prompt of 1 tokens"),
+        (PackedLinear if can_pack(torch.float32, torch.device("cpu")) else Linear, "__call__", by_rows, "prompt of 1 tokens"),
         (SlotCache, "attend", by_slots, "slot among 64"),
         (SlotCache, "attend", by_place, "slot among 64"),
     ],
