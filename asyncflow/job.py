@@ -27,6 +27,7 @@ from asyncflow.build.life import Life
 from asyncflow.build.prepare import Prepared, prepare
 from asyncflow.build.prompts import left_out_lines, source_of, tokenize
 from asyncflow.build.record import Told
+from asyncflow.build.rescue import Rescue
 from asyncflow.build.resume import Resumed
 from asyncflow.build.scaling import Scaling
 from asyncflow.build.watch import Watch
@@ -119,6 +120,9 @@ class Job:
             says=listener.says,
         )
         driver.serve("scaling", self.scaling)
+        patience = config.checkpoint.stop_grace_seconds
+        self._rescue = Rescue(life.weights_dir, driver.board, driver.hub, lambda: life.has_saved, patience)
+        driver.serve("rescue", self._rescue)
         self.driver = driver
         await driver.transfer_queue.open()
         await self._open_doors()
@@ -269,7 +273,9 @@ class Job:
         await driver.settle()
 
     def _rescue_model(self, driver: Driver) -> None:
-        self._life.rescue_model(driver.board.newest, self._prepared.model, driver.ledger.ledger.committed)
+        self._rescue.close()
+        committed = driver.ledger.ledger.committed
+        self._life.rescue_model(driver.board.newest, self._rescue.published, self._prepared.model, committed)
 
     def _write_report(self) -> None:
         write_trace(self.config.run_dir)
@@ -337,8 +343,10 @@ class Job:
 
     def _grace_seconds(self, driver: Driver) -> float:
         """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
-        the one that they go on from, so that they can save its model."""
+        the one that they go on from, so that they can save its model. What nobody else has they may give back in any case."""
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
+        if self._rescue.is_needed():
+            return max(grace, checkpoint.stop_grace_seconds)
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
         is_to_be_read = not driver.has_begun
         is_hasty = self._has_failed or self.ended_by == signal.SIGINT

@@ -22,6 +22,7 @@ import msgspec
 from asyncflow.build.model_files import ModelFiles, model_here
 from asyncflow.build.parts import shape_of
 from asyncflow.build.rendezvous import Rendezvous
+from asyncflow.build.rescue import Rescue
 from asyncflow.build.saving import Saves
 from asyncflow.cluster.abroad import abroad
 from asyncflow.cluster.base import OWN_DEVICES
@@ -70,6 +71,7 @@ class Connection:
     saves: Saves
     reporter: Reporter
     rendezvous: Rendezvous
+    rescue: Rescue
 
 
 @asynccontextmanager
@@ -125,8 +127,8 @@ async def joined(
     try:
         async with beside(reporter.run(), queue.renew_held()):
             ledger, board, saves = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board"), proxy(Saves, peer, "saves")
-            rendezvous = proxy(Rendezvous, peer, "rendezvous")
-            yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous)
+            rendezvous, rescue = proxy(Rendezvous, peer, "rendezvous"), proxy(Rescue, peer, "rescue")
+            yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous, rescue)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()

@@ -94,15 +94,21 @@ class Life:
         self.job = job
         replace(self._config.run_dir / JOB_FILE, msgspec.json.encode(job))
 
-    def rescue_model(self, published: Manifest | None, model: Path, committed: int) -> None:
-        """If the trainer could not save in time: the last version that it published is a safetensors file with the same names.
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a final model of this life."""
+        return self._folder.model_id() != self._model_before
+
+    def rescue_model(self, published: Manifest | None, rescued: Manifest | None, model: Path, committed: int) -> None:
+        """If the trainer could not save in time: the last version that it published is a safetensors file with the same names, or
+        else what is `rescued` from a rollout worker.
 
         A model of an earlier life stays where there is none that could take its place. `model`: what the run was started from.
         """
         folder = self._folder
         folder.restore_models()
         self._look_at_critic(committed)
-        if folder.model_id() != self._model_before:  # saved in this life
+        if self.has_saved:
             self._model_version = committed
             return
         if published is None:
@@ -113,9 +119,11 @@ class Life:
         if folder.model_version == published.version:
             return
         if not Path(published.address).exists():  # on another machine, or, without staleness, being written over
-            where = "the newest checkpoint has the model, if there is one"
-            self._says(f"the trainer could not save in time, and its last published weights are not there: {where}")
-            return
+            if rescued is None:
+                where = "the newest checkpoint has the model, if there is one"
+                self._says(f"the trainer could not save in time, and its last published weights are not there: {where}")
+                return
+            published = rescued
         with folder.saving_model() as partial:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -123,7 +131,9 @@ class Life:
             shutil.copyfile(model / "config.json", partial / "config.json")
             copy_tokenizer(model, partial)
         self._model_version = published.version
-        self._says(f"the trainer could not save in time: {folder.model} holds the last published weights")
+        had = f"version {published.version}, as a rollout worker had it"
+        whose = had if published is rescued else "the last published weights"
+        self._says(f"the trainer could not save in time: {folder.model} holds {whose}")
 
     def _look_at_critic(self, committed: int) -> None:
         """Say so if it could not save in time: nobody else has it."""

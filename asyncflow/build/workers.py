@@ -23,6 +23,7 @@ from asyncflow.build.engines import (
 from asyncflow.build.model_files import copy_tokenizer
 from asyncflow.build.parts import make_algorithm, make_storage, unit_options
 from asyncflow.build.rendezvous import meet_at_driver
+from asyncflow.build.rescue import give_back
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.build.saving import Saving, checkpoints_of
 from asyncflow.build.scoring import scoring
@@ -85,6 +86,7 @@ async def roll_out(
     await loop.run()
     run.reporter.recorder.waiting("stop")
     await receiver.close()
+    await give_back(run.rescue, engine, loop.installed)
     await engine.close()
 
 

@@ -84,6 +84,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    async def export_weights(self) -> WeightSource | None:
+        """What is installed, by Hugging Face names, in the engine's own dtype; None if it cannot say. Valid until the next install.
+
+        A run asks for it at its end, and only where its trainer was lost with the newest weights.
+        """
+        ...
+
     async def pause(self) -> None:
         """Make no more tokens until `resume`, and return when none is being made. Pausing what is paused does nothing.
 

@@ -199,6 +199,9 @@ class SleepingRolloutEngine:
         """See `RolloutEngine`. Happens between two decode steps."""
         await self._hand_in(partial(self._install, version))
 
+    async def export_weights(self) -> None:
+        """See `RolloutEngine`: there are none."""
+
     async def pause(self) -> None:
         """See `RolloutEngine`. The step under way is finished first."""
         await self._hand_in(partial(self._set_paused, True))

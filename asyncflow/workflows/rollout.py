@@ -73,6 +73,11 @@ class Rollout:
         self._scoring = 0
         self._changed = Signal()
 
+    @property
+    def installed(self) -> int:
+        """The version that the engine generates by."""
+        return self._installed
+
     async def run(self) -> None:
         """Until the worker is to leave, or the run is stopping; what is unfinished then is abandoned."""
         while (target := await self._board.join()) is not None:

@@ -73,6 +73,11 @@ class PackedLinear:
         else:
             self.weight.copy_(packed)
 
+    def unpacked(self) -> Tensor:
+        """The weight [outputs, inputs] in plain order, to the bit what was packed."""
+        assert self.weight is not None, "`install` first"
+        return self.weight.to_dense()
+
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs]. `rows` should be a number that `padded` makes."""
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -209,6 +214,15 @@ class Decoder:
                 piece.copy_(tensors[name])
             for linear, packed in zip(self.packed, prepared or (x.pack(tensors) for x in self.packed), strict=True):
                 linear.install(packed)
+
+    def installed(self, name: str) -> Tensor:
+        """One of the checkpoint's tensors (see `shapes`) as it is installed: a view, or a copy of what is packed."""
+        if name in self.slices:
+            piece = self.slices[name]
+            return piece if tuple(piece.shape) == self.shapes[name] else piece[0]  # which is there for each head
+        linear = next(linear for linear in self.packed if name in linear.names)
+        sizes = [self.shapes[each][0] for each in linear.names]
+        return torch.split(linear.unpacked(), sizes)[linear.names.index(name)]
 
     def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors by the names of the buffers. `ValueError` naming what does not fit."""

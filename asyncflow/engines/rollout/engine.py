@@ -23,7 +23,7 @@ import json
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -41,7 +41,7 @@ from asyncflow.engines.rollout.probe import find_dependence
 from asyncflow.engines.rollout.slots import SlotRequest, Slots
 from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread
-from asyncflow.types import Array
+from asyncflow.types import Array, TensorSpec, WeightSource
 
 T = TypeVar("T")
 
@@ -166,6 +166,10 @@ class SlotEngine:
         call = partial(self._slots.install, version, tensors, prepared if prepared_version == version else None)
         await asyncio.wrap_future(self._hand_in(call))
 
+    async def export_weights(self) -> WeightSource:
+        """See `RolloutEngine`."""
+        return InstalledWeights(self._decoder)
+
     async def pause(self) -> None:
         """See `RolloutEngine`. The step under way is finished first."""
         await self._set_paused(True)
@@ -220,3 +224,20 @@ class SlotEngine:
                     self._slots.step()
                 except Exception as error:  # whatever it is, those who wait must hear of it
                     self._slots.fail(error)
+
+
+class InstalledWeights:
+    """`WeightSource` of what a decoder has installed."""
+
+    are_lasting = False
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        self.specs: Mapping[str, TensorSpec] = {name: TensorSpec(shape, dtype) for name, shape in sorted(decoder.shapes.items())}
+
+    async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """See `WeightSource.tensors`."""
+        for name in self.specs:
+            tensor = await asyncio.to_thread(self._decoder.installed, name)
+            yield name, tensor.cpu().contiguous()

@@ -41,7 +41,7 @@ from asyncflow.engines.rollout.vllm_servers import Servers, given_hosts, own_hos
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
 from asyncflow.engines.rollout.vllm_weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
-from asyncflow.types import Array, RunError, UserError
+from asyncflow.types import Array, HeldWeights, RunError, UserError, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -290,6 +290,10 @@ class VllmEngine:
             finally:
                 if not self._is_paused:
                     self._servers.open_gates()
+
+    async def export_weights(self) -> WeightSource | None:
+        """See `RolloutEngine`: what servers are given that come back; None for the version of the model's own files."""
+        return None if self._weights.file is None else HeldWeights(self._weights.file.tensors())
 
     async def pause(self) -> None:
         """See `RolloutEngine`. With `pause_mode` wait, responses under way end first; with abort, they begin anew afterwards."""

@@ -69,6 +69,9 @@ class Engine:
             versions.append(version)
         self.done.append(f"install {version}")
 
+    async def export_weights(self) -> None:
+        pass
+
     async def pause(self) -> None:
         self.done.append("pause")
 
