@@ -6,7 +6,7 @@
 
 sg: without gradient. A rare token that opens a new train of thought has a large ratio after few updates; PPO's clip drops it, this
 one lets it pull with a bounded weight. With `train.old: rollout` R is the correction for staleness as well, which is how ScaleRL
-(arXiv:2510.13786) uses it.
+(arXiv:2510.13786, eq. 4) uses it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class CISPO(PolicyLoss):
         advantage_epsilon: float = 1e-6,
         **shared: Unpack[SharedOptions],
     ) -> None:
-        """By default the weight has no bound from below, as in the paper, and 5 for the one from above, as in ScaleRL.
+        """By default the weight has no bound from below, as in the paper, and 5 for the one from above, which the paper does not
+        say: ScaleRL found 4, 5 and 8 alike (appendix A.17).
 
         Raises `UserError` if an option lies outside its range.
         """

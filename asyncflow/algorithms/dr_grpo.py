@@ -1,4 +1,4 @@
-"""Dr. GRPO, GRPO done right: without the two divisions that favour some responses over others (arXiv:2503.20783, section 3.2).
+"""Dr. GRPO, GRPO done right: without two divisions that favour some responses over others (arXiv:2503.20783v2, section 3.2).
 
     surrogate   min(R A, clip(R, 1 - clip_low, 1 + clip_high) A)     R = pi_theta / pi_old, token by token
     A           r - mean r, over the group: not divided by its standard deviation

@@ -27,7 +27,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def group_advantages(rewards_R: Array, epsilon: float) -> Array:
-    """A_i = (r_i - mean r) / (std r + epsilon) over one group (PA 1).
+    """A_i = (r_i - mean r) / (std r + epsilon) over one group (PA 1; GRPO, arXiv:2402.03300, section 4.1.2).
 
     rewards_R float32 [R] -> float32 [R]. `std` is the sample's, which divides by R - 1: PA does not say, TRL and verl do so.
     A group whose rewards are all equal, or of one row, has nothing to compare: its advantages are exactly 0, and its tokens
@@ -77,7 +77,8 @@ def overlong_penalty(lengths_R: Array, longest: int, buffer: int) -> Array:
 def sampled_divergence(ref_logprobs_L: Array, logprobs_L: Array, mask_L: Array, estimator: Estimator) -> Array:
     """The estimate of KL(policy || reference) of each token of a response that the policy drew, float64 [L], 0 where the mask is.
 
-    As `k1_divergence` and its neighbours with log s = ref_logprobs - logprobs, outside of torch, for a KL term in the reward.
+    As `k1_divergence` and its neighbours with log s = ref_logprobs - logprobs, outside of torch, for a KL term in the reward (k1:
+    arXiv:1909.08593, eq. 2; token by token, arXiv:2402.03300, eq. 2).
     """
     log_s_L = np.where(mask_L > 0, ref_logprobs_L.astype(np.float64) - logprobs_L, 0.0)
     if estimator == "k1":
@@ -94,9 +95,12 @@ def returns_to_go(reward: float, penalty_L: Array) -> Array:
 
 
 def generalised_advantages(rewards_L: Array, values_L: Array, mask_L: Array, discount: float, decay: float) -> tuple[Array, Array]:
-    """Advantages and returns of one response, float32 [L]: generalised advantage estimation (arXiv:1506.02438, eq. 11, 12, 16).
+    """Advantages and returns of one response, float32 [L]: generalised advantage estimation (arXiv:1506.02438, eq. 16).
 
         delta_t = r_t + discount V_t+1 - V_t      A_t = delta_t + discount decay A_t+1      G_t = A_t + V_t
+
+    The sum ends with the response, as in PPO (arXiv:1707.06347, eq. 11 and 12); G_t is that of its authors' code (baselines, ppo1
+    and ppo2).
 
     t goes over the masked tokens alone, as if no others were there: these have 0. After the last one nothing is expected (V = 0),
     also where the length limit ended the response: it is not generated further, so nothing more will be rewarded. `values_L` and
@@ -151,13 +155,16 @@ def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> Ten
 
 
 def clipped_surrogate(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """L = min(R A, clip(R, 1 - clip_low, 1 + clip_high) A) of each token (PA 2), float32 [T]: to be maximised."""
+    """L = min(R A, clip(R, 1 - clip_low, 1 + clip_high) A) of each token (PA 2), float32 [T]: to be maximised.
+
+    PPO (arXiv:1707.06347, eq. 7); with two bounds DAPO (arXiv:2503.14476, eq. 10).
+    """
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     return (ratio_T * advantages_T).minimum(clipped_T * advantages_T)
 
 
 def is_clipped(ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """bool [T]: where the surrogate is the clipped one, so that the token has no gradient."""
+    """bool [T]: where the surrogate is the clipped one, so that the token has no gradient (1 - M of arXiv:2506.13585, eq. 7)."""
     return ((advantages_T > 0) & (ratio_T > 1 + clip_high)) | ((advantages_T < 0) & (ratio_T < 1 - clip_low))
 
 
@@ -191,7 +198,8 @@ def k2_divergence(log_s_T: Tensor) -> Tensor:
 
 
 def k3_divergence(log_s_T: Tensor) -> Tensor:
-    """s - log s - 1 >= 0 of each token (PA 3), float32 [T]: the "k3" estimator, unbiased and never negative.
+    """s - log s - 1 >= 0 of each token (PA 3), float32 [T]: the "k3" estimator, unbiased and never negative (Schulman, as above; in
+    GRPO's loss, arXiv:2402.03300, eq. 4).
 
     With tokens drawn from q and s = p / q it estimates KL(q || p). The expectation of its gradient is that of KL(p || q), the
     other way round, which agrees with KL(q || p)'s to first order (arXiv:2510.01555).
@@ -200,7 +208,8 @@ def k3_divergence(log_s_T: Tensor) -> Tensor:
 
 
 def sequence_weights(mask_T: Tensor, row_T: Tensor, row_tokens_R: Tensor) -> Tensor:
-    """1 / |o_i| for each token of response i, |o_i| counting its masked tokens (PA 3), float32 [T], and 0 where the mask is.
+    """1 / |o_i| for each token of response i, |o_i| counting its masked tokens, float32 [T], and 0 where the mask is (PA 3; GRPO,
+    arXiv:2402.03300, eq. 3).
 
     Divided by the number of responses of a step this is the mean over responses of the mean over each one's tokens.
     """
@@ -234,7 +243,8 @@ def value_error(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, clip:
     """1/2 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) of each token, float32 [T], and bool [T], where V has moved
     by more than `clip` and the second is the larger, so that there is no gradient. Without `clip` the first alone.
 
-    The value clipping of PPO's first implementation (baselines' ppo2; arXiv:2005.12729, section 3): like the ratio's, pessimistic.
+    The value clipping is not in PPO's paper but in its authors' code (baselines, ppo2; arXiv:2005.12729, section 3): like the
+    ratio's, pessimistic.
     """
     error_T = (values_T - returns_T) ** 2
     if clip is None:
@@ -261,7 +271,8 @@ def is_outside(ratio_T: Tensor, low: float, high: float) -> Tensor:
 
 
 def truncated(ratio_T: Tensor, high: float) -> Tensor:
-    """min(rho, high), float32 [T]: truncated importance sampling (Ionides 2008; rho_t of V-trace, arXiv:1802.01561, eq. 1).
+    """min(rho, high), float32 [T]: truncated importance sampling (Ionides 2008; rho_t of V-trace, arXiv:1802.01561, section 4.1,
+    below eq. 1).
 
     The bound on the weight bounds the variance; the price is a bias towards pi_rollout where rho exceeds it.
     """
@@ -270,7 +281,7 @@ def truncated(ratio_T: Tensor, high: float) -> Tensor:
 
 def masked(ratio_T: Tensor, low: float, high: float) -> Tensor:
     """rho where it lies in [low, high], else 0, float32 [T]: masked importance sampling (for tokens: IcePop's M,
-    arXiv:2510.18855v2, section 2.3.2).
+    arXiv:2510.18855v2, eq. 2).
 
     A token that one of the two policies finds far likelier than the other does teaches nothing, in either direction.
     """

@@ -1,10 +1,10 @@
-"""GRPO: group-relative advantages, a clipped ratio, and optionally a KL term to a frozen reference (PA 1-3; arXiv:2402.03300).
+"""GRPO: group-relative advantages, a clipped ratio, and optionally a KL term to a frozen reference (PA 1-3).
 
     surrogate   min(R A, clip(R, 1 - clip_low, 1 + clip_high) A)     R = pi_theta / pi_old, token by token
     A           (r - mean r) / (std r + advantage_epsilon), over the group
 
-DeepSeekMath's own normaliser is `sequences`, each response's mean; the default here is `tokens`. KL, normalisers, entropy and
-importance weights: policy_loss.py.
+DeepSeekMath's (arXiv:2402.03300: loss eq. 3, KL term eq. 4, A in section 4.1.2) has the normaliser `sequences`, each response's
+mean; the default here is `tokens`. KL, normalisers, entropy and importance weights: policy_loss.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""PPO with a critic: a learned value of every token in the place of a group's mean (arXiv:1707.06347; language models: 1909.08593).
+"""PPO with a critic: a learned value of every token in the place of a group's mean (arXiv:1707.06347).
 
-    surrogate   min(R A, clip(R, 1 - clip_low, 1 + clip_high) A)     R = pi_theta / pi_old, token by token
+    surrogate   min(R A, clip(R, 1 - clip_low, 1 + clip_high) A), eq. 7     R = pi_theta / pi_old, token by token
     A           generalised advantages of the tokens' rewards and values: functional.generalised_advantages
-    rewards     the response's, with its last token; less the KL term of each token, if there is one (`kl_place: reward`)
+    rewards     the response's, with its last token; less the KL term of each token, if there is one (`kl_place: reward`):
+                arXiv:1909.08593, eq. 2
     critic      1/2 (V - G)^2 with G = A + V_old, clipped around V_old by `value_clip`
 
 As six tasks on the queue: rollout, reference (where there is a KL term), values, reward, training, critic_update. The critic is a

@@ -1,4 +1,4 @@
-"""REINFORCE++: no critic and no group, but advantages normalised over the whole batch (arXiv:2501.03262).
+"""REINFORCE++: no critic and no group, but advantages normalised over the whole batch (arXiv:2501.03262v9, eq. 4 to 8).
 
     surrogate   min(R A, clip(R, 1 - clip_low, 1 + clip_high) A)     R = pi_theta / pi_old, token by token
     A           (G - mean G) / (std G + advantage_epsilon), over all masked tokens of the step

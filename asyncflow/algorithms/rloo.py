@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE with the other responses of the group for a baseline (arXiv:2402.14740; Kool et al. 2019).
+"""RLOO: REINFORCE with the group's other responses for a baseline (arXiv:2402.14740v2, section 2.3; Kool et al. 2019).
 
     surrogate   min(R A, clip(R, 1 - clip_low, 1 + clip_high) A)     R = pi_theta / pi_old, token by token
     A           r - the mean reward of the group's other responses
