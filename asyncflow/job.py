@@ -121,7 +121,7 @@ class Job:
         )
         driver.serve("scaling", self.scaling)
         patience = config.checkpoint.stop_grace_seconds
-        self._rescue = Rescue(life.weights_dir, driver.board, driver.hub, lambda: life.has_saved, patience)
+        self._rescue = Rescue(life.weights_dir, driver.board, driver.hub, lambda: life.has_saved, patience, listener.says)
         driver.serve("rescue", self._rescue)
         self.driver = driver
         await driver.transfer_queue.open()

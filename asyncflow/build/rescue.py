@@ -2,8 +2,8 @@
 
     rollout worker: give_back --wants; write, a piece after another; ended--> driver: Rescue --file--> Life: the run's model
 
-Without staleness new weights are written over the only published file (weight_sync/files.py), and `collective` and `network` leave
-none on the driver's machine. Whoever generates by a version has it, too: in the rollout engine's own dtype.
+Without staleness new weights are written over the only published file (weight_sync/files.py), and a trainer on another machine has
+its files there. Whoever generates by a version has it, too: in the rollout engine's own dtype.
 
 consumes: what an engine exports
 waits for: the trainers' end, `seconds` at most: until then they may save the model themselves
@@ -37,10 +37,13 @@ _PIECE_BYTES: Final = 4 << 20
 class Rescue:
     """The driver's service. `published`: the newest weights' file and version, once they have been given back."""
 
-    def __init__(self, folder: Path, board: Board, hub: Hub, has_saved: Callable[[], bool], seconds: float) -> None:
+    def __init__(
+        self, folder: Path, board: Board, hub: Hub, has_saved: Callable[[], bool], seconds: float, says: Callable[[str], None]
+    ) -> None:
         """`folder`: for the weights, private, in memory. `has_saved()`: whether the trainer has saved the model after all."""
         self.published: Manifest | None = None
         self._folder, self._board, self._hub, self._has_saved, self._seconds = folder, board, hub, has_saved, seconds
+        self._says = says
         self._files: dict[int, int] = {}  # of versions that are on their way, descriptors
         self._newest = 0
 
@@ -58,11 +61,14 @@ class Rescue:
         if version <= self._newest or self._has_saved():
             return False
         self._newest = version  # of two workers with the same version, one is enough
-        for unfinished in self._folder.glob(f"{PATTERN}.tmp"):  # what was being written: nobody can use it, and it takes room
-            unfinished.unlink()
-        fd = os.open(self._path(version), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._files[version] = fd
-        await asyncio.to_thread(os.posix_fallocate, fd, 0, num_bytes)
+        try:
+            for unfinished in self._folder.glob(f"{PATTERN}.tmp"):  # what was being written: nobody can use it, and it takes room
+                unfinished.unlink()
+            self._files[version] = fd = os.open(self._path(version), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            await asyncio.to_thread(os.posix_fallocate, fd, 0, num_bytes)
+        except OSError as error:
+            self._says(f"there is no room in {self._folder} for the weights that rollout workers have left: {error.strerror}")
+            return False
         return True
 
     @remote

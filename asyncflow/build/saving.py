@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import Awaitable, Callable
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -43,6 +45,7 @@ from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import remote
 from asyncflow.types import Array, Batch, Ragged, RunError, Values
 from asyncflow.weight_sync.base import Manifest
+from asyncflow.weight_sync.files import held
 from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.evaluation import HeldOut
@@ -50,6 +53,8 @@ from asyncflow.workflows.ledger import Ledger
 from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
+
+_COPIED_BYTES: Final = 1 << 20  # at once
 
 
 def checkpoints_of(config: Config) -> Checkpoints:
@@ -276,8 +281,7 @@ class Saving:
             self._saved = version
             folder, older = self._checkpoints.partial(version), {}
             if self._is_first:
-                for manifest in await self._saves.begin(version):
-                    older[manifest.version] = await asyncio.to_thread(_bytes_of, manifest)
+                older = {manifest.version: held(manifest) for manifest in await self._saves.begin(version)}
             is_written = await self._engine.save_state(folder / self._part)
         self._writing = asyncio.ensure_future(self._written(version, folder, is_written, older))
 
@@ -287,7 +291,7 @@ class Saving:
             await self._writing
             self._writing = None
 
-    async def _written(self, version: int, folder: Path, is_written: Any, older: dict[int, bytes]) -> None:
+    async def _written(self, version: int, folder: Path, is_written: Any, older: dict[int, BinaryIO | None]) -> None:
         why = ""
         try:
             await is_written
@@ -338,13 +342,10 @@ def _copied(batch: Batch) -> Batch:
     return Batch(batch.indices.copy(), batch.groups.copy(), columns)
 
 
-def _bytes_of(manifest: Manifest) -> bytes:
-    """A published version's file, before it is written over; nothing where weights are simulated."""
-    return Path(manifest.address).read_bytes() if manifest.address else b""
-
-
-def _write_all(folder: Path, versions: dict[int, bytes]) -> None:
-    for version, content in versions.items():
+def _write_all(folder: Path, versions: dict[int, BinaryIO | None]) -> None:
+    """Copy versions that are held (None: weights are simulated) to the disk, and let go of them."""
+    for version, source in versions.items():
         path = folder / version_file(version)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        with source or BytesIO() as content, path.open("wb") as target:
+            shutil.copyfileobj(content, target, _COPIED_BYTES)

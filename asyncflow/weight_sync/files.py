@@ -22,6 +22,7 @@ import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -212,6 +213,18 @@ class FileReader:
         finally:
             if fd >= 0:
                 os.close(fd)
+
+
+def held(manifest: Manifest) -> BinaryIO | None:
+    """A retained version's file, from its beginning, which nobody writes over until it is closed. None where weights are simulated.
+
+    Raises `OSError` if it is not there, or is being written over.
+    """
+    if not manifest.address:
+        return None
+    file = Path(manifest.address).open("rb")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
 
 
 def make_private(directory: Path) -> None:

@@ -28,6 +28,7 @@ from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import ServerLost
 from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.registry import build
+from asyncflow.types import TensorSpec
 from tests.conftest import MODEL
 from tests.vllm.servers import VLLM_PYTHON, fake_python, server_options
 
@@ -304,6 +305,22 @@ async def test_a_version_may_be_installed_again_with_other_weights(opened: Opene
         await engine.install(1, changed(0.05))
         assert_same((await responses(engine))[0], one)
     assert not np.array_equal(one.logprobs, other.logprobs) and other.version_spans.tolist() == [[0, 1]]
+
+
+async def test_what_is_installed_comes_back(opened: Opened) -> None:
+    """To the bit, in the engine's dtype, tensor by tensor as the specs say."""
+    async with opened(dtype="float32") as engine:
+        for version, shift in ((1, 0.05), (2, 0.5)):
+            if version == 2:
+                await engine.prepare(version, changed(shift))
+            await engine.install(version, changed(shift))
+            source = await engine.export_weights()
+            assert source is not None
+            tensors = {name: tensor.clone() async for name, tensor in source.tensors()}
+            assert {name: TensorSpec.of(tensor) for name, tensor in tensors.items()} == dict(source.specs)
+            expected = changed(shift)
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("wrong", ["missing", "shape", "dtype", "unknown"])

@@ -281,11 +281,13 @@ class VllmEngine:
         await self._begin()
         async with self._one_by_one:
             self._check_open()
-            if self._weights.prepared != version:
-                await self._weights.prepare(version, tensors)
             self._servers.close_gates()
-            try:
-                self._weights.take_prepared()  # from here on a server that comes back is given this version
+            try:  # from here on a server that comes back is given this version
+                if self._weights.prepared == version:
+                    self._weights.take_prepared()
+                else:
+                    async with self._servers.unchanged():
+                        await self._weights.write_over(version, tensors)
                 await self._servers.everywhere(self._update, opens=not self._is_paused)
             finally:
                 if not self._is_paused:

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
@@ -291,6 +292,10 @@ class Instance:
             log.warning("%s", error)
         self.error = RunError(f"{self.host.name} was lost {why}")
         log.error("%s", self.error)
+
+    def unchanged(self) -> AbstractAsyncContextManager[None]:
+        """Nobody changes the server's state meanwhile."""
+        return self._lock
 
     async def change(self, call: Call, update: Call) -> None:
         """`call(client)` while nobody else changes the server's state; where it fails the server is lost.

@@ -10,8 +10,9 @@ is unblocked by: one that has come back, and the last one's being given up
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 from asyncflow.engines.rollout.vllm_client import VllmClient
@@ -97,6 +98,14 @@ class Servers:
                 instance.gate.set()
 
         await asyncio.gather(*(one(instance) for instance in self.instances))
+
+    @contextlib.asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """No server's state is changed meanwhile, and none is brought up."""
+        async with contextlib.AsyncExitStack() as stack:
+            for instance in self.instances:
+                await stack.enter_async_context(instance.unchanged())
+            yield
 
     def close_gates(self) -> None:
         """No sample begins, until each gate is opened."""

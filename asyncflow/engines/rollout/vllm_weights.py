@@ -9,6 +9,7 @@ and an instance that is started again can have it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import mmap
@@ -30,7 +31,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ServerWeights:
-    """The version that the servers are to have, and the one that is to come next, each in a file."""
+    """The version that the servers are to have, and, where it is prepared beside generation, the one that is to come next, each in
+    a file."""
 
     def __init__(self, model_path: Path, dtype: str, version: int) -> None:
         """`version` is that of the model's own files, which servers start from, and in no file here before `hold`."""
@@ -62,6 +64,23 @@ class ServerWeights:
         self.prepared = None
         await self._thread.run(write)
         self.prepared = version
+
+    async def write_over(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors of the version that servers are to have next over those that they have, while none reads them.
+
+        Ends with the copy, also where it is cancelled. Raises `ValueError`, changing nothing, for what the model does not take.
+        """
+
+        def write() -> None:
+            checked = check_tensors(tensors, self._shapes, ties_head=self._ties_head)
+            self._file.write(version, checked)
+            self.version, self._is_in_file = version, True
+
+        writing = asyncio.ensure_future(self._thread.run(write))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            await asyncio.wait([writing])
 
     def take_prepared(self) -> None:
         """From here on the servers are to have the next version."""

@@ -15,7 +15,7 @@ import pytest
 
 from asyncflow.types import Array
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
-from asyncflow.weight_sync.files import FileReader, VersionFiles
+from asyncflow.weight_sync.files import FileReader, VersionFiles, held
 
 NUM_BYTES = 4096
 
@@ -57,6 +57,21 @@ def test_while_a_version_is_written_there_is_none_that_is_not_whole(tmp_path: Pa
         else:
             assert np.all(np.fromfile(path, np.uint8) == version) and files.get(version) is not None
         assert not (tmp_path / "w" / f"weights-{version + 1}.safetensors").exists() and files.get(version + 1) is None
+
+
+def test_a_version_that_a_checkpoint_copies_stays_until_it_has(tmp_path: Path) -> None:
+    files = VersionFiles(tmp_path / "w", 2, 10.0)
+    copied = held(Manifest("first", 0, str(write(files, 0)), "", NUM_BYTES, {}))
+    assert copied is not None
+    for version in (1, 2, 3):
+        write(files, version)
+    assert copied.read() == bytes(NUM_BYTES) and len(named(tmp_path / "w")) == 2
+    copied.close()
+    oldest = Manifest("first", 2, str(tmp_path / "w" / "weights-2.safetensors"), "", NUM_BYTES, {})
+    files.begin(4, NUM_BYTES)
+    with pytest.raises(OSError):
+        held(oldest)
+    assert held(Manifest("first", 0, "", "", NUM_BYTES, {})) is None
 
 
 def test_a_version_that_is_written_again_costs_no_other(tmp_path: Path) -> None:

@@ -179,6 +179,8 @@ def test_install_equals_a_fresh_load_and_converts_dtypes(saved: tuple[PreTrained
         assert all(torch.equal(a, b) for a, b in zip(after, teacher_forced(fresh, prompts, responses), strict=True))
         assert not torch.equal(after[0], before[0])
         assert pointers == places(changed)
+        for name in changed.shapes:
+            assert torch.equal(changed.installed(name), other[name].to(dtype)), name
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -297,6 +297,45 @@ async def test_a_killed_server_is_started_again_with_the_current_weights(
         assert [i.outstanding_tokens for i in engine.instances] == [0] * instances
 
 
+async def test_without_staleness_there_is_one_version_in_memory(model: Path, python: str) -> None:
+    """What is not prepared is written over the last version, which no server reads meanwhile, not one that comes back either."""
+    async with opened(model, python) as engine:
+        for version in (1, 2):
+            await engine.install(version, changed(0.1 * version))
+        weights = engine._weights
+        assert weights.file is not None and weights.file.version == weights.version == 2
+        assert os.fstat(weights.next_file._fd).st_size == 0
+        lock, fd = engine.instances[0].unchanged(), weights.file._fd
+        async with lock:
+            installing = asyncio.create_task(engine.install(3, changed(0.3)))
+            await asyncio.sleep(0.1)
+            assert weights.file.version == weights.version == 2  # which somebody reads
+        await installing
+        assert weights.file.version == weights.version == 3 and weights.file._fd == fd
+        await engine.prepare(4, changed(0.4))
+        assert weights.file.version == 3 and weights.next_file.version == 4
+        await engine.install(4, changed(0.4))
+        assert weights.file.version == weights.version == 4 and weights.file._fd != fd
+
+
+async def test_a_cancelled_install_leaves_a_whole_version(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(model, python) as engine:
+        await engine.install(1, changed(0.1))
+        write = WeightsFile.write
+
+        def slow(file: WeightsFile, version: int, tensors: Any) -> None:
+            time.sleep(0.3)
+            write(file, version, tensors)
+
+        monkeypatch.setattr(WeightsFile, "write", slow)
+        installing = asyncio.create_task(engine.install(2, changed(0.2)))
+        await asyncio.sleep(0.1)
+        installing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await installing
+        assert engine._weights.file is not None and engine._weights.file.version == engine._weights.version == 2
+
+
 async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_with_the_version(model: Path, python: str) -> None:
     async with opened(model, python) as engine:
         (instance,) = engine.instances

@@ -1,0 +1,111 @@
+"""Who is asked for weights at a run's end, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asyncflow.build.rescue import Rescue, give_back
+from asyncflow.engines.base import RolloutEngine
+from asyncflow.telemetry.hub import Hub
+from asyncflow.types import HeldWeights
+from asyncflow.weight_sync.base import Manifest
+from asyncflow.workflows.board import Board
+
+TENSORS = {"b": torch.arange(3 << 20).to(torch.bfloat16), "a": torch.rand(5, 7), "c": torch.tensor(3.0)}
+
+
+class World:
+    """A run at its end: `trainers` are connected, `file` is where its newest version 7 was published."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.trainers, self.has_saved, self.said = folder / "weights-7.safetensors", 1, False, list[str]()
+        board = SimpleNamespace(newest=Manifest("first", 7, str(self.file), "", 7, {}))
+        self.rescue = Rescue(folder, cast(Board, board), cast(Hub, self), lambda: self.has_saved, 5.0, self.said.append)
+
+    @property
+    def states(self) -> Mapping[str, None]:
+        return {f"trainer/{number}": None for number in range(self.trainers)} | {"rollout/0": None}
+
+    async def have_left(self, names: str, seconds: float) -> bool:
+        assert names == "trainer/" and seconds == 5.0
+        for _ in range(10):
+            if not self.trainers:
+                return True
+            await asyncio.sleep(0.01)
+        return False
+
+
+def engine(tensors: Mapping[str, Tensor] | None = TENSORS) -> RolloutEngine:
+    async def export_weights() -> HeldWeights | None:
+        return None if tensors is None else HeldWeights(tensors)
+
+    return cast(RolloutEngine, SimpleNamespace(export_weights=export_weights))
+
+
+async def test_a_version_that_is_nowhere_else_is_given_back_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    unfinished = tmp_path / "weights-8.safetensors.tmp"
+    unfinished.write_bytes(b"half")
+    assert not world.rescue.is_needed()  # the trainer may yet save it
+    world.trainers = 0
+    assert world.rescue.is_needed()
+    await asyncio.gather(*(give_back(world.rescue, engine(), 7) for _ in range(3)))
+    published = world.rescue.published
+    assert published is not None and published.version == 7 and published.num_bytes == Path(published.address).stat().st_size
+    given = load_file(published.address)
+    assert given.keys() == TENSORS.keys() and all(torch.equal(given[name], TENSORS[name]) for name in TENSORS)
+    assert not unfinished.exists() and len(list(tmp_path.iterdir())) == 1 and not world.said
+
+
+async def test_the_newest_of_several_counts_whoever_comes_first(tmp_path: Path) -> None:
+    for versions in ((6, 7), (7, 6)):
+        folder = tmp_path / str(versions[0])
+        folder.mkdir()
+        world = World(folder)
+        world.trainers = 0
+        for version in versions:
+            await give_back(world.rescue, engine(), version)
+        assert world.rescue.published is not None and world.rescue.published.version == 7
+
+
+async def test_nobody_is_asked_for_what_is_there_or_may_be_saved(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await give_back(world.rescue, engine(), 7)  # the trainers do not end
+    world.trainers, world.has_saved = 0, True
+    await give_back(world.rescue, engine(), 7)
+    world.has_saved = False
+    await give_back(world.rescue, engine(None), 7)  # an engine that cannot say
+    await give_back(world.rescue, engine(), 0)  # the run's own files
+    world.file.write_bytes(b"whole")
+    assert not world.rescue.is_needed()
+    await give_back(world.rescue, engine(), 7)
+    assert world.rescue.published is None and list(tmp_path.iterdir()) == [world.file]
+
+
+async def test_where_there_is_no_room_it_is_said_and_what_ends_early_does_not_count(tmp_path: Path) -> None:
+    class Breaks(HeldWeights):
+        async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+            yield "a", TENSORS["a"]
+            raise RuntimeError("the engine is gone")
+
+    async def export_weights() -> Any:
+        return Breaks(TENSORS)
+
+    world = World(tmp_path)
+    world.trainers = 0
+    broken = asyncio.create_task(give_back(world.rescue, cast(RolloutEngine, SimpleNamespace(export_weights=export_weights)), 7))
+    assert isinstance((await asyncio.gather(broken, return_exceptions=True))[0], RuntimeError)
+    assert world.rescue.published is None
+    world.rescue.close()
+    full = World(tmp_path / "not there")
+    full.trainers = 0
+    await give_back(full.rescue, engine(), 7)
+    assert full.rescue.published is None and "no room" in full.said[0]
