@@ -24,6 +24,7 @@ import msgspec
 from asyncflow.build.driver import Driver
 from asyncflow.build.fleet import rollout_worker, workers
 from asyncflow.build.life import Life
+from asyncflow.build.parts import advice
 from asyncflow.build.prepare import Prepared, prepare
 from asyncflow.build.prompts import left_out_lines, source_of, tokenize
 from asyncflow.build.record import Told
@@ -102,7 +103,8 @@ class Job:
             return
         assert life.weights_dir is not None
         self._prepared = prepared = begun.prepared
-        for line in left_out_lines(config, prepared.num_left_out, (len(prepared.prompts), len(prepared.held_out))):
+        num_kept = len(prepared.prompts), len(prepared.held_out)
+        for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *advice(config)]:
             listener.says(line)
         told = Told(listener.group, self._on_step, self._on_evaluation, listener.says)
         driver = Driver(config, begun.prepared, told, begun.resumed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -259,3 +259,12 @@ def reward_pool(config: Config, name: str) -> RewardPool:
         prompt_column=config.data.prompt_column,
         prompt_template=config.data.prompt_template,
     )
+
+
+def advice(config: Config) -> Iterator[str]:
+    """What is said of a configuration that works, and does not do what it is for."""
+    if config.schedule.name == "sub_step" and config.rollout.num_workers == 1:
+        yield (
+            "schedule=sub_step lets rollout workers change their weights in turn, and there is one: nothing is generated while it "
+            "changes; set rollout.num_workers=2 or more"
+        )

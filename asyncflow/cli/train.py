@@ -68,7 +68,7 @@ def _run_rank(config: Config, arguments: Sequence[str]) -> int:
 
 async def _dry_run(config: Config) -> None:
     from asyncflow.build.memory import Shapes, lines
-    from asyncflow.build.parts import num_devices, shape_of
+    from asyncflow.build.parts import advice, num_devices, shape_of
     from asyncflow.build.prepare import SHAPES, check_shapes, prepare
     from asyncflow.build.prompts import left_out_lines
     from asyncflow.model_folder import read_json
@@ -93,6 +93,8 @@ async def _dry_run(config: Config) -> None:
         print(f"data       {line}")
     if line := _correction(config):
         print(f"staleness  {line}")
+    for line in advice(config):
+        print(f"advice     {line}")
     print(f"each step  {config.train.prompts_per_step} prompts x {config.rollout.group_size} responses = {rows} rows")
     if (shape := shape_of(config)).max_candidates:
         print(f"           with rewards that vary, of {shape.prompts_at_first} at first and {shape.max_candidates} at most")

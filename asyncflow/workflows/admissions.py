@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncflow.types import Array, Batch, GroupMeta, Ragged, RunError, Values
+from asyncflow.types import Array, Batch, GroupMeta, Interval, Ragged, RunError, Values
 from asyncflow.workflows.ledger import Candidates, num_to_admit
 from asyncflow.workflows.samples import Prompt, Shape, admission
 from asyncflow.workflows.schedule import Schedule
@@ -59,17 +59,19 @@ class Admissions:
             known = {name: values for name, values in rows.columns.items() if name in columns}
             rows = Batch(rows.indices, rows.groups, known)
         self._rows = rows
+        self._begun = set() if rows is None else set((rows.indices >> shape.group_bits).tolist())
 
     @property
     def waiting(self) -> dict[int, dict[int, Prompt]]:
         """The prompts of steps of an earlier life that are not admitted again yet."""
         return dict(self._steps)
 
-    def step(self, step: int) -> tuple[list[GroupMeta], Batch]:
-        """The groups of a step, and the columns that they come with."""
+    def step(self, step: int, num_newest: int = 0) -> tuple[list[GroupMeta], Batch]:
+        """The groups of a step, and the columns that they come with. The last `num_newest`, as far as they have no rows, are for
+        version `step` alone."""
         first, size = step * self._shape.numbers_per_step, self._shape.prompts_at_first
         groups = self._steps.pop(step, None) or dict(zip(range(first, first + size), self._source.take(size), strict=True))
-        return self._admitted(step, groups)
+        return self._admitted(step, groups, num_newest)
 
     def more(self, step: int, candidates: Candidates) -> tuple[list[GroupMeta], Batch]:
         """More of them for a step that lacks some. Raises `RunError` when it may have no more."""
@@ -89,10 +91,13 @@ class Admissions:
         """The prompts of these groups are the next ones to be taken."""
         self._source.put_back([self.prompts.pop(group) for group in sorted(surplus)])
 
-    def _admitted(self, step: int, groups: Mapping[int, Prompt]) -> tuple[list[GroupMeta], Batch]:
+    def _admitted(self, step: int, groups: Mapping[int, Prompt], num_newest: int = 0) -> tuple[list[GroupMeta], Batch]:
         self.prompts |= groups
         self._next = max(groups) + 1
-        metas = [GroupMeta(group, self._shape.group_size, step, self._schedule.interval(step)) for group in groups]
+        allowed = self._schedule.interval(step)
+        newest = {*sorted(groups)[len(groups) - num_newest :]} - self._begun
+        intervals = {group: Interval(step, allowed.high) if group in newest else allowed for group in groups}
+        metas = [GroupMeta(group, self._shape.group_size, step, interval) for group, interval in intervals.items()]
         batch = admission(metas, [*groups.values()], [self._shape.temperature] * len(groups))
         return metas, batch if self._rows is None else self._with_rows(batch, self._rows)
 

@@ -59,6 +59,10 @@ class EvaluationPlan(Protocol):
         """Whether this version is evaluated, and has not been yet."""
         ...
 
+    def is_planned(self, version: int) -> bool:
+        """Whether this version is evaluated, has it been yet or not."""
+        ...
+
     def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]:
         """The evaluation's groups, their prompts and temperatures."""
         ...
@@ -118,7 +122,9 @@ async def feed(
             continue
         if not await ledger.may_admit(step):
             return
-        metas, batch = admissions.step(step)  # 4: take B prompts
+        # Not behind an evaluation of the version before: that would hold the step up.
+        num_newest = 0 if evaluation.is_planned(step - 1) else ledger.num_newest(shape.prompts_at_first, shape.group_size)
+        metas, batch = admissions.step(step, num_newest)  # 4: take B prompts
         await ledger.open(metas)
         ledger.begun(admissions.begun(batch))
         await queue.put(metas, batch, row_bytes=shape.row_bytes)

@@ -22,6 +22,9 @@ class Periodic:
         # One step ahead of those that may be generated, so that its prompts lie ready when the weights for them arrive.
         return step <= progress.committed + self.max_staleness + 1
 
+    def num_newest(self, num_groups: int, group_size: int, progress: Progress) -> int:
+        return 0
+
     def may_start(self, task: str, step: int, progress: Progress) -> bool:
         return True
 

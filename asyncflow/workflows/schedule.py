@@ -85,6 +85,10 @@ class Schedule(Protocol):
         """Whether the step's prompts may enter the queue."""
         ...
 
+    def num_newest(self, num_groups: int, group_size: int, progress: Progress) -> int:
+        """Of the groups of a step that is admitted, how many (the last ones) are kept for its own version from an older one."""
+        ...
+
     def may_start(self, task: str, step: int, progress: Progress) -> bool:
         """Whether a task behind rollout (`train`, or one before it) may begin on the step."""
         ...

@@ -5,7 +5,9 @@ generation never stops everywhere, and part of each batch is made by the newest 
 may always begin: where training is the faster half, nothing ever lies ready for it, and weights would never change. The second to
 the k-th begin only while as many rows as a watermark lie ready for training.
 
-All W workers change within a step if W / k rounds of `install_seconds` fit into `step_seconds`: k >= W * swap / step.
+Where training is the slower half, version s - 1 would make all of step s before there is anything newer. So if a step is admitted
+while no more than a share of the one before is left to generate, the last of its prompts, as large a share, are kept for version s
+(`newest_share`): training has the others meanwhile.
 """
 
 from __future__ import annotations
@@ -25,18 +27,29 @@ class SubStep(Periodic):
 
     max_staleness = 1
 
-    def __init__(self, *, max_installing: int | None = None, watermark_rows: int = 1) -> None:
+    def __init__(self, *, max_installing: int | None = None, watermark_rows: int = 1, newest_share: float = 0.4) -> None:
         """`max_installing`: k; by default it follows from what installations and steps have taken. `watermark_rows`: how many must
-        lie ready for training before another worker changes beside one that does. Raises `UserError`."""
+        lie ready for training before another worker changes beside one that does. `newest_share`: of a step's prompts, kept for
+        the newest version where rollout waits for training. Raises `UserError`."""
         if max_installing is not None and max_installing < 1:
             raise UserError(f"schedule.max_installing must be 1 or more, or nobody ever gets new weights, but is {max_installing}.")
         if watermark_rows < 0:
             raise UserError(f"schedule.watermark_rows must be 0 or more, but is {watermark_rows}.")
-        self._max_installing, self._watermark_rows = max_installing, watermark_rows
+        if not 0 <= newest_share < 1:
+            raise UserError(
+                f"schedule.newest_share must be 0 or more and less than 1, but is {newest_share}: with all of it this is "
+                f"schedule=periodic."
+            )
+        self._max_installing, self._watermark_rows, self._newest_share = max_installing, watermark_rows, newest_share
         self._has_warned = False
 
     def interval(self, step: int) -> Interval:
         return Interval(max(0, step - 1), step)
+
+    def num_newest(self, num_groups: int, group_size: int, progress: Progress) -> int:
+        count = min(math.ceil(self._newest_share * num_groups), num_groups - 1)
+        is_ahead = progress.committed > 0 and progress.unfinished(progress.committed) <= count * group_size
+        return count if is_ahead else 0
 
     def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
         if progress.unleased(version - 1):  # an evaluation, say, that is to be of the version before

@@ -42,3 +42,12 @@ def test_prompts_that_are_left_out_are_counted(small: Callable[..., dict[str, An
     assert "data       6 prompts to train on, 1 held out" in command.stdout
     assert "data       3 of 9 prompts have more than data.max_prompt_tokens = 12 tokens: left out" in command.stdout
     assert "data       3 of 4 held-out prompts have more than" in command.stdout
+
+
+@pytest.mark.parametrize(("schedule", "workers", "is_said"), [("sub_step", 1, True), ("sub_step", 2, False), ("delayed", 1, False)])
+def test_a_mode_that_one_worker_cannot_give_what_it_is_for_is_advised_against(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, schedule: str, workers: int, is_said: bool
+) -> None:
+    config = write_config(tmp_path, small(schedule=schedule, rollout={"num_workers": workers}))
+    done = run_command("train", config, "--dry-run")
+    assert done.returncode == 0 and ("set rollout.num_workers=2 or more" in done.stdout) is is_said, done.stdout + done.stderr

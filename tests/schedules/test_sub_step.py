@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
+
 from asyncflow.cluster.faults import Faults, Hangs
 from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.simulation.run import NO_FAULTS, Simulated, simulate
 
-COSTS = Costs(
-    decode_step_seconds=0.02,
-    forward_backward_seconds=0.0,
-    load_seconds=0.0,
-    lengths=Lengths(prompt=16, response_median=60.0, response_sigma=0.3),
-)
+LENGTHS = Lengths(prompt=16, response_median=60.0, response_sigma=0.3)
+COSTS = Costs(decode_step_seconds=0.02, forward_backward_seconds=0.0, load_seconds=0.0, lengths=LENGTHS)
 
 
-def run_of(schedule: str, faults: Faults = NO_FAULTS) -> Simulated:
+def run_of(schedule: str, faults: Faults = NO_FAULTS, *, costs: Costs = COSTS, workers: int = 4) -> Simulated:
     config = parse(
         {
             "run": {"name": "simulated", "steps": 8},
             "model": {"path": "none"},
             "data": {"path": "generated:arithmetic"},
             "schedule": schedule,
-            "rollout": {"num_workers": 4, "num_slots": 4, "group_size": 4, "max_new_tokens": 200},
+            "rollout": {"num_workers": workers, "num_slots": 4, "group_size": 4, "max_new_tokens": 200},
             "train": {"prompts_per_step": 32},
             "telemetry": {"samples_per_step": 0},
         }
     )
-    simulated = simulate(config, costs=COSTS, faults=faults)
+    simulated = simulate(config, costs=costs, faults=faults)
     assert simulated.violations == []
     return simulated
 
@@ -43,6 +41,23 @@ def test_workers_that_change_in_turn_make_samples_of_the_newest_version() -> Non
     assert staleness(delayed) == 1.0
     assert staleness(sub_step) < 0.75
     assert sub_step.seconds < 1.05 * delayed.seconds
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_where_training_is_the_slower_half_part_of_each_batch_is_of_the_newest_version_too(workers: int) -> None:
+    costs = Costs(
+        decode_step_seconds=0.02,
+        forward_backward_seconds=0.0,
+        train_token_seconds=6e-3 / workers,
+        optim_step_seconds=0.5,
+        install_seconds=0.05,
+        load_seconds=0.0,
+        lengths=LENGTHS,
+    )
+    delayed, sub_step = (run_of(mode, costs=costs, workers=workers) for mode in ("delayed", "sub_step"))
+    assert staleness(delayed) == 1.0
+    assert [row["staleness/mean"] for step, row in sub_step.rows.items() if step > 5] == [19 / 32] * 2  # 13 of 32 prompts are kept
+    assert sub_step.seconds < 1.02 * delayed.seconds
 
 
 def test_one_that_begins_again_and_whose_weights_do_not_come_keeps_nobody_from_the_newest_version() -> None:

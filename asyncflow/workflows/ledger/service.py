@@ -73,6 +73,10 @@ class LedgerService:
         """Wait until the step's prompts may enter the queue. False: the run is stopping."""
         return await self._until(lambda: step < self._may_be_admitted and self._schedule.may_admit(step, self._progress))
 
+    def num_newest(self, num_groups: int, group_size: int) -> int:
+        """See `Schedule`: of a step that is admitted now."""
+        return self._schedule.num_newest(num_groups, group_size, self._progress)
+
     @remote
     async def may_start(self, task: str, step: int) -> bool:
         """Wait until a task behind rollout may begin on the step. False: the run is stopping.

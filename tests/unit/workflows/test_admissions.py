@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from asyncflow.data.order import SeededOrder
-from asyncflow.types import MAX_CANDIDATES, Batch, Ragged, RunError
+from asyncflow.types import MAX_CANDIDATES, Batch, Interval, Ragged, RunError
 from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.bounded import Bounded
 from asyncflow.workflows.ledger import Candidates
 from asyncflow.workflows.samples import Prompt, Shape
+from asyncflow.workflows.sub_step import SubStep
 
 SHAPE = Shape(
     prompts_per_step=2,
@@ -52,6 +53,18 @@ def test_a_step_takes_the_next_prompts_and_they_are_known_until_they_are_forgott
     assert admissions.begun(admitted[0][1]) == {}
     admissions.forget({0, 1})
     assert [*admissions.prompts] == [2, 3]
+
+
+def test_the_last_groups_of_a_step_may_be_kept_for_its_own_version() -> None:
+    """But for those that an older one has begun."""
+    shape = replace(SHAPE, prompts_per_step=4)
+    admissions = Admissions(SeededOrder(PROMPTS, seed=3), SubStep(), shape)
+    assert [meta.interval for meta in admissions.step(5)[0]] == [Interval(4, 5)] * 4
+    assert [meta.interval for meta in admissions.step(6, 3)[0]] == [Interval(5, 6)] + [Interval(6, 6)] * 3
+    steps = {3: dict(zip(range(12, 16), PROMPTS, strict=False))}
+    again = Admissions(SeededOrder(PROMPTS, seed=3), SubStep(), shape, first=3, steps=steps, rows=completed([28], [2]))
+    metas, _ = again.step(3, 2)
+    assert [(meta.group, meta.interval.low) for meta in metas] == [(12, 2), (13, 2), (14, 2), (15, 3)]
 
 
 def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() -> None:

@@ -199,6 +199,31 @@ def test_a_k_that_starves_is_said_once_and_with_what_it_would_take(caplog: pytes
         assert words in record.getMessage()
 
 
+@every_mode
+def test_only_sub_step_keeps_groups_for_the_newest_version(name: str, options: dict[str, Any]) -> None:
+    assert named(name, **options).num_newest(10, 4, Moment(committed=5)) == (4 if name == "sub_step" else 0)
+
+
+def test_part_of_a_step_is_kept_while_rollout_is_a_step_ahead() -> None:
+    schedule = SubStep(newest_share=0.4)
+    kept = [
+        schedule.num_newest(10, 2, moment)
+        for moment in (
+            Moment(),  # nothing has been trained: it is not known yet who waits for whom
+            Moment(committed=1, held=(1,) * 9),  # most of the step before is there, but not enough of it
+            Moment(committed=2, waiting=(2,) * 2, held=(2,) * 6),
+            Moment(committed=3, waiting=(4,) * 20),  # that one is generated, and only the next is not
+            Moment(committed=4, waiting=(3,) * 3, held=(4,) * 6),
+        )
+    ]
+    assert kept == [0, 0, 4, 4, 0]
+
+
+@pytest.mark.parametrize(("share", "groups", "count"), [(0.0, 10, 0), (0.1, 10, 1), (1 / 3, 128, 43), (0.9, 2, 1), (0.4, 1, 0)])
+def test_at_least_the_share_is_kept_and_never_all(share: float, groups: int, count: int) -> None:
+    assert SubStep(newest_share=share).num_newest(groups, 4, Moment(committed=1)) == count
+
+
 # -- what is refused ------------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +232,8 @@ def test_a_k_that_starves_is_said_once_and_with_what_it_would_take(caplog: pytes
     [
         ("sub_step", {"max_installing": 0}, "schedule.max_installing must be 1 or more"),
         ("sub_step", {"watermark_rows": -1}, "schedule.watermark_rows must be 0 or more"),
+        ("sub_step", {"newest_share": 1.0}, "schedule.newest_share must be 0 or more and less than 1"),
+        ("sub_step", {"newest_share": -0.1}, "schedule.newest_share must be 0 or more and less than 1"),
         ("bounded", {"max_staleness": 0}, "without any it is schedule=periodic"),
         ("bounded", {"membership": "fair"}, "must be strict or first_come, but is 'fair'"),
     ],
