@@ -85,8 +85,9 @@ def effective_size(means: Array, num_responses: int) -> float:
     prompt has one response, which is a trial, or all means are the same.
     """
     p, m = float(means.mean()), len(means)
-    if num_responses == m or m == 1 or not (variance := float(means.var(ddof=1)) / m) > 0.0:
+    if num_responses == m or (means == means[0]).all():  # a variance of equal means may be 1e-34
         return float(m)
+    variance = float(means.var(ddof=1)) / m
     return min(p * (1.0 - p) / variance * (Z_95 / t_quantile(m - 1)) ** 2, num_responses)
 
 

@@ -85,6 +85,12 @@ def test_the_effective_size_by_hand() -> None:
     assert effective_size(np.array([1.0, 0.0, 0.0]), 3) == 3, "a response of each prompt is a trial"
 
 
+@pytest.mark.parametrize("num_prompts", [2, 3, 7, 10, 30])
+def test_equal_means_say_nothing_of_their_spread_whatever_their_last_bits(num_prompts: int) -> None:
+    """The mean of ten times 1/12 is not 1/12 in float64, so their variance is not 0."""
+    assert [effective_size(np.full(num_prompts, c / 12), 12 * num_prompts) for c in range(13)] == [num_prompts] * 13
+
+
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 29, 99, 1318])
 def test_the_quantile_of_students_t_leaves_a_fortieth_above_it(degrees: int) -> None:
     """By Simpson's rule, over the density's half from 0 to the quantile."""
