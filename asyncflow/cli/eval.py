@@ -40,7 +40,7 @@ def evaluate(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write evaluation.json and evaluation.html into this folder.")] = None,
 ) -> None:
-    """pass@1, pass@k and mean@n with a confidence interval, response lengths and truncation, of sampled and of greedy responses."""
+    """pass@1, pass@k and mean@n with confidence intervals, response lengths and truncation, of sampled and of greedy responses."""
     given: dict[str, Any] = {
         "eval.samples_per_prompt": samples,
         "eval.num_prompts": prompts,

@@ -1,12 +1,13 @@
 """What an evaluation's rewards say: estimates over prompts, and how sure they are. Pure, in float64.
 
-    rewards of each prompt's n responses --> mean@n with an interval, pass@k for every k up to n
+    rewards of each prompt's n responses --> mean@n, and pass@k for k up to n, each with an interval
 
 * `pass_at_k`: the probability that at least one of k responses is correct, estimated without bias from n >= k responses of which c
   are: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, equation 1).
 * `interval`: of the mean over prompts, at 95%. A prompt's responses are no independent trials, so prompts are what is counted:
   where all rewards are 0 or 1, Wilson's interval (1927) for as many trials as would vary as much as the prompts' means do (the
-  effective sample size of clustered samples, Korn and Graubard 1998); elsewhere Student's t interval over prompts.
+  effective sample size of clustered samples, Korn and Graubard 1998); elsewhere Student's t interval over prompts. That of
+  pass@k is Wilson's, too: its estimates lie from 0 to 1, and often all at one end, where the t interval is a point.
 """
 
 from __future__ import annotations
@@ -77,6 +78,17 @@ def mean_interval(prompts: Sequence[Array]) -> Interval95 | None:
     return Interval95(*t_interval(means), "t") if len(means) > 1 else None
 
 
+def pass_interval(counts: Sequence[tuple[int, int]], k: int) -> tuple[float, float]:
+    """Of pass@k over prompts, at 95%. `counts`: of each prompt its responses, k or more, and how many of them are correct.
+
+    That of pass@1 is `mean_interval` of correct responses as 1, others as 0. For k > 1 a prompt is one trial at most: where pass@k
+    of most prompts is near 1, few that are never solved decide, and that the others' estimates agree says nothing of those.
+    """
+    estimates = np.array([pass_at_k(n, c, k) for n, c in counts])
+    size = effective_size(estimates, sum(n for n, _ in counts))
+    return wilson(float(estimates.mean()), size if k == 1 else min(size, len(counts)))
+
+
 def effective_size(means: Array, num_responses: int) -> float:
     """How many independent trials of 0 or 1 would say as much of the mean as these means (float64 [m], each of 0 to 1) do.
 
@@ -85,8 +97,9 @@ def effective_size(means: Array, num_responses: int) -> float:
     prompt has one response, which is a trial, or all means are the same.
     """
     p, m = float(means.mean()), len(means)
-    if num_responses == m or m == 1 or not (variance := float(means.var(ddof=1)) / m) > 0.0:
+    if num_responses == m or (means == means[0]).all():  # a variance of equal means may be 1e-34
         return float(m)
+    variance = float(means.var(ddof=1)) / m
     return min(p * (1.0 - p) / variance * (Z_95 / t_quantile(m - 1)) ** 2, num_responses)
 
 
@@ -128,7 +141,7 @@ def figures(kind: str, prompts: Sequence[Responses], *, correct_from: float, num
     """The figures of a kind of responses (sampled, greedy), by metric name; none without a response.
 
     `accuracy`: the mean reward, over prompts (mean@n); `pass@k`: a response with a reward of `correct_from` or more is correct, for
-    k up to `num_samples`, over the prompts that have k responses (some may have failed to be scored).
+    k up to `num_samples`, over the prompts that have k responses (some may have failed to be scored). `interval/`: of both, at 95%.
     """
     if not prompts:
         return {}
@@ -148,4 +161,5 @@ def figures(kind: str, prompts: Sequence[Responses], *, correct_from: float, num
         counts = [(len(p.rewards), int(is_correct(p.rewards, correct_from).sum())) for p in prompts if len(p.rewards) >= k]
         if counts:
             row[f"pass@{k}/{kind}"] = float(np.mean([pass_at_k(n, c, k) for n, c in counts]))
+            row[f"interval/pass@{k}/{kind}/low"], row[f"interval/pass@{k}/{kind}/high"] = pass_interval(counts, k)
     return row

@@ -34,8 +34,9 @@ class PromptResult(msgspec.Struct, frozen=True):
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
-    """`evaluation.json`. `settings`: what was asked; `figures`: the metrics of docs/evaluation.md; `intervals`: the method, by
-    kind; `prompts`: by kind, in the order of the data; `samples`: the kept responses, each with its prompt's number and kind."""
+    """`evaluation.json`. `settings`: what was asked; `figures`: the metrics of docs/evaluation.md; `intervals`: the method of
+    mean@n's, by kind; `prompts`: by kind, in the order of the data; `samples`: the kept responses, each with its prompt's number
+    and kind."""
 
     model: str
     data: str
@@ -80,7 +81,7 @@ def write_evaluation(folder: Path, result: EvaluationResult, *, correct_from: fl
         ],
         correct_from=f"{correct_from:g}",
         ks=(ks := sorted({int(name[len("pass@") :].split("/")[0]) for name in result.figures if name.startswith("pass@")})),
-        passes=[(kind, [result.figures.get(f"pass@{k}/{kind}") for k in ks]) for kind in result.prompts],
+        passes=[(kind, [_pass_cell(f"pass@{k}/{kind}", result.figures) for k in ks]) for kind in result.prompts],
         histograms=[_histogram(kind, of_kind, result.figures) for kind, of_kind in result.prompts.items()],
         samples=[_shown(sample, result, correct_from) for sample in result.samples],
     )
@@ -96,7 +97,7 @@ def lines_of(result: EvaluationResult) -> list[str]:
         passes = sorted((int(n[5:].split("/")[0]), n) for n in figures if n.startswith("pass@") and n.endswith(f"/{kind}"))
         lines.append(
             f"{kind:8} mean@{num_each} {figures[f'accuracy/{kind}']:.4f} {_interval(kind, figures)}  "
-            + "  ".join(f"pass@{k} {figures[name]:.4f}" for k, name in passes)
+            + "  ".join(f"pass@{k} {figures[name]:.4f} {_interval(name, figures)}" for k, name in passes)
             + f"  length {figures[f'response_length/{kind}/mean']:.1f} (at most {figures[f'response_length/{kind}/max']})"
             f"  truncated {figures[f'clipped_ratio/{kind}']:.1%}  of {len(of_kind)} prompts"
             + (f"  {unscored} responses could not be scored" if unscored else "")
@@ -122,10 +123,19 @@ def _warning(kind: str, figures: Mapping[str, float | int]) -> str:
     )
 
 
-def _interval(kind: str, figures: Mapping[str, float | int]) -> str:
-    if f"interval/{kind}/low" not in figures:
+def _interval(name: str, figures: Mapping[str, float | int]) -> str:
+    """`name`: a kind, whose mean@n it is, or pass@k of a kind."""
+    if f"interval/{name}/low" not in figures:
         return "[no interval of one prompt]"
-    return f"[{figures[f'interval/{kind}/low']:.4f}, {figures[f'interval/{kind}/high']:.4f}]"
+    return f"[{figures[f'interval/{name}/low']:.4f}, {figures[f'interval/{name}/high']:.4f}]"
+
+
+def _pass_cell(name: str, figures: Mapping[str, float | int]) -> tuple[str, str]:
+    """Value and interval; empty where no prompt has k responses."""
+    if name not in figures:
+        return "", ""
+    low, high = figures[f"interval/{name}/low"], figures[f"interval/{name}/high"]
+    return f"{figures[name]:.1%}", f"{low:.1%} to {high:.1%}"
 
 
 def _tiles(kind: str, result: EvaluationResult) -> list[tuple[str, str, str]]:

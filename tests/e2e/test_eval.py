@@ -32,6 +32,10 @@ def test_an_evaluation_and_its_files(tmp_path: Path) -> None:
     assert figures["accuracy/sampled"] == pytest.approx(mean) == pytest.approx(figures["pass@1/sampled"])
     assert figures["pass@1/sampled"] <= figures["pass@2/sampled"] <= figures["pass@4/sampled"]
     assert figures["interval/sampled/low"] <= mean <= figures["interval/sampled/high"]
+    for k in (1, 2, 4):
+        low, high = figures[f"interval/pass@{k}/sampled/low"], figures[f"interval/pass@{k}/sampled/high"]
+        assert low <= figures[f"pass@{k}/sampled"] <= high
+        assert f"pass@{k} {figures[f'pass@{k}/sampled']:.4f} [{low:.4f}, {high:.4f}]" in command.stdout
     assert tree["settings"]["temperature"] == 0.8 and len(tree["samples"]) == 20
     assert {s["answer"] for s in tree["samples"]} == {row["solution"] for row in problems}
     assert f"mean@4 {mean:.4f}" in command.stdout and "10 prompts" in command.stdout

@@ -17,6 +17,7 @@ from asyncflow.telemetry.accuracy import (
     is_correct,
     mean_interval,
     pass_at_k,
+    pass_interval,
     powers_up_to,
     t_interval,
     t_quantile,
@@ -85,6 +86,12 @@ def test_the_effective_size_by_hand() -> None:
     assert effective_size(np.array([1.0, 0.0, 0.0]), 3) == 3, "a response of each prompt is a trial"
 
 
+@pytest.mark.parametrize("num_prompts", [2, 3, 7, 10, 30])
+def test_equal_means_say_nothing_of_their_spread_whatever_their_last_bits(num_prompts: int) -> None:
+    """The mean of ten times 1/12 is not 1/12 in float64, so their variance is not 0."""
+    assert [effective_size(np.full(num_prompts, c / 12), 12 * num_prompts) for c in range(13)] == [num_prompts] * 13
+
+
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 15, 29, 99, 1318])
 def test_the_quantile_of_students_t_leaves_a_fortieth_above_it(degrees: int) -> None:
     """By Simpson's rule, over the density's half from 0 to the quantile."""
@@ -113,6 +120,60 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(num_prompts: int, num_
     assert num_prompts < 30 or all(count / draws <= 0.985 for count in hits.values()), hits
 
 
+def test_the_interval_of_pass_at_k_by_hand() -> None:
+    """Estimates 5/6, 1, 0 and 5/6: their mean is 2/3, its variance 22/108 / 4; 2/9 / (22/432) (1.96 / 3.182)^2 = 1.655 trials."""
+    spread = pass_interval([(4, 2), (4, 4), (4, 0), (4, 2)], 2)
+    assert spread == pytest.approx((0.139241, 0.961131), abs=2e-6)
+    near = pass_interval([(8, 4), (8, 4), (8, 4), (8, 5)], 2)
+    assert near == pytest.approx(wilson((3 * 11 + 12.5) / 14 / 4, 4)), "a prompt is one trial at most"
+    assert pass_interval([(4, 4)] * 20, 2) == pytest.approx((0.8389, 1.0), abs=6e-5), "20 of 20 in Newcombe's table"
+    assert pass_interval([(4, 0)] * 20, 4) == pytest.approx((0.0, 0.1611), abs=6e-5)
+    assert pass_interval([(4, 1)], 4) == pytest.approx(wilson(1.0, 1)), "one prompt has one, too"
+
+
+@pytest.mark.parametrize("responses_each", [[1] * 12, [4] * 12, [4, 3, 1] * 4])
+def test_pass_at_1_of_rewards_of_0_and_1_has_the_means_interval(responses_each: list[int]) -> None:
+    rng = np.random.default_rng(5)
+    prompts = [(rng.random(n) < 0.4).astype(float) for n in responses_each]
+    interval = interval_of(prompts)
+    assert interval.method == "wilson"
+    assert pass_interval([(len(p), int(p.sum())) for p in prompts], 1) == pytest.approx((interval.low, interval.high), abs=1e-12)
+
+
+def chances_of(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
+    if kind == "a tenth is never solved":
+        return np.where(rng.random(size) < 0.1, 0.0, 0.9)
+    return rng.beta(*map(float, kind.split()), size=size)
+
+
+def truth_of(kind: str, k: int) -> float:
+    """pass@k over all prompts of the kind."""
+    if kind == "a tenth is never solved":
+        return 0.9 * (1 - 0.1**k)
+    a, b = map(float, kind.split())
+    return 1 - math.prod((b + i) / (a + b + i) for i in range(k))
+
+
+@pytest.mark.parametrize("kind", ["0.6 1.4", "3 3", "30 30", "0.2 0.2", "0.1 0.4", "8 1", "a tenth is never solved"])
+@pytest.mark.parametrize("num_responses", [4, 16])
+@pytest.mark.parametrize("num_prompts", [5, 10, 30, 80])
+def test_the_interval_of_pass_at_k_covers_the_truth_as_often_as_it_says(num_prompts: int, num_responses: int, kind: str) -> None:
+    """Of prompts whose chances are of a beta distribution, or 0.9 but for those that are never solved.
+
+    Nearer to 0 or 1 than one prompt, Wilson's interval itself covers less for some truths (84% for 0.18 prompts).
+    """
+    rng, draws = np.random.default_rng(2), 400
+    counts = rng.binomial(num_responses, chances_of(kind, draws * num_prompts, rng)).reshape(draws, num_prompts).tolist()
+    for k in {2, 4, num_responses}:
+        truth = truth_of(kind, k)
+        intervals = [pass_interval([(num_responses, c) for c in of_draw], k) for of_draw in counts]
+        covered = sum(low <= truth <= high for low, high in intervals) / draws
+        is_near_an_end = num_prompts * min(truth, 1 - truth) < 1
+        assert covered >= (0.82 if is_near_an_end else 0.92), (k, truth, covered)
+        if k == num_responses and num_prompts >= 30 and not is_near_an_end:
+            assert covered <= 0.99, (k, truth, covered)
+
+
 def test_a_t_interval_by_hand() -> None:
     low, high = t_interval(np.array([1.0, 2.0, 3.0, 6.0]))
     assert (low, high) == pytest.approx((3.0 - 3.182446 * 2.160247 / 2, 3.0 + 3.182446 * 2.160247 / 2))
@@ -124,7 +185,10 @@ def test_one_prompt_says_nothing_of_others() -> None:
     assert interval_of([np.array([1.0, 0.0])]) == Interval95(low, high, "wilson")
     assert mean_interval([np.array([0.5, 0.25])]) is None
     row = figures("sampled", [responses(0, [0.5, 0.25], [1, 1], [False, False])], correct_from=1.0, num_samples=2)
-    assert row["accuracy/sampled"] == 0.375 and not any(name.startswith("interval/") for name in row)
+    assert row["accuracy/sampled"] == 0.375 and "interval/sampled/low" not in row
+    assert row["pass@2/sampled"] == 0.0 and (row["interval/pass@2/sampled/low"], row["interval/pass@2/sampled/high"]) == wilson(
+        0.0, 1
+    )
 
 
 def test_a_reward_is_compared_as_it_travels() -> None:
@@ -155,9 +219,12 @@ def test_the_figures_of_three_prompts_by_hand() -> None:
     assert row["pass@1/sampled"] == pytest.approx((0.5 + 0 + 2 / 3) / 3)
     assert row["pass@2/sampled"] == pytest.approx((5 / 6 + 0 + 1) / 3)
     assert row["pass@4/sampled"] == pytest.approx((1 + 0) / 2), "of the prompts that have four"
+    for k, counts in ((1, [(4, 2), (4, 0), (3, 2)]), (2, [(4, 2), (4, 0), (3, 2)]), (4, [(4, 2), (4, 0)])):
+        assert (row[f"interval/pass@{k}/sampled/low"], row[f"interval/pass@{k}/sampled/high"]) == pass_interval(counts, k)
     assert (row["num_responses/sampled"], row["response_length/sampled/max"], row["response_length/sampled/median"]) == (11, 30, 3)
     assert row["response_length/sampled/mean"] == pytest.approx(72 / 11) and row["clipped_ratio/sampled"] == pytest.approx(2 / 11)
     assert row["interval/sampled/low"] < row["accuracy/sampled"] < row["interval/sampled/high"]
     lenient = figures("sampled", prompts, correct_from=0.0, num_samples=4)
     assert lenient["pass@1/sampled"] == 1.0 and lenient["accuracy/sampled"] == row["accuracy/sampled"]
+    assert lenient["interval/pass@1/sampled/low"] == wilson(1.0, 3)[0] > lenient["interval/sampled/low"]
     assert figures("sampled", [], correct_from=1.0, num_samples=4) == {}

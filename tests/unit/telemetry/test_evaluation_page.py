@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.telemetry.accuracy import Responses, figures
+from asyncflow.telemetry.accuracy import Z_95, Responses, figures, wilson
 from asyncflow.telemetry.evaluation import EvaluationResult, lines_of, result_of, write_evaluation
 
 
@@ -29,6 +29,8 @@ def test_the_json_has_every_reward(tmp_path: Path) -> None:
     json_path, _ = write_evaluation(tmp_path / "made" / "here", result(), correct_from=1.0)
     tree = json.loads(json_path.read_text())
     assert tree["prompts"]["sampled"][0] == {"prompt": 0, "rewards": [1.0, 0.0], "lengths": [5, 25], "truncated": [False, True]}
+    low, high = wilson(0.5, (Z_95 / 12.706205) ** 2)
+    assert tree["figures"]["interval/pass@2/sampled/low"] == low and tree["figures"]["interval/pass@2/sampled/high"] == high
     assert tree["figures"]["pass@2/sampled"] == 0.5 and "step" not in tree["figures"]
     assert tree["intervals"] == {"sampled": "Wilson's interval, with prompts as clusters"}
     assert (tree["model"], tree["data"], tree["settings"]["temperature"]) == ("models/m", "test.jsonl", 0.7)
@@ -38,6 +40,8 @@ def test_the_page_shows_figures_lengths_and_samples(tmp_path: Path) -> None:
     page = write_evaluation(tmp_path, result(), correct_from=1.0)[1].read_text()
     for shown in ("models/m on test.jsonl", "0.250", "50.0%", "25.0%", "#### 4", "1 of 2", "its end token", "1 to 3", "25 to 27"):
         assert shown in page, shown
+    for value, interval in (("25.0%", "0.1% to 99.0%"), ("50.0%", "0.2% to 99.8%")):
+        assert f'<td class="number">{value}<div class="soft">{interval}</div></td>' in page
     assert "http" not in page.replace("http-equiv", "") and "<script" not in page
 
 
@@ -48,8 +52,22 @@ def test_what_a_model_said_is_text(tmp_path: Path) -> None:
 
 def test_the_terminal_has_a_line_for_each_kind() -> None:
     (line,) = lines_of(result())
-    assert line.startswith("sampled  mean@2 0.2500 [")
-    assert "pass@1 0.2500  pass@2 0.5000  length 11.5 (at most 25)  truncated 25.0%  of 2 prompts" in line
+    assert line == (
+        "sampled  mean@2 0.2500 [0.0012, 0.9897]  pass@1 0.2500 [0.0012, 0.9897]  pass@2 0.5000 [0.0015, 0.9985]"
+        "  length 11.5 (at most 25)  truncated 25.0%  of 2 prompts"
+    )
+
+
+def test_greedy_responses_have_no_pass_at_2(tmp_path: Path) -> None:
+    both, row = {}, {}
+    for kind, n in (("sampled", 2), ("greedy", 1)):
+        both[kind] = [Responses(i, np.full(n, float(i)), np.full(n, 5), np.full(n, False)) for i in range(2)]
+        row |= figures(kind, both[kind], correct_from=1.0, num_samples=n)
+    of_both = result_of("m", "d", {}, row, both, [])
+    assert "pass@2" in lines_of(of_both)[0] and "pass@2" not in lines_of(of_both)[1]
+    page = write_evaluation(tmp_path, of_both, correct_from=1.0)[1].read_text()
+    greedy = page[page.index("<tr><td>greedy</td>") :].partition("</tr>")[0]
+    assert "50.0%" in greedy and greedy.endswith('<td class="number"><div class="soft"></div></td>')
 
 
 def test_what_could_not_be_scored_is_shown(tmp_path: Path) -> None:
@@ -68,7 +86,9 @@ def test_of_one_prompt_there_may_be_no_interval(tmp_path: Path) -> None:
     one = {"sampled": [Responses(0, np.array([0.5, 0.25], np.float32), np.array([5, 25]), np.array([False, True]))]}
     row = figures("sampled", one["sampled"], correct_from=1.0, num_samples=2)
     of_one = result_of("m", "d", {}, row, one, [])
-    assert lines_of(of_one)[0].startswith("sampled  mean@2 0.3750 [no interval of one prompt]  pass@1")
+    assert lines_of(of_one)[0].startswith(
+        "sampled  mean@2 0.3750 [no interval of one prompt]  pass@1 0.0000 [0.0000, 0.7935]  pass@2"
+    )
     assert "one prompt has no interval" in write_evaluation(tmp_path, of_one, correct_from=1.0)[1].read_text()
 
 

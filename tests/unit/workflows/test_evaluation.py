@@ -76,6 +76,7 @@ def test_the_figures_are_means_over_prompts_and_what_could_not_be_scored_is_coun
     assert (row["step"], row["num_prompts"], row["num_responses/sampled"], row["num_responses/greedy"]) == (4, 3, 3, 1)
     assert row["accuracy/sampled"] == 0.75 and row["clipped_ratio/sampled"] == pytest.approx(1 / 3)
     assert row["pass@2/sampled"] == 1.0, "of the prompt that has two"
+    assert (row["interval/pass@2/sampled/low"], row["interval/pass@2/sampled/high"]) == pytest.approx((0.2065, 1.0), abs=6e-5)
     assert row["accuracy/greedy"] == 0.0 and row["clipped_ratio/greedy"] == 1.0 and row["response_length/greedy/max"] == 9
     latest = {kind: [each.prompt for each in of_kind] for kind, of_kind in evaluation.latest.items()}
     assert latest == {"sampled": [0, 1], "greedy": [1]}
