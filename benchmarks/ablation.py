@@ -1,6 +1,6 @@
 """AF's Table 1: what streaming and what the delayed update gain over one task at a time, and how much of it there is to be gained.
 
-    python benchmarks/ablation.py [--parts sleeping real sharing] [--steps 14] [--rounds 2] [--json FILE]
+    python benchmarks/ablation.py [--parts sleeping real sharing] [--steps 14] [--dir FOLDER] [--json FILE]
 
 Rollout, reward, reference and update are tasks of their own, on workers of their own:
 
@@ -26,7 +26,7 @@ Sleeping engines, in virtual time. AF tells its ratios, 1 : 2.01 : 2.74 (7B, 512
 below are such that the durations allow about these ratios: the longest task takes 0.38 of the sum, as 2.74 demands, and responses
 are lognormal and begin all at once, so that groups come late, as 2.01 demands.
 
-Real engines: a tiny random model, on as many cores as there are; the best of some rounds of all three.
+Real engines: a tiny random model, on as many cores as there are.
 
 Sharing (PA's Table 3 without its confound): {synchronous, periodic} x {8 responses share their prompt; each has its own}, with
 micro-batches of as many packed tokens: prompts are six times as long as responses, so Lp + 8 Lr = 2 (Lp + Lr). PA compared with
@@ -38,14 +38,13 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, finish, parser
+from figures import Figure, finish, parser, run_name, runs_folder
 from lognormal import make_model
-from whole_runs import Run, best_runs, run_real, run_sleeping
+from whole_runs import Run, run_real, run_sleeping
 
 from asyncflow.engines.sleeping import Costs, Lengths
 
@@ -72,9 +71,9 @@ EXAMPLES = 3 * "A box holds 12 pens. How many pens do 7 boxes hold? 84\n"
 SHARING_PROMPTS = 16
 
 
-def tree(schedule: str, steps: int, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def tree(folder: Path, name: str, schedule: str, steps: int, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     base: dict[str, dict[str, Any]] = {
-        "run": {"steps": steps},
+        "run": {"steps": steps, "dir": str(folder), "name": name, "overwrite": True},
         "data": {"path": "generated:arithmetic", "limit": 2000},
         "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.05},
         "rollout": {"group_size": 8},
@@ -90,10 +89,9 @@ def separate(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str
     return {name: {**sections.get(name, {}), **apart.get(name, {})} for name in {*sections, *apart}}
 
 
-def real(folder: Path, name: str, model: Path) -> dict[str, dict[str, Any]]:
+def real(model: Path) -> dict[str, dict[str, Any]]:
     engine = {"path": f"{HERE / 'lognormal.py'}:LognormalSlots", "median": MEDIAN, "sigma": SIGMA}
     return {
-        "run": {"dir": str(folder), "name": name, "overwrite": True},
         "model": {"path": str(model)},
         "rollout": {"engine": engine, "num_slots": 64, "max_new_tokens": 96},
     }
@@ -189,10 +187,10 @@ def sharing(folder: Path, model: Path, steps: int) -> list[Figure]:
     print(f"\n{'':12}  {'':25}  s a step   TPSPD  packed tokens a micro-batch")
     for mode in ("synchronous", "periodic"):
         for way, train in ways.items():
-            sections = real(folder, f"{mode}-{way.replace(', ', '-').replace(' ', '-')}", model)
+            sections = real(model)
             sections["data"] = {"prompt_template": EXAMPLES + "{question}\n"}
             sections["train"] = {"prompts_per_step": SHARING_PROMPTS, **train}
-            run = run_real(tree(mode, steps, sections))
+            run = run_real(tree(folder, run_name("sharing", mode, way), mode, steps, sections))
             tpspd[mode, way] = run.mean("perf/tpspd")
             print(
                 f"{mode:12}  {way:25}  {run.mean('perf/step_seconds'):8.3f}  {tpspd[mode, way]:6.0f}  "
@@ -211,22 +209,20 @@ def packed_tokens(run: Run, pieces: int) -> float:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, metavar="NAME")
     arguments.add_argument("--steps", type=int, default=14)
-    arguments.add_argument("--rounds", type=int, default=2, help="of real engines, whose best is taken")
     given = arguments.parse_args()
     steps: int = given.steps
     figures: list[Figure] = []
-    if "sleeping" in given.parts:
-        asleep = separate({"model": {"path": "none"}, "rollout": {"num_workers": 4, "num_slots": 64, "max_new_tokens": 2048}})
-        sleeping = {mode: run_sleeping(tree(mode, steps, asleep), COSTS) for mode in RUNGS}
-        figures += told("sleeping engines", sleeping, {"periodic": ">= 0.85", "delayed": ">= 0.9"})
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+    with runs_folder(given.dir) as folder:
+        if "sleeping" in given.parts:
+            asleep = separate({"model": {"path": "none"}, "rollout": {"num_workers": 4, "num_slots": 64, "max_new_tokens": 2048}})
+            sleeping = {mode: run_sleeping(tree(folder, f"sleeping-{mode}", mode, steps, asleep), COSTS) for mode in RUNGS}
+            figures += told("sleeping engines", sleeping, {"periodic": ">= 0.85", "delayed": ">= 0.9"})
         model = make_model(folder / "model")
         if "real" in given.parts:
-            awake = best_runs(RUNGS, given.rounds, lambda mode: run_real(tree(mode, steps, separate(real(folder, mode, model)))))
+            awake = {mode: run_real(tree(folder, f"real-{mode}", mode, steps, separate(real(model)))) for mode in RUNGS}
             figures += told("real tiny model", awake, {}, cores=os.cpu_count())
         if "sharing" in given.parts:
             figures += sharing(folder, model, steps)

@@ -1,6 +1,6 @@
 """AsyncFlow and TRL's GRPOTrainer on the same model, prompts, batch, loss, optimiser, dtype and two cores, one after the other.
 
-    python benchmarks/against_trl.py [--steps 40] [--seeds 0] [--venv .venv-trl] [--json FILE]
+    python benchmarks/against_trl.py [--steps 40] [--seeds 0] [--venv .venv-trl] [--dir FOLDER] [--json FILE]
 
 The quickstart: 32 prompts x 8 responses a step, float32, GRPO with token-mean loss, no KL term. TRL gets the prompts in the order
 in which AsyncFlow trains on them, AsyncFlow's scorer, and its learning rate; it runs in an environment of its own, which the first
@@ -26,7 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, finish, parser
+from figures import Figure, finish, parser, runs_folder
 
 from asyncflow.config import load
 from asyncflow.data.datasets import load_rows
@@ -78,7 +78,14 @@ def of_trl(python: Path, folder: Path, settings: dict[str, Any]) -> Seen:
 
 def of_asyncflow(folder: Path, seed: int, steps: int, way: Sequence[str]) -> Seen:
     """One run of the command."""
-    settings = [f"run.dir={folder.parent}", f"run.name={folder.name}", f"run.seed={seed}", f"run.steps={steps}", "eval.path=null"]
+    settings = [
+        f"run.dir={folder.parent}",
+        f"run.name={folder.name}",
+        f"run.seed={seed}",
+        f"run.steps={steps}",
+        "eval.path=null",
+        "run.overwrite=true",
+    ]
     command = [sys.executable, "-m", "asyncflow", "train", str(RECIPE), *settings, *way]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -160,16 +167,16 @@ def _lead(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--steps", type=int, default=40)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments.add_argument("--venv", type=Path, default=ROOT / ".venv-trl")
     given = arguments.parse_args()
     python, figures = interpreter(given.venv.absolute()), []
-    with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+    with runs_folder(given.dir) as runs, tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
         way = fastest(python, Path(scratch))
         for seed in given.seeds:
-            folders = {name: Path(scratch) / f"{name}-{seed}" for name in (*WAYS, "TRL")}
+            folders = {name: runs / f"{name}-{seed}" for name in WAYS} | {"TRL": Path(scratch) / f"TRL-{seed}"}
             seen = {name: of_asyncflow(folders[name], seed, given.steps, own) for name, own in WAYS.items()}
             seen["TRL"] = of_trl(python, folders["TRL"], {**settings_of(seed, given.steps), **way})
             table(seen)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: figures with their targets, the machine that they were seen on, and the exit code."""
+"""What the benchmarks share: figures with their targets, the machine that they were seen on, the exit code; where runs write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import json
 import os
 import platform
 import sys
+import tempfile
+import time
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,11 +33,36 @@ class Figure:
         return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
 
 
-def parser(description: str | None) -> ArgumentParser:
-    """Takes `--json FILE`."""
+def parser(description: str | None, *, has_runs: bool = False) -> ArgumentParser:
+    """Takes `--json FILE`, and `--dir FOLDER`, for `runs_folder`, where a benchmark `has_runs`."""
     arguments = ArgumentParser(description=(description or "").splitlines()[0])
     arguments.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    if has_runs:
+        arguments.add_argument(
+            "--dir", type=Path, metavar="FOLDER", help="keep each run, with its report, in FOLDER/<name of the run>"
+        )
     return arguments
+
+
+@contextmanager
+def runs_folder(kept: Path | None) -> Iterator[Path]:
+    """Where runs write: `kept`, whose new reports are told at the end, or else a folder that is gone then."""
+    if kept is None:
+        with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
+            yield Path(scratch)
+        return
+    folder, began = kept.resolve(), time.time()
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    reports = [report for report in folder.glob("*/report.html") if report.stat().st_mtime >= began]
+    print("\nreports, each with the Gantt chart of its run:")
+    for report in sorted(reports, key=lambda report: report.stat().st_mtime):
+        print(f"  {report}")
+
+
+def run_name(*words: str) -> str:
+    """A folder's name: `run_name("few, wide", "delayed")` is `few-wide-delayed`."""
+    return "-".join(words).replace(", ", "-").replace(" ", "-")
 
 
 def finish(figures: list[Figure], file: Path | None) -> int:

@@ -1,6 +1,6 @@
 """All of GSM8K's 7,473 training questions, tokenised, generated, scored and trained on for two steps, with a random model.
 
-    python benchmarks/gsm8k.py [--json FILE] [--data FOLDER] [--questions N] [--group 2] [--new-tokens 16]
+    python benchmarks/gsm8k.py [--json FILE] [--data FOLDER] [--questions N] [--group 2] [--new-tokens 16] [--dir FOLDER]
 
 A step takes every question once: an epoch. The model is made at random (`random:qwen2-tiny`, its vocabulary from the questions), so
 it learns nothing; what is shown is that the whole data set goes through every part, and how fast on this machine. One command of
@@ -20,14 +20,14 @@ import time
 from itertools import islice
 from pathlib import Path
 
-from figures import Figure, finish, parser
+from figures import Figure, finish, parser, runs_folder
 
 ROOT = Path(__file__).parent.parent
 STEPS = 2
 
 
 def main() -> int:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--data", type=Path, default=Path(os.environ.get("ASYNCFLOW_GSM8K", ROOT.parent / "shared/data/gsm8k")))
     arguments.add_argument("--questions", type=int, default=None, metavar="N", help="only the first N")
     arguments.add_argument("--group", type=int, default=2)
@@ -36,15 +36,15 @@ def main() -> int:
     source = given.data / "train.jsonl"
     if not source.is_file():
         sys.exit(f"there is no {source}: --data FOLDER, or ASYNCFLOW_GSM8K, says where GSM8K is")
-    with tempfile.TemporaryDirectory(prefix="asyncflow-gsm8k-") as scratch:
-        data, run_dir = Path(scratch) / "train.jsonl", Path(scratch) / "gsm8k"
+    with runs_folder(given.dir) as folder, tempfile.TemporaryDirectory(prefix="asyncflow-gsm8k-") as scratch:
+        data, run_dir = Path(scratch) / "train.jsonl", folder / "gsm8k"
         with source.open(encoding="utf-8") as lines:
             data.write_text("".join(islice(lines, given.questions)), encoding="utf-8")
         count = sum(1 for _ in data.open(encoding="utf-8"))
         tokens, seconds = tokenised(data, Path(scratch) / "tokens")
         command = [
-            sys.executable, "-m", "asyncflow", "train", str(ROOT / "recipes/gsm8k.yaml"), f"data.path={data}", f"run.dir={scratch}",
-            f"run.steps={STEPS}", f"train.prompts_per_step={count}", f"rollout.group_size={given.group}",
+            sys.executable, "-m", "asyncflow", "train", str(ROOT / "recipes/gsm8k.yaml"), f"data.path={data}", f"run.dir={folder}",
+            "run.overwrite=true", f"run.steps={STEPS}", f"train.prompts_per_step={count}", f"rollout.group_size={given.group}",
             f"rollout.max_new_tokens={given.new_tokens}", "rollout.num_slots=128", "run.stall_timeout_seconds=600",
             "telemetry.trackers=[]", "checkpoint.keep=0",
         ]  # fmt: skip

@@ -1,6 +1,6 @@
 """What the quickstart's task learns with rollouts on vLLM, periodic and bounded, beside the embedded engine.
 
-    python benchmarks/on_vllm.py --python VLLM_ENVIRONMENT/bin/python [--steps 15] [--instances 1] [--json FILE]
+    python benchmarks/on_vllm.py --python VLLM_ENVIRONMENT/bin/python [--steps 15] [--instances 1] [--dir FOLDER] [--json FILE]
 
 Three whole commands, in turn: `slots` with the periodic schedule, `vllm` with it, and `vllm` with the bounded one (staleness
 up to 2, keys and values of responses under way computed again at each installation). Accuracies are those of greedy responses to
@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from figures import Figure, finish, parser
+from figures import Figure, finish, parser, run_name, runs_folder
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 BOUNDED = {"name": "bounded", "max_staleness": 2}
@@ -26,7 +25,7 @@ BOUNDED = {"name": "bounded", "max_staleness": 2}
 def run(name: str, folder: Path, settings: dict[str, Any]) -> tuple[float, list[dict[str, float]], float]:
     """One run: its greedy accuracy at the end, the metrics of its steps, and the seconds that the command took."""
     began = time.monotonic()
-    given = {"run.dir": str(folder), "run.name": name, "telemetry.trackers": [], **settings}
+    given = {"run.dir": str(folder), "run.name": name, "run.overwrite": True, "telemetry.trackers": [], **settings}
     command = [sys.executable, "-m", "asyncflow", "train", str(RECIPE)]
     command += [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in given.items()]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=RECIPE.parent.parent)
@@ -36,7 +35,7 @@ def run(name: str, folder: Path, settings: dict[str, Any]) -> tuple[float, list[
 
 
 def main() -> int:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--python", required=True, help="interpreter of an environment that has vLLM")
     arguments.add_argument("--steps", type=int, default=15)
     arguments.add_argument("--held-out", type=int, default=128, help="prompts of the evaluations")
@@ -50,9 +49,9 @@ def main() -> int:
         "vllm, bounded": {"rollout.engine": vllm, "rollout.kv_on_install": "recompute", "schedule": BOUNDED},
     }
     figures, accuracies = [], {}
-    with tempfile.TemporaryDirectory(prefix="asyncflow-") as folder:
-        for number, (name, settings) in enumerate(runs.items()):
-            accuracies[name], steps, seconds = run(f"run-{number}", Path(folder), {**common, **settings})
+    with runs_folder(given.dir) as folder:
+        for name, settings in runs.items():
+            accuracies[name], steps, seconds = run(run_name(name), folder, {**common, **settings})
             largest = {key: max(s[key] for s in steps if key in s) for key in ("mismatch/kl", "staleness/max")}
             print(f"{name:16} greedy accuracy {accuracies[name]:.3f}, {seconds:.0f} s", flush=True)
             figures += [

@@ -1,6 +1,6 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 16 24 32 64 128] [--steps 14] [--rounds 1] [--modes NAME ...] [--json FILE]
+    python benchmarks/overlap.py [--slots 16 24 32 64 128] [--steps 14] [--modes NAME ...] [--dir FOLDER] [--json FILE]
                                  [--median 36] [--sigma 0.85] [--longest 260]
 
 All modes run the same seed and workload: 40 prompts x 8 responses a step, of lognormal length, made by a random model. The first
@@ -25,13 +25,12 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from figures import Figure, finish, parser
+from figures import Figure, finish, parser, runs_folder
 from lognormal import make_model
-from whole_runs import Run, best_runs, run_real
+from whole_runs import Run, run_real
 
 from asyncflow.workflows import SCHEDULES
 
@@ -64,10 +63,9 @@ def recurrence(synchronous: Run, step: int) -> float:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 32, 64, 128])
     arguments.add_argument("--steps", type=int, default=14)
-    arguments.add_argument("--rounds", type=int, default=1, help="of all modes, whose best runs are taken: for a busy machine")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
     arguments.add_argument("--median", type=float, default=36.0, help="of the responses' lengths, in tokens")
     arguments.add_argument("--sigma", type=float, default=0.85, help="of their logarithms")
@@ -77,16 +75,11 @@ def main() -> int:
     runs: dict[tuple[str, int], Run] = {}
     seconds: dict[tuple[str, int], float] = {}  # of a step, the median
     print("slots  mode          s a step  recurrence  rollout idle  trainer idle  occupancy  exposed weights  staleness")
-    with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch) / "model")
+    with runs_folder(given.dir) as folder:
+        model = make_model(folder / "model")
         for slots in given.slots:
-            best = best_runs(
-                given.modes,
-                given.rounds,
-                lambda mode, slots=slots: run(Path(scratch), model, mode, slots, given.steps, lengths, given.longest),
-            )
-            for mode, done in best.items():
-                runs[mode, slots] = done
+            for mode in given.modes:
+                runs[mode, slots] = done = run(folder, model, mode, slots, given.steps, lengths, given.longest)
                 seconds[mode, slots] = statistics.median(done.rows[step]["perf/step_seconds"] for step in done.measured)
                 x = bound(runs["synchronous", slots]) if mode == "periodic" and ("synchronous", slots) in runs else None
                 print(

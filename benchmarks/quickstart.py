@@ -1,6 +1,6 @@
 """The quickstart as a user runs it: what it learns, how long it takes, and whether its memory grows.
 
-    python benchmarks/quickstart.py [--seeds 0 1 2] [--json FILE]
+    python benchmarks/quickstart.py [--seeds 0 1 2] [--dir FOLDER] [--json FILE]
 
 Each seed is one whole command (start-up, both evaluations, model and report included). Memory is the resident set of all the run's
 processes together, read twice a second; its slope per step is a least-squares line through what was read after step 5.
@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import psutil
-from figures import Figure, finish, parser
+from figures import Figure, finish, parser, runs_folder
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 FIRST_STEP = 5
@@ -37,7 +36,7 @@ def resident_bytes(process: psutil.Process) -> int:
 
 def run(seed: int, folder: Path) -> tuple[float, float, float, float]:
     """(seconds, accuracy before, accuracy after, bytes per step) of one run."""
-    settings = [f"run.seed={seed}", f"run.dir={folder}", f"run.name=seed-{seed}"]
+    settings = [f"run.seed={seed}", f"run.dir={folder}", f"run.name=seed-{seed}", "run.overwrite=true"]
     began = time.monotonic()
     command = subprocess.Popen(
         [sys.executable, "-c", "from asyncflow.cli import main; main()", "train", str(RECIPE), *settings],
@@ -72,14 +71,14 @@ def _count_steps(command: subprocess.Popen[str], committed: list[int]) -> None:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = arguments.parse_args()
     figures = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with runs_folder(given.dir) as folder:
         for seed in given.seeds:
             print(f"seed {seed}", flush=True)
-            seconds, before, after, slope = run(seed, Path(scratch))
+            seconds, before, after, slope = run(seed, folder)
             figures += [
                 Figure(f"held-out sampled accuracy before, seed {seed}", before, "", "<= 0.45"),
                 Figure(f"held-out sampled accuracy after, seed {seed}", after, "", ">= 0.90"),

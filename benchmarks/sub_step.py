@@ -1,6 +1,6 @@
 """Sub-step asynchrony against the delayed update: how much younger its samples are, and what that costs.
 
-    python benchmarks/sub_step.py [--workers 4] [--steps 16] [--json FILE]
+    python benchmarks/sub_step.py [--workers 4] [--steps 16] [--dir FOLDER] [--json FILE]
 
 Both modes train step s on samples of version s - 1; sub_step also on those of s, made by workers that have changed over by then,
 one after another. Told are the share of samples that the newest version made (a group is as old as its oldest token), and the
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from figures import Figure, finish, parser
+from figures import Figure, finish, parser, run_name, runs_folder
 from whole_runs import Run, run_sleeping
 
 from asyncflow.engines.sleeping import Costs, Lengths
@@ -45,7 +46,7 @@ CASES = (
 )
 
 
-def run(schedule: str, case: Case, workers: int, steps: int) -> Run:
+def run(folder: Path, schedule: str, case: Case, workers: int, steps: int) -> Run:
     costs = Costs(
         decode_step_seconds=0.02,
         train_token_seconds=case.token_seconds,
@@ -56,7 +57,7 @@ def run(schedule: str, case: Case, workers: int, steps: int) -> Run:
         lengths=Lengths(prompt=64, response_median=128, response_sigma=case.sigma),
     )
     tree = {
-        "run": {"steps": steps},
+        "run": {"steps": steps, "dir": str(folder), "name": run_name(case.name, schedule)},
         "model": {"path": "none"},
         "data": {"path": "generated:arithmetic"},
         "schedule": schedule,
@@ -73,27 +74,28 @@ def newest(done: Run) -> float:
 
 
 def main() -> int:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--workers", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=16)
     given = arguments.parse_args()
     figures = []
     print(f"{'':14}  mode      s a step  rollout idle  trainer idle  by the newest version")
-    for case in CASES:
-        runs = {mode: run(mode, case, given.workers, given.steps) for mode in ("delayed", "sub_step")}
-        for mode, done in runs.items():
-            idle = sum(done.idle(worker) for worker in done.workers("rollout")) / given.workers
-            print(
-                f"{case.name:14}  {mode:8}  {done.mean('perf/step_seconds'):8.3f}  {idle:12.1%}  {done.idle('trainer/0'):12.1%}  "
-                f"{newest(done):21.1%}",
-                flush=True,
-            )
-        throughput = runs["delayed"].mean("perf/step_seconds") / runs["sub_step"].mean("perf/step_seconds")
-        share, speed = (">= 0.3333", ">= 0.98") if case.has_target else (None, None)
-        figures += [
-            Figure(f"{case.name}: samples by the newest version, sub_step", newest(runs["sub_step"]), "", share),
-            Figure(f"{case.name}: throughput, sub_step / delayed", throughput, "", speed),
-        ]
+    with runs_folder(given.dir) as folder:
+        for case in CASES:
+            runs = {mode: run(folder, mode, case, given.workers, given.steps) for mode in ("delayed", "sub_step")}
+            for mode, done in runs.items():
+                idle = sum(done.idle(worker) for worker in done.workers("rollout")) / given.workers
+                print(
+                    f"{case.name:14}  {mode:8}  {done.mean('perf/step_seconds'):8.3f}  {idle:12.1%}  "
+                    f"{done.idle('trainer/0'):12.1%}  {newest(done):21.1%}",
+                    flush=True,
+                )
+            throughput = runs["delayed"].mean("perf/step_seconds") / runs["sub_step"].mean("perf/step_seconds")
+            share, speed = (">= 0.3333", ">= 0.98") if case.has_target else (None, None)
+            figures += [
+                Figure(f"{case.name}: samples by the newest version, sub_step", newest(runs["sub_step"]), "", share),
+                Figure(f"{case.name}: throughput, sub_step / delayed", throughput, "", speed),
+            ]
     return finish(figures, given.json)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,18 +104,9 @@ def run_real(tree: Mapping[str, Any]) -> Run:
     return Run(config.run.steps, job.rows, attributed(read_spans(config.run_dir / SPANS_FILE)))
 
 
-def best_runs(names: Iterable[str], rounds: int, run: Callable[[str], Run]) -> dict[str, Run]:
-    """Of each name, in turn, so many runs, of which the one with the shortest steps is kept: it was disturbed least."""
-    found: dict[str, Run] = {}
-    for name in [*names] * rounds:
-        new = run(name)
-        found[name] = min(new, found.get(name, new), key=lambda each: each.mean("perf/step_seconds"))
-    return found
-
-
 def run_sleeping(tree: Mapping[str, Any], costs: Costs) -> Run:
     """The same under a virtual clock, with engines that take what `costs` says."""
     config = parse(tree)
-    simulated = simulate(config, costs=costs)
+    simulated = simulate(config, costs=costs, run_dir=config.run_dir)
     assert not simulated.violations, simulated.violations
     return Run(config.run.steps, simulated.rows, attributed(simulated.spans))

@@ -18,6 +18,7 @@ from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
 from asyncflow.telemetry.trace import read_spans
 from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+from tests.report_page import check_chart
 
 NAMES = [
     "reward/mean", "reward/std", "reward/zero_std_groups", "response_length/mean", "response_length/clipped_ratio", "policy/kl",
@@ -120,6 +121,10 @@ def test_both_workers_generate(finished: tuple[Path, subprocess.CompletedProcess
         if span.task == "generate_group":
             groups[span.worker] += 1
     assert min(groups.values()) >= 3
+
+
+def test_the_report_has_the_chart(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    check_chart(finished[0], ["rollout/0", "rollout/1", "trainer/0"], 3)
 
 
 def test_trace_is_what_perfetto_opens(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

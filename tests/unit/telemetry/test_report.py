@@ -1,49 +1,24 @@
 import importlib.util
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from asyncflow.config import parse
+from asyncflow.engines.sleeping import Costs
+from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.gantt import BARS_IN_VIEW
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.report import duration, read_rows, script_json, write_report
 from asyncflow.telemetry.trace import SpanLog, write_trace
 from asyncflow.types import UserError
+from asyncflow.workflows import SCHEDULES
+from tests.report_page import Page, check_chart
 
 _spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).with_name("synthetic_run.py"))
 synthetic_run = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(synthetic_run)
-
-
-class Page(HTMLParser):
-    """The elements and the visible text of a page; `scripts` are their contents with their attributes."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.sources: list[str] = []
-        self.scripts: list[tuple[dict, str]] = []
-        self.words: list[str] = []
-        self._script: dict | None = None
-        self.feed(path.read_text(encoding="utf-8"))
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.sources += [value for name, value in attrs if name in ("src", "href", "onerror", "onload")]
-        self._script = dict(attrs) if tag == "script" else None
-
-    def handle_data(self, text):
-        if self._script is not None:
-            self.scripts.append((self._script, text))
-            self._script = None
-        else:
-            self.words.append(text)
-
-    def chart_data(self) -> dict:
-        return next(json.loads(text) for attrs, text in self.scripts if attrs.get("id") == "chart-data")
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +81,33 @@ def test_busy_and_idle_add_up_to_wall_within_a_hundredth(run_dir):
 
 
 def test_the_mean_step_of_every_worker_adds_up_to_the_step(run_dir):
-    text = write_report(run_dir).read_text(encoding="utf-8")
-    step = float(re.search(r"A step of ([0-9.]+) s, mean over 9", text).group(1))
-    head = re.search(r"<tr><th>worker</th>(.*)</tr>", text).group(1)
-    columns = re.findall(r">([^<]+)</th>", head)
-    assert columns[0] == "busy" and {"data", "interval", "weights"} < set(columns)
+    page = Page(write_report(run_dir))
+    step, rows = page.mean_step()
+    assert "mean over 9" in page.text and next(iter(rows["trainer/0"])) == "busy"
+    assert {"busy", "data", "interval", "weights"} < set(rows["trainer/0"])
     for worker in ("rollout/0", "rollout/1", "trainer/0"):
-        cells = re.findall(r'number">([0-9.-]+)</td>', re.search(rf"<tr><td>{worker}</td>(.*)</tr>", text).group(1))
-        *parts, whole = map(float, cells)
-        assert len(cells) == len(columns)
+        parts = dict(rows[worker])
+        whole = parts.pop("sum")
         assert whole == pytest.approx(step, abs=2e-3)
-        assert sum(parts) == pytest.approx(whole, abs=0.001 * len(parts))
+        assert sum(parts.values()) == pytest.approx(whole, abs=0.001 * len(parts))
+
+
+@pytest.mark.parametrize("mode", SCHEDULES)
+def test_a_simulated_run_leaves_the_chart_in_virtual_seconds(mode, tmp_path):
+    tree = {
+        "run": {"steps": 4},
+        "model": {"path": "none"},
+        "data": {"path": "generated:arithmetic"},
+        "schedule": mode,
+        "algorithm": {"name": "grpo", "kl_coefficient": 0.1},
+        "reward": {"place": "task"},
+        "rollout": {"num_workers": 2, "num_slots": 8, "group_size": 4, "max_new_tokens": 300},
+        "train": {"prompts_per_step": 6, "reference": "task"},
+    }
+    simulated = simulate(parse(tree), costs=Costs(), run_dir=tmp_path / "run")
+    assert not simulated.violations
+    seconds = check_chart(tmp_path / "run", ["rollout/0", "rollout/1", "reference", "reward", "trainer/0"], 4)
+    assert seconds == pytest.approx(sum(simulated.rows[step]["perf/step_seconds"] for step in (1, 2, 3)) / 3, abs=2e-3)
 
 
 def test_a_run_interrupted_at_its_first_step_still_shows_its_lanes(tmp_path):
