@@ -70,6 +70,7 @@ async def roll_out(
 ) -> None:
     """A rollout worker's work, with what was built for it, which is closed at the end."""
     run.reporter.why_not_deterministic = engine.why_not_deterministic
+    await run.reporter.flush()  # what a checkpoint holds depends on it
     loop = Rollout(
         run.queue,
         run.board,

@@ -2,7 +2,8 @@
 
 consumes: admitted groups that its installed version may generate, at most its free slots and its fair share of a batch
 waits for: groups; another version to serve and the board's leave to install it
-is unblocked by: the feed, its own responses (which free slots), the trainer's publishing, the end of the other workers' rows
+is unblocked by: the feed, its own responses (which free slots), the trainer's publishing, the end of the other workers' rows, the
+stop of the run
 
 Weights are fetched in the background as soon as they are published. Once the board grants it, the worker takes nothing more, ends
 what it may not end under the new version (everything, unless the schedule installs in flight), installs, and goes on. One that is
@@ -97,11 +98,15 @@ class Rollout:
         """Take nothing more, and return when all that is here has ended, or else when the run stops."""
         self._is_leaving = True
         self._changed.notify()
+        await self._queue.withdraw("rollout")
+        await self._unless_stopped(taking)
+
+    async def _unless_stopped(self, task: asyncio.Future[None]) -> None:
+        """Wait until the task is done, or the run stops. Raises what the task raises."""
         stopped = asyncio.ensure_future(self._board.stopped())
         try:
-            await self._queue.withdraw("rollout")
-            for task in (await asyncio.wait([taking, stopped], return_when=asyncio.FIRST_COMPLETED))[0]:
-                task.result()
+            for ended in (await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED))[0]:
+                ended.result()
         finally:
             stopped.cancel()
 
@@ -168,8 +173,18 @@ class Rollout:
                 continue
             self._is_installing = True
             await self._queue.withdraw("rollout")  # nothing is leased while weights are being changed
-            await self._changed.until(partial(self._may_change_to, target.version))
+            if not await self._has_ended(target.version):
+                return
             await self._install(target, tensors)
+
+    async def _has_ended(self, version: int) -> bool:
+        """Wait for what may not be ended under this version. False: the run is stopping, and what is under way is abandoned."""
+        ended = asyncio.ensure_future(self._changed.until(partial(self._may_change_to, version)))
+        try:
+            await self._unless_stopped(ended)
+            return ended.done()
+        finally:
+            ended.cancel()
 
     def _may_change_to(self, version: int) -> bool:
         """Whether everything under way may be ended under this version, and nothing more is on its way here.

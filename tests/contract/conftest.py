@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.devices import BACKENDS, needed_devices
 from tests.unit.engines.train.conftest import make_micro_batch, model_path  # noqa: F401  (fixtures)
+
+
+@pytest.fixture(params=list(BACKENDS))
+def device(request: pytest.FixtureRequest) -> str:
+    """Each kind of device that is there."""
+    kind: str = request.param
+    needed_devices(kind)
+    return kind
 
 
 @contextmanager

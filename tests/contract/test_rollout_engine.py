@@ -30,12 +30,14 @@ from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.registry import build
 from asyncflow.types import TensorSpec
 from tests.conftest import MODEL
+from tests.contract.devices import alike, needed_devices
 from tests.vllm.servers import VLLM_PYTHON, fake_python, server_options
 
 PROMPT = np.arange(7, 27)
 KEY = SampleKey(seed=11, prompt_index=5)
 CONTEXT = 224
-ENGINES = {"slots": "slots", "vllm-stand-in": "vllm", "vllm": "vllm"}
+ENGINES = {"slots": "slots", "slots-cuda": "slots", "slots-npu": "slots", "vllm-stand-in": "vllm", "vllm": "vllm"}
+DEVICES = {"slots-cuda": "cuda", "slots-npu": "npu"}  # vLLM's servers have their devices themselves
 Opened = Callable[..., AbstractAsyncContextManager[RolloutEngine]]
 
 
@@ -56,7 +58,10 @@ def vllm_server() -> Iterator[VllmServer]:
 def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
     """`opened(model=MODEL, **changes)`: an engine, as a worker builds it, that is closed with the block."""
     options: dict[str, Any] = {}
-    if request.param == "vllm-stand-in":
+    if request.param in DEVICES:
+        options["device"] = DEVICES[request.param]
+        needed_devices(options["device"])
+    elif request.param == "vllm-stand-in":
         options["python"] = str(fake_python(tmp_path))
     elif request.param == "vllm":
         server = request.getfixturevalue("vllm_server")
@@ -73,6 +78,12 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             await engine.close()
 
     return opened
+
+
+@pytest.fixture
+def own_device(opened: Opened, request: pytest.FixtureRequest) -> str:
+    """Where the engine computes."""
+    return DEVICES.get(request.node.callspec.params["opened"], "cpu")
 
 
 @pytest.fixture
@@ -130,9 +141,9 @@ async def installed_midway(
     raise AssertionError
 
 
-def assert_same(one: Response, other: Response) -> None:
+def assert_same(one: Response, other: Response, device: str) -> None:
     assert np.array_equal(one.token_ids, other.token_ids)
-    assert np.array_equal(one.logprobs, other.logprobs)
+    alike(one.logprobs, other.logprobs, device)
 
 
 async def test_responses_are_what_the_contract_says(opened: Opened) -> None:
@@ -281,7 +292,7 @@ async def test_pausing_stops_and_loses_nothing(opened: Opened) -> None:
         assert made[sample].version_spans.tolist() == [[0, 0]]
 
 
-async def test_a_prepared_install_is_that_of_an_unprepared_one(opened: Opened) -> None:
+async def test_a_prepared_install_is_that_of_an_unprepared_one(opened: Opened, own_device: str) -> None:
     """Also when another version was prepared, which must not be taken for it; nor one that was prepared, and replaced."""
     made = []
     async with opened() as engine:
@@ -292,10 +303,10 @@ async def test_a_prepared_install_is_that_of_an_unprepared_one(opened: Opened) -
             await engine.install(7, changed(0.05))
             made.append((await responses(engine))[0])
     for other in made[1:]:
-        assert_same(made[0], other)
+        assert_same(made[0], other, own_device)
 
 
-async def test_a_version_may_be_installed_again_with_other_weights(opened: Opened) -> None:
+async def test_a_version_may_be_installed_again_with_other_weights(opened: Opened, own_device: str) -> None:
     async with opened() as engine:
         await engine.install(1, changed(0.05))
         one = (await responses(engine))[0]
@@ -303,7 +314,7 @@ async def test_a_version_may_be_installed_again_with_other_weights(opened: Opene
         await engine.install(1, changed(0.1))
         other = (await responses(engine))[0]
         await engine.install(1, changed(0.05))
-        assert_same((await responses(engine))[0], one)
+        assert_same((await responses(engine))[0], one, own_device)
     assert not np.array_equal(one.logprobs, other.logprobs) and other.version_spans.tolist() == [[0, 1]]
 
 
@@ -324,7 +335,7 @@ async def test_what_is_installed_comes_back(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["missing", "shape", "dtype", "unknown"])
-async def test_what_does_not_fit_is_refused_and_changes_nothing(opened: Opened, wrong: str) -> None:
+async def test_what_does_not_fit_is_refused_and_changes_nothing(opened: Opened, own_device: str, wrong: str) -> None:
     tensors, name = changed(0.5), "model.norm.weight"
     match wrong:
         case "missing":
@@ -342,7 +353,7 @@ async def test_what_does_not_fit_is_refused_and_changes_nothing(opened: Opened, 
             with pytest.raises(ValueError, match=name.replace(".", r"\.")):
                 await method(1, tensors)
         after = (await responses(engine))[0]
-    assert_same(before, after)
+    assert_same(before, after, own_device)
     assert after.version_spans.tolist() == [[0, 0]]
 
 
@@ -385,7 +396,7 @@ def test_the_interpreter_of_these_tests_has_no_vllm() -> None:
 
 
 @pytest.mark.parametrize("how", ["started", "loaded", "failed"])
-async def test_an_update_that_was_cut_off_does_not_stand_in_the_next_ones_way(opened: Opened, how: str) -> None:
+async def test_an_update_that_was_cut_off_does_not_stand_in_the_next_ones_way(opened: Opened, own_device: str, how: str) -> None:
     """As a driver that dies, or an update that fails, leaves a server which somebody else has started."""
     async with opened() as engine:
         if not isinstance(engine, VllmEngine):
@@ -406,5 +417,5 @@ async def test_an_update_that_was_cut_off_does_not_stand_in_the_next_ones_way(op
                 with pytest.raises(ServerLost):
                     await client.update_weights(update)
         await engine.install(1, changed(0.1))
-        assert_same((await responses(engine))[0], expected)
+        assert_same((await responses(engine))[0], expected, own_device)
         assert engine.instances[0].num_restarts == 0

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import MicroBatch, OptimResult, TrainEngine
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.types import Layout
+from tests.contract.devices import BACKENDS, needed_devices
 from tests.contract.test_train_engine import ZERO3, make, needed
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.parallel.processes import Processes
@@ -76,9 +78,12 @@ async def step(engine: TrainEngine, batches: Sequence[MicroBatch], normaliser: i
     return sum(result.loss_sum for result in results), await engine.optim_step(normaliser)
 
 
-def work(kind: str, own: dict[str, Any], layout: Layout, path: Path, folder: Path) -> dict[str, Any] | None:
+def work(kind: str, own: dict[str, Any], layout: Layout, path: Path, folder: Path, device: str) -> dict[str, Any] | None:
     """A rank's part; of a leader what it has seen."""
-    engine = make(kind, path, own, layout=layout, pipeline_fill=layout.size > 2, **OPTIONS)  # on two ranks native lengths
+    fills = layout.size > 2  # on two ranks native lengths
+    engine = make(kind, path, own, layout=layout, device=device, pipeline_fill=fills, **OPTIONS)
+    assert dist.group.WORLD is not None
+    assert dist.group.WORLD._get_backend(torch.device(device)).name() == BACKENDS[device]
     if engine.data_parallel_rank is None:
         asyncio.run(engine.follow(Sum(policy_gradient), lambda name: nullcontext()))
         return None
@@ -110,12 +115,21 @@ async def lead(engine: TrainEngine, dp: int, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "own", "layout", "family"), CASES, ids=lambda v: str(v) if isinstance(v, str) else "")
 def test_several_processes_train_as_one(
-    ranks: Processes, model_path: ModelPath, tmp_path: Path, kind: str, own: dict[str, Any], layout: Layout, family: str
+    ranks: Processes,
+    model_path: ModelPath,
+    tmp_path: Path,
+    kind: str,
+    own: dict[str, Any],
+    layout: Layout,
+    family: str,
+    device: str,
 ) -> None:
-    needed(kind)
+    """On devices of each kind; the one process is on the CPU."""
+    needed_devices(device, layout.size)
+    needed(kind, device)
     assert {pack_thrifty(batch.prompt_ids, batch.response_ids).layout.has_prompt for batch in STEPS[-1]} == {True, False}
     path = untied(model_path("llama-tiny"), tmp_path / "untied") if family == "untied" else model_path(family)
-    answers = ranks.run(work, kind, own, layout, path, tmp_path, size=layout.size, seconds=180)
+    answers = ranks.run(work, kind, own, layout, path, tmp_path, device, size=layout.size, seconds=180)
     leaders = [answer for answer in answers if answer is not None]
     assert len(leaders) == layout.dp
     first = leaders[0]

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from asyncflow.registry import load
 from asyncflow.transport import Credentials
 from asyncflow.types import HeldWeights, TensorSpec, UserError, WeightSource
 from asyncflow.weight_sync import WEIGHT_SYNCS, collective
-from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.base import Manifest, WeightReceiver, WeightSender, WeightSync, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.collective import Collective
 from asyncflow.weight_sync.group import CHUNK_BYTES
 from asyncflow.weight_sync.network import Network
+from tests.contract.devices import needed_devices
 from tests.contract.weight_sources import Gathered
 
 MakeSync = Callable[..., WeightSync]
@@ -35,12 +37,32 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=sorted(WEIGHT_SYNCS))
+class Spread:
+    """The ends of a weight sync, each on a device of its own: the sender on the first, `rollout/1` on the third."""
+
+    def __init__(self, make: MakeSync, device: str) -> None:
+        self._make, self._device = make, device
+
+    def sender(self, incarnation: str) -> WeightSender:
+        return self._make(device=f"{self._device}:0").sender(incarnation)
+
+    def receiver(self, worker: str) -> WeightReceiver:
+        return self._make(device=f"{self._device}:{1 + int(worker.rpartition('/')[2])}").receiver(worker)
+
+
+@pytest.fixture(params=[*sorted(WEIGHT_SYNCS), "collective-cuda", "collective-npu"])
 def make_sync(request: pytest.FixtureRequest, tmp_path: Path, key: Path) -> MakeSync:
-    kind = load("weight sync", WEIGHT_SYNCS[request.param])
-    return lambda **options: kind(
-        WeightSyncOptions(directory=tmp_path / "weights", key=key, **{"deadline_seconds": 10.0, **options})
-    )
+    name, _, device = request.param.partition("-")
+    kind = load("weight sync", WEIGHT_SYNCS[name])
+
+    def make(**options: Any) -> WeightSync:
+        made: WeightSync = kind(WeightSyncOptions(directory=tmp_path / "weights", key=key, **{"deadline_seconds": 10.0, **options}))
+        return made
+
+    if not device:
+        return make
+    needed_devices(device, 4)  # two ends on one are refused by NCCL
+    return lambda **options: Spread(partial(make, **options), device)
 
 
 @pytest.fixture

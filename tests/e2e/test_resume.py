@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from asyncflow.build.resume import read_driver
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import join_pieces, read_spans
 from asyncflow.trainer import Trainer
@@ -25,6 +28,7 @@ from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.lives import Life
 
 STEPS, PROMPTS, GROUP = 8, 4, 4
+UNSTEADY = f"{Path(__file__).with_name('unsteady.py')}:UnsteadySlots"
 MODES: dict[str, dict[str, Any]] = {
     "periodic": {"schedule": "periodic"},
     "delayed": {"schedule": "delayed", "train": {"old": "previous"}},
@@ -230,6 +234,76 @@ def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(changes: 
     assert certificate is not None and not certificate.voided, certificate
 
 
+def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    """A run whose engine is not deterministic is stopped: of step 2 two groups are complete, one is in part, and one has no row."""
+    mode, undisturbed = whole
+    engine = {"path": UNSTEADY, "folder": str(tmp_path)}
+    config = tree(tmp_path, mode, {"rollout": {"engine": engine}, "checkpoint": {"every_steps": None}})
+    (tmp_path / "held.json").write_text(json.dumps({"10": [2, 3], "11": [0, 1, 2, 3]}))
+    life = Life(config)
+    life.wait_for_steps(2)
+    wait_until(lambda: {32, 36, 40} <= set(samples_of(life.run_dir)))  # of each group with rows the first one
+    assert life.end(signal.SIGTERM) == 143, life.said()
+    checkpoint = life.run_dir / "checkpoints" / "step-000002"
+    kept = read_driver(checkpoint).rows
+    assert (checkpoint / "rows.afp").stat().st_size and kept is not None
+    numbers = set(kept.indices.tolist())
+    assert {*range(32, 41)} <= numbers <= {*range(32, 42)}, numbers
+    of_version = {int(spans[1]) for spans in kept.ragged("version_spans")}
+    assert of_version == {2 if mode["schedule"] == "periodic" else 1}
+    before = samples_of(life.run_dir)
+
+    (tmp_path / "held.json").unlink()
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    assert "lack a column" not in last.said()
+    check_each_once(last.run_dir)
+    check_spans(last.run_dir)
+    # Each row has the prompt that it would have had, and what was kept is told of as it was.
+    samples = samples_of(last.run_dir)
+    assert {row: sample["prompt"] for row, sample in samples.items()} == {
+        row: sample["prompt"] for row, sample in samples_of(undisturbed).items()
+    }
+    assert {row: samples[row] for row in (32, 36, 40)} == {row: before[row] for row in (32, 36, 40)}
+    # What is trained of the kept rows has their bits, and nobody was asked for them again; for all others somebody was, once.
+    trained = {row["row"]: row for step in prints(last.run_dir) for group in step["groups"] for row in group["rows"]}
+    for row, response, logprobs in zip(kept.indices.tolist(), *map(kept.ragged, ("response_ids", "rollout_logprobs")), strict=True):
+        assert (trained[row]["response"], trained[row]["logprobs"]) == (digest(response), digest(logprobs)), row
+    asked = [line for line in rows(tmp_path / "asked.jsonl") if line["group"] < 1 << 40]  # training's
+    lives = list(dict.fromkeys(line["process"] for line in asked))
+    first, second = (
+        [line["group"] << 2 | sample for line in asked if line["process"] == life for sample in line["samples"]] for life in lives
+    )
+    assert sorted(first) == [*range(48)]
+    assert sorted(second) == [row for row in range(32, STEPS * PROMPTS * GROUP) if row not in numbers]
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [2]
+    assert certificate.rows_redelivered == 0
+
+
+def test_the_first_checkpoint_knows_already_that_engines_are_not_deterministic(tmp_path: Path) -> None:
+    """Whoever reports rarely says that at once."""
+    rarely = {"telemetry": {"flush_seconds": 30}, "eval": {"path": None}}
+    life = Life(tree(tmp_path, {"run": {"steps": 1}, "rollout": {"num_threads": 2}}, rarely))
+    assert life.end() == 0, life.said()
+    record = read_driver(life.run_dir / "checkpoints" / "step-000001").state.record
+    assert "2 threads" in record.why_not_deterministic
+
+
+def samples_of(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Training's, by row."""
+    path = run_dir / "samples.jsonl"
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []  # the last one may be half-written
+    samples = [sample for sample in map(json.loads, lines) if sample["purpose"] == "train"]
+    assert len({sample["row"] for sample in samples}) == len(samples)
+    return {sample["row"]: sample for sample in samples}
+
+
+def digest(values: Any) -> str:
+    """As fingerprints have it."""
+    return hashlib.sha256(values.tobytes()).hexdigest()
+
+
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_step_whose_updates_have_begun_is_made_to_its_end_and_kept(by: signal.Signals, tmp_path: Path) -> None:
     """They take longer than workers are given to end in, which begins with the commit."""
@@ -321,7 +395,7 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
         with Trainer.from_config(tree(tmp_path, change, {"checkpoint": {"every_steps": every_steps}}), resume=True) as trainer:
             trainer.step()
             if every_steps:
-                wait_for(tmp_path / "test" / "checkpoints" / f"step-{step:06d}")
+                wait_until((tmp_path / "test" / "checkpoints" / f"step-{step:06d}").exists)
             trainer.push_prompts([{"question": f"{name} has {n} coins. How many?", "answer": str(n)} for n in range(PROMPTS)])
     with Trainer.from_config(tree(tmp_path, change), resume=True) as trainer:
         while trainer.step() is not None:
@@ -332,10 +406,10 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
         assert len({row["prompt"] for row in found}) == len(found) == PROMPTS and len({row["step"] for row in found}) == 1
 
 
-def wait_for(path: Path) -> None:
+def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, path
+    while not is_so():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 

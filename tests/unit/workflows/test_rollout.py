@@ -185,8 +185,6 @@ async def a_worker(
         await turns()
         yield world
         world.board.stop()
-        for ended in world.engine.ended.values():
-            ended.set()
         await asyncio.wait_for(running, 5)
 
 
@@ -243,6 +241,14 @@ async def test_between_the_grant_and_the_installation_nothing_is_taken() -> None
         assert world.groups == [1]
         await world.end(1)
         assert await world.versions(1) == [[1], [1]]
+
+
+async def test_a_run_that_stops_waits_for_no_response_before_an_installation() -> None:
+    async with a_worker() as world:
+        await world.admit(meta(0, 0, 0, 0))
+        await world.publish(1)
+        assert world.board.installing == {WORKER: 1} and world.groups == [0]
+    assert world.engine.done == ["prepare 1"]
 
 
 async def test_a_group_on_its_way_to_the_worker_is_not_overtaken_by_an_installation() -> None:
