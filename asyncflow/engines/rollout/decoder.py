@@ -1,6 +1,6 @@
 """One decoder for the Qwen2, Qwen3 and Llama families, made for generation: no autograd, no modules, no transformers.
 
-    DecoderConfig (config.py) -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
+    DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
 
 The active slots of the cache are always 0 .. N-1, so a decode step has a row for each and gathers nothing.
 
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
+from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
 from asyncflow.types import Array
 

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.rollout.config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.probe import find_dependence
