@@ -287,6 +287,8 @@ class CriticEngine(Protocol):
 
 RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
 """The environment variable that says where a train engine's processes find each other: a URL that torch.distributed takes."""
+RANKS_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The environment variables that name the network interface by which their libraries connect."""
 EXCHANGE_SECONDS: Final = 600.0
 """How long one of these processes waits for the others in one exchange. One that has died is noticed at once."""
 
