@@ -201,13 +201,12 @@ class TrainEngineOptions:
     (None: in `dtype`); `offload`: in host memory. `check_shared_prompt`: the first micro-batch whose prompt is shared is computed
     unshared, too, and compared.
 
-    `layout`: how the model is cut over processes; a pipeline takes `pipeline_micro_batches` together,
-    with `pipeline_fill` brought to one length. `activation_checkpointing`:
-    each layer's activations are made again in the backward pass. `offload_optimizer`: the optimiser's state is kept in host memory.
+    `layout`: how the model is cut over processes; with `pipeline_fill` the micro-batches of a call are brought to one length for a
+    pipeline. `activation_checkpointing`: each layer's activations are made again in the backward pass. `offload_optimizer`: the
+    optimiser's state is kept in host memory.
     """
 
     layout: Layout
-    pipeline_micro_batches: int
     pipeline_fill: bool
     learning_rate: float
     warmup_steps: int
