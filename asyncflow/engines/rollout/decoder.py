@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
+from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
 from asyncflow.types import Array
 
@@ -194,7 +195,7 @@ class Decoder:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit."""
-        tensors = self._checked(tensors)
+        tensors = check_tensors(tensors, self.shapes, ties_head=self.config.tie_word_embeddings)
         with torch.inference_mode():
             return [linear.pack(tensors) for linear in self.packed]
 
@@ -203,28 +204,12 @@ class Decoder:
 
         `prepared`: what `prepare` made of the same tensors; else weights are packed one at a time.
         """
-        tensors = self._checked(tensors)
+        tensors = check_tensors(tensors, self.shapes, ties_head=self.config.tie_word_embeddings)
         with torch.inference_mode():
             for name, piece in self.slices.items():
                 piece.copy_(tensors[name])
             for linear, packed in zip(self.packed, prepared or (x.pack(tensors) for x in self.packed), strict=True):
                 linear.install(packed)
-
-    def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by the names of the buffers. `ValueError` naming what does not fit."""
-        tensors = dict(tensors)
-        head = tensors.pop("lm_head.weight", None) if self.config.tie_word_embeddings else None
-        if head is not None and not torch.equal(head, tensors["model.embed_tokens.weight"]):
-            raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
-        if tensors.keys() != self.shapes.keys():
-            missing, unexpected = sorted(self.shapes.keys() - tensors.keys()), sorted(tensors.keys() - self.shapes.keys())
-            raise ValueError(f"weights do not fit the model: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
-        for name, shape in self.shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the model has {shape}")
-            if not tensors[name].is_floating_point():
-                raise ValueError(f"{name} has dtype {tensors[name].dtype}, which is not a floating-point one")
-        return tensors
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[tuple[int, int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys go to `count` slots from `first`: `(first, count)`."""
