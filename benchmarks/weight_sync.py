@@ -36,7 +36,7 @@ import msgspec
 import torch
 from figures import Figure, finish, parser
 
-from asyncflow.engines.rollout.config import DecoderConfig
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.registry import build
 from asyncflow.transport import Credentials

@@ -100,7 +100,6 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
     train, algorithm = config.train, make_algorithm(config)
     return TrainEngineOptions(
         layout=config.layout,
-        pipeline_micro_batches=train.pipeline_micro_batches,
         pipeline_fill=train.pipeline_fill,
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,

@@ -20,13 +20,12 @@ from typing import Any, Final
 import psutil
 
 from asyncflow.cluster.abroad import own_address
-from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_STORE
+from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_INTERFACES, RANKS_STORE
 from asyncflow.registry import load
 from asyncflow.transport import remote
 
 AT_DRIVER: Final = "driver://"
 """What the environment of such ranks says of where they find each other."""
-_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Rendezvous:
@@ -86,7 +85,7 @@ def meet_at_driver(rendezvous: Rendezvous, door: str) -> None:
     if os.environ.get(RANKS_STORE) != AT_DRIVER:
         return
     if (interface := _interface_of(own_address(door).strip("[]"))) is not None:
-        for name in _INTERFACES:
+        for name in RANKS_INTERFACES:
             os.environ.setdefault(name, interface)
     loop = asyncio.get_running_loop()
 

@@ -208,13 +208,12 @@ class TrainEngineOptions:
     (None: in `dtype`); `offload`: in host memory. `check_shared_prompt`: the first micro-batch whose prompt is shared is computed
     unshared, too, and compared.
 
-    `layout`: how the model is cut over processes; a pipeline takes `pipeline_micro_batches` together,
-    with `pipeline_fill` brought to one length. `activation_checkpointing`:
-    each layer's activations are made again in the backward pass. `offload_optimizer`: the optimiser's state is kept in host memory.
+    `layout`: how the model is cut over processes; with `pipeline_fill` the micro-batches of a call are brought to one length for a
+    pipeline. `activation_checkpointing`: each layer's activations are made again in the backward pass. `offload_optimizer`: the
+    optimiser's state is kept in host memory.
     """
 
     layout: Layout
-    pipeline_micro_batches: int
     pipeline_fill: bool
     learning_rate: float
     warmup_steps: int
@@ -294,6 +293,8 @@ class CriticEngine(Protocol):
 
 RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
 """The environment variable that says where a train engine's processes find each other: a URL that torch.distributed takes."""
+RANKS_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The environment variables that name the network interface by which their libraries connect."""
 EXCHANGE_SECONDS: Final = 600.0
 """How long one of these processes waits for the others in one exchange. One that has died is noticed at once."""
 

@@ -18,10 +18,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from asyncflow.rewards.answers import answer_in, check_marks, reference, reference_answer
+from asyncflow.rewards.answers import MARKS, answer_in, check_marks, reference, reference_answer
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.caught import first_caught, forget_caught, import_telling
-from asyncflow.rewards.numeric import ANSWER_MARKS
 from asyncflow.rewards.processes import memory_share
 from asyncflow.rewards.spelling import Quantity, are_equal, is_range, plain, quantity, sides_of
 
@@ -44,7 +43,7 @@ class Maths:
         self,
         *,
         answer_column: str | None = None,
-        marks: Sequence[str] = ANSWER_MARKS,
+        marks: Sequence[str] = MARKS,
         relative_tolerance: float = 0.0,
         decimals: int = 6,
         require_end: bool = True,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
-from asyncflow.rewards.answers import answer_in, check_marks, reference, reference_answer
+from asyncflow.rewards.answers import MARKS, answer_in, check_marks, reference, reference_answer
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.spelling import Quantity, are_equal, quantity
-
-ANSWER_MARKS: Final = ("hash", "boxed", "tag", "phrase")
 
 
 class Numeric:
@@ -24,7 +21,7 @@ class Numeric:
         self,
         *,
         answer_column: str | None = None,
-        marks: Sequence[str] = ANSWER_MARKS,
+        marks: Sequence[str] = MARKS,
         relative_tolerance: float = 0.0,
         require_end: bool = True,
     ) -> None:

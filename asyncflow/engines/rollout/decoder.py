@@ -1,6 +1,6 @@
 """One decoder for the Qwen2, Qwen3 and Llama families, made for generation: no autograd, no modules, no transformers.
 
-    DecoderConfig (config.py) -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
+    DecoderConfig -> Decoder: weight buffers, key/value cache (slot_cache.py), prefill, decode
 
 The active slots of the cache are always 0 .. N-1, so a decode step has a row for each and gathers nothing.
 
@@ -27,7 +27,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
+from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
+from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
 from asyncflow.types import Array
 
@@ -199,7 +200,7 @@ class Decoder:
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit."""
-        tensors = self._checked(tensors)
+        tensors = check_tensors(tensors, self.shapes, ties_head=self.config.tie_word_embeddings)
         with torch.inference_mode():
             return [linear.pack(tensors) for linear in self.packed]
 
@@ -208,7 +209,7 @@ class Decoder:
 
         `prepared`: what `prepare` made of the same tensors; else weights are packed one at a time.
         """
-        tensors = self._checked(tensors)
+        tensors = check_tensors(tensors, self.shapes, ties_head=self.config.tie_word_embeddings)
         with torch.inference_mode():
             for name, piece in self.slices.items():
                 piece.copy_(tensors[name])
@@ -223,22 +224,6 @@ class Decoder:
         linear = next(linear for linear in self.packed if name in linear.names)
         sizes = [self.shapes[each][0] for each in linear.names]
         return torch.split(linear.unpacked(), sizes)[linear.names.index(name)]
-
-    def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by the names of the buffers. `ValueError` naming what does not fit."""
-        tensors = dict(tensors)
-        head = tensors.pop("lm_head.weight", None) if self.config.tie_word_embeddings else None
-        if head is not None and not torch.equal(head, tensors["model.embed_tokens.weight"]):
-            raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
-        if tensors.keys() != self.shapes.keys():
-            missing, unexpected = sorted(self.shapes.keys() - tensors.keys()), sorted(tensors.keys() - self.shapes.keys())
-            raise ValueError(f"weights do not fit the model: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
-        for name, shape in self.shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the model has {shape}")
-            if not tensors[name].is_floating_point():
-                raise ValueError(f"{name} has dtype {tensors[name].dtype}, which is not a floating-point one")
-        return tensors
 
     def prefill(self, prompts: Sequence[Array], slots: Sequence[tuple[int, int]]) -> Tensor:
         """Logits (float32 [P, V]) after each prompt (int64), whose keys go to `count` slots from `first`: `(first, count)`."""

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.rollout.config import DecoderConfig
+from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.probe import find_dependence
@@ -115,15 +116,7 @@ class SlotEngine:
     ) -> AsyncGenerator[Response, None]:
         """See `RolloutEngine`; also a `ValueError` for an empty prompt, an unknown token or impossible sampling."""
         prompt_ids = np.asarray(prompt_ids, np.int64)
-        if not len(prompt_ids) or prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
-            raise ValueError(f"the prompt of {len(prompt_ids)} tokens is empty or has a token outside 0..{self._vocab_size - 1}")
-        if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf:
-            raise ValueError(f"impossible sampling: {sampling}")
-        if len(prompt_ids) + sampling.max_new_tokens > self.max_context:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
-                f" the engine's context of {self.max_context}"
-            )
+        check_request(prompt_ids, sampling, vocab_size=self._vocab_size, max_context=self.max_context)
         return self._generate(prompt_ids, sampling, samples, stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)))
 
     async def _generate(

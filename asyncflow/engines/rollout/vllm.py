@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, PauseMode, Refused, ServerLost, VllmClient
@@ -182,15 +183,7 @@ class VllmEngine:
         Raises `RunError` when all servers have been lost too often.
         """
         prompt_ids = np.asarray(prompt_ids, np.int64)
-        if not len(prompt_ids) or prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
-            raise ValueError(f"the prompt of {len(prompt_ids)} tokens is empty or has a token outside 0..{self._vocab_size - 1}")
-        if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf:
-            raise ValueError(f"impossible sampling: {sampling}")
-        if len(prompt_ids) + sampling.max_new_tokens > self.max_context:
-            raise ValueError(
-                f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
-                f" the engine's context of {self.max_context}"
-            )
+        check_request(prompt_ids, sampling, vocab_size=self._vocab_size, max_context=self.max_context)
         return self._generate(prompt_ids, samples, sampling, key)
 
     async def _generate(

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.threads import ComputeThread
 from asyncflow.types import RunError
 
@@ -168,25 +169,3 @@ def shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, framework="pt") as opened:
             shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     return shapes
-
-
-def check_tensors(tensors: Mapping[str, Tensor], shapes: Shapes, *, ties_head: bool) -> dict[str, Tensor]:
-    """The tensors that a model of these shapes takes. Raises `ValueError` naming what does not fit.
-
-    `ties_head`: the output layer is the embedding; a copy of it is left out.
-    """
-    given, expected = dict(tensors), dict(shapes)
-    if ties_head:
-        expected.pop("lm_head.weight", None)
-        head = given.pop("lm_head.weight", None)
-        if head is not None and not torch.equal(head, given["model.embed_tokens.weight"]):
-            raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
-    if given.keys() != expected.keys():
-        missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
-        raise ValueError(f"weights do not fit the model: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
-    for name, tensor in given.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the model has {expected[name]}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} has dtype {tensor.dtype}, which is not a floating-point one")
-    return given

@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode
 
 from asyncflow.devices import NPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.rollout.config import DecoderConfig, rope_frequencies
 from asyncflow.engines.train.checks import check_megatron, model_fields
 from asyncflow.engines.train.gathered_state import GatheredState, loaded
 from asyncflow.engines.train.led_engine import LedEngine

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_STORE
+from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_INTERFACES, RANKS_STORE
 from asyncflow.engines.devices import own_device
 from asyncflow.engines.train.parallel.calls import Call, decode, encode
 from asyncflow.types import Layout, RunError, UserError
@@ -173,5 +173,5 @@ def backend_of(device: torch.device) -> str:
 def stay_on_loopback() -> None:
     """From now on the libraries that connect ranks open their doors to this machine alone, unless the user has said otherwise."""
     loopback = next((interface for _, interface in socket.if_nameindex() if interface.startswith("lo")), None)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback is not None else ():
+    for name in RANKS_INTERFACES if loopback is not None else ():
         os.environ.setdefault(name, str(loopback))

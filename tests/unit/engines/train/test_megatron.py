@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncflow.engines.rollout.config import DecoderConfig
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.train.megatron import Core, Origin, origins, padded_vocabulary
 from asyncflow.types import Layout

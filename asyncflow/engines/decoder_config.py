@@ -1,6 +1,7 @@
 """The part of a Hugging Face `config.json` that determines the computation, of the Qwen2, Qwen3 and Llama families.
 
-A field that could change the computation in a way that the decoder does not implement is refused by its name.
+For engines that compute these models by code of their own: the embedded decoder and Megatron's. A field that could change the
+computation in a way that they do not implement is refused by its name.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class DecoderConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
-        """From the fields of a `config.json`; `ValueError` naming the first one that this decoder does not implement."""
+        """From the fields of a `config.json`; `ValueError` naming the first one that is not implemented."""
         family = fields.get("model_type")
         if family not in ARCHITECTURES:
             raise ValueError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")

@@ -1,0 +1,47 @@
+"""What every engine that generates refuses: requests, and weights that are not the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncflow.engines.base import Sampling
+from asyncflow.types import Array
+
+
+def check_request(prompt_ids: Array, sampling: Sampling, *, vocab_size: int, max_context: int) -> None:
+    """Raises `ValueError` for an empty prompt, an unknown token, impossible sampling, or more tokens than the context has."""
+    if not len(prompt_ids) or prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size:
+        raise ValueError(f"the prompt of {len(prompt_ids)} tokens is empty or has a token outside 0..{vocab_size - 1}")
+    if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf:
+        raise ValueError(f"impossible sampling: {sampling}")
+    if len(prompt_ids) + sampling.max_new_tokens > max_context:
+        raise ValueError(
+            f"a prompt of {len(prompt_ids)} and a response of {sampling.max_new_tokens} tokens exceed"
+            f" the engine's context of {max_context}"
+        )
+
+
+def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, ties_head: bool) -> dict[str, Tensor]:
+    """The tensors that a model of these shapes takes. Raises `ValueError` naming what does not fit.
+
+    `ties_head`: the output layer is the embedding; a copy of it is left out.
+    """
+    given, expected = dict(tensors), dict(shapes)
+    if ties_head:
+        expected.pop("lm_head.weight", None)
+        head = given.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, given["model.embed_tokens.weight"]):
+            raise ValueError("lm_head.weight differs from model.embed_tokens.weight although tie_word_embeddings is true")
+    if given.keys() != expected.keys():
+        missing, unexpected = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+        raise ValueError(f"weights do not fit the model: missing {missing or 'none'}, unexpected {unexpected or 'none'}")
+    for name, shape in expected.items():
+        if tuple(given[name].shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}, the model has {shape}")
+        if not given[name].is_floating_point():
+            raise ValueError(f"{name} has dtype {given[name].dtype}, which is not a floating-point one")
+    return given
