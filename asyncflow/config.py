@@ -250,9 +250,9 @@ class TrainConfig(Section):
     max_grad_norm: Finite = 1.0
     pipeline_micro_batches: PositiveInt = 4
     """With `plan.train.pp` above 1: micro-batches that go through the pipeline together."""
-    pipeline_fill: bool = False
-    """Bring the micro-batches that go through the pipeline together to one length, by a segment that stands for nothing. Slower,
-    but for devices that compile a program for every shape."""
+    pipeline_fill: bool = True
+    """Bring the micro-batches that go through the pipeline together to one length, by a segment that stands for nothing. Without,
+    each keeps its own: fewer tokens, more shapes."""
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3

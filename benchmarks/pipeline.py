@@ -9,7 +9,7 @@ responses to a prompt of 64 tokens, in rows; lengths are log-normal, 128 tokens 
     filled       each up to the longest of its turn, by a segment that stands for nothing (`train.pipeline_fill`)
 
 one after the other, in turn, forward and backward (1F1B). Told are the medians of the ratios within each turn, in seconds on the
-clock and in tokens, and how far the gradients of the two are apart. See docs/decisions/0007-pipelines-need-no-filling.md.
+clock and in tokens, and how far the gradients of the two are apart. See docs/decisions/0007-pipelines-are-filled.md.
 """
 
 from __future__ import annotations

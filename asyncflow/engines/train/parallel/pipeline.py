@@ -9,7 +9,7 @@ is unblocked by: what a neighbour sends, or its end
     stage 2         F0 B0 F1 B1 F2 B2 F3 B3             loss, numbers          -->  every stage, at the end (`results_from_last`)
 
 A stage keeps the activations of at most as many micro-batches as there are stages from it on. Every stage packs each micro-batch
-itself, and so knows the shape of what comes: lengths need not be equal, and nothing is filled (decision 0007).
+itself, and so knows the shape of what comes: lengths need not be equal (decision 0007).
 
 Left out: receiving beside a computation, and several stages in one process (interleaved schedules).
 """
