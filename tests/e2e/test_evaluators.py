@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from tests.conftest import MODEL
 from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.e2e.lives import Life
 
 
 def tree(folder: Path, mode: str, num_evaluators: int, **sections: Any) -> dict[str, Any]:
@@ -81,3 +83,22 @@ def test_an_evaluator_that_is_killed_is_started_again(tmp_path: Path, background
     assert "worker evaluator/0" in said + errors
     figures = {row["step"]: row for row in rows(run_dir / "eval.jsonl")}
     assert {0, 6} <= figures.keys() and all(row["num_responses/sampled"] == 12 for row in figures.values())
+
+
+def test_weights_that_wait_for_their_evaluation_are_in_the_checkpoint(tmp_path: Path) -> None:
+    """An evaluation takes longer than the run's first life, which ends after step 4: version 3 waits, or is under way."""
+    config = tree(tmp_path, "periodic", 1)
+    config["eval"] |= {"num_prompts": 256, "every_steps": 3}
+    life = Life(config, resume=False)
+    life.wait_for_steps(4)
+    assert life.end(by=signal.SIGINT) == 130, life.said()
+    run_dir = life.run_dir
+    assert 3 not in [row["step"] for row in rows(run_dir / "eval.jsonl")]
+    checkpoint = max((run_dir / "checkpoints").iterdir())
+    assert checkpoint.name > "step-000003"
+    assert [path.stat().st_size > 1000 for path in checkpoint.glob("versions/*3/model.safetensors")] == [True]
+    life = Life(config)
+    assert life.end(seconds=240) == 0, life.said()
+    evaluations = {row["step"]: row for row in rows(run_dir / "eval.jsonl")}
+    assert {0, 6} <= evaluations.keys() and (3 in evaluations) is not ("version 3 is not evaluated" in life.said())
+    assert all(row["num_responses/sampled"] == 768 for row in evaluations.values())
