@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,14 @@ def test_prompts_that_are_left_out_are_counted(small: Callable[..., dict[str, An
     assert "data       6 prompts to train on, 1 held out" in command.stdout
     assert "data       3 of 9 prompts have more than data.max_prompt_tokens = 12 tokens: left out" in command.stdout
     assert "data       3 of 4 held-out prompts have more than" in command.stdout
+
+
+def test_evaluators_and_their_devices_are_counted(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    path = write_config(tmp_path, small(eval={"path": "generated:arithmetic", "num_prompts": 4}))
+    counts = []
+    for count, said in ((0, ""), (2, "2 evaluators on cpu, ")):
+        command = run_command("train", path, "--dry-run", f"eval.num_workers={count}")
+        assert command.returncode == 0, command.stderr
+        assert said in command.stdout and ("evaluator" in command.stdout) is bool(said)
+        counts.append(int(re.search(r"devices +(\d+):", command.stdout)[1]))
+    assert counts[1] == counts[0] + 2
