@@ -51,6 +51,7 @@ def test_evaluators_and_their_devices_are_counted(small: Callable[..., dict[str,
     for count, said in ((0, ""), (2, "2 evaluators on cpu, ")):
         command = run_command("train", path, "--dry-run", f"eval.num_workers={count}")
         assert command.returncode == 0, command.stderr
-        assert said in command.stdout and ("evaluator" in command.stdout) is bool(said)
+        assert said in command.stdout and ("evaluators on" in command.stdout) is bool(said)
+        assert f"x {1 + count} versions" in command.stdout
         counts.append(int(re.search(r"devices +(\d+):", command.stdout)[1]))
     assert counts[1] == counts[0] + 2
