@@ -349,6 +349,11 @@ class EvalConfig(Section):
     """Also one greedy response per prompt."""
     correct_from: float = 1.0
     """A response with this reward or more counts as correct in pass@k."""
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """Workers that do nothing else, with engines as `rollout` has them: training goes on meanwhile as if nothing were evaluated. 0:
+    the rollout workers evaluate, behind training's rows."""
+    device: Device | None = None
+    """Of each of them. None: `rollout.device`."""
 
 
 class CheckpointConfig(Section):
@@ -415,6 +420,13 @@ class Config(Section):
             raise ValueError(
                 f"weight_sync.min_healthy_workers={healthy} is more than rollout.num_workers={workers}: take {workers} or less"
             )
+        if (evaluators := self.eval.num_workers) and self.eval.path is None:
+            raise ValueError(f"eval.num_workers={evaluators} have nothing to evaluate: set eval.path, or leave it out")
+        if evaluators and self.weight_sync.name == "collective":
+            raise ValueError(
+                f"weight_sync.name=collective broadcasts each version to all who have once asked for one, and eval.num_workers="
+                f"{evaluators} take only some, later: take shared_memory or network, or eval.num_workers=0"
+            )
         epochs, parts = self.train.epochs, self.train.mini_batches
         if prompts % parts:
             raise ValueError(
@@ -440,6 +452,11 @@ class Config(Section):
                 f"{prompts % workers}, so no fair share exists; take {' or '.join(map(str, fitting))} prompts"
             )
         return self
+
+    @property
+    def evaluators_device(self) -> str:
+        """What each evaluator generates on."""
+        return self.eval.device or self.rollout.device
 
     @property
     def layout(self) -> Layout:

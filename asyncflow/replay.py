@@ -143,7 +143,7 @@ def replay_config(run_dir: Path, plan: Plan, scratch: Path, overrides: Sequence[
         "model": {"path": str(plan.model)},
         "rollout": {"num_workers": 1, "engine": "slots"},
         "telemetry": {"trackers": [], "samples_per_step": 0, "fingerprints": True, "keep_batches": 0},
-        "eval": {"path": None},
+        "eval": {"path": None, "num_workers": 0},
     }
     others = {"queue": {}, "weight_sync": {}, "checkpoint": {"keep": 0}, "cluster": "local"}
     given = [f"{section}.{key}" for section, keys in settings.items() for key in keys]

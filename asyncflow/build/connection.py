@@ -34,9 +34,12 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Credentials, Peer, proxy
 from asyncflow.workflows.board import Board
+from asyncflow.workflows.evaluation import EVALUATORS
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import Shape
 
+EVALUATORS_BOARD = f"board/{EVALUATORS}"
+"""The service of theirs; the rollout workers' and the trainer's is `board`."""
 S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
 
 
@@ -126,7 +129,8 @@ async def joined(
     reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
     try:
         async with beside(reporter.run(), queue.renew_held()):
-            ledger, board, saves = proxy(LedgerService, peer, "ledger"), proxy(Board, peer, "board"), proxy(Saves, peer, "saves")
+            ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
+            board = proxy(Board, peer, EVALUATORS_BOARD if name.startswith(f"{EVALUATORS}/") else "board")
             rendezvous, rescue = proxy(Rendezvous, peer, "rendezvous"), proxy(Rescue, peer, "rescue")
             yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous, rescue)
         await reporter.flush()
@@ -154,7 +158,8 @@ def _unnumbered(config: Config) -> Config:
     train = changed(config.train).model_copy(update={"critic": changed(config.train.critic)})
     model = config.reward.model and changed(config.reward.model)
     reward = config.reward.model_copy(update={"model": model})
-    return config.model_copy(update={"rollout": changed(config.rollout), "train": train, "reward": reward})
+    held_out = config.eval.model_copy(update={"device": config.eval.device and kind_of(config.eval.device)})
+    return config.model_copy(update={"rollout": changed(config.rollout), "train": train, "reward": reward, "eval": held_out})
 
 
 @asynccontextmanager

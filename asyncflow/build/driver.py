@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from asyncflow.build.connection import EVALUATORS_BOARD
 from asyncflow.build.health import Health
 from asyncflow.build.model_files import ModelFiles
 from asyncflow.build.parts import make_storage, num_devices, queue_schema, shape_of, tasks_before_training, unit_options
@@ -35,10 +36,11 @@ from asyncflow.workflows.board import Board
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
-from asyncflow.workflows.evaluation import HeldOut, Row, evaluate
+from asyncflow.workflows.evaluation import EVALUATORS, Evaluations, EvaluatorsBooks, HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import Ledger, LedgerService, Sifted, StepTotals, Update
 from asyncflow.workflows.loop import feed
-from asyncflow.workflows.samples import SELECT_TASK, Prompt
+from asyncflow.workflows.periodic import Periodic
+from asyncflow.workflows.samples import EVALUATE_TASK, SELECT_TASK, Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.scored import SKIPPED
 from asyncflow.workflows.selection import Selection
@@ -80,6 +82,7 @@ class Driver:
             mini_batches=self.shape.mini_batches,
             chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
             num_members=self.shape.prompts_per_step,
+            has_evaluators=config.eval.num_workers > 0,
         )
         books = Books(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
@@ -88,9 +91,12 @@ class Driver:
         self.devices = Devices(num_devices(config), self._clock)
         self.record = self._make_record(ledger, told, resumed)
         self.hub = self.record.hub
-        self.health = Health(config, self.board, self.hub, says=told.says, fails=self._failed)
         self._evaluated_versions = evaluated_versions(config.run_dir)
         self.held_out = self._make_held_out(prepared, resumed)
+        self.evaluators = self._make_evaluators(ledger)
+        self._evaluations = self._make_evaluations()
+        self.boards = [self.board, *([self.evaluators] if self.evaluators is not None else [])]
+        self.health = Health(config, self.boards, self.hub, says=told.says, fails=self._failed)
         self.source, self._admissions = self._make_order(prepared, resumed)
         self.saves = Saves(
             config,
@@ -104,6 +110,7 @@ class Driver:
             self.record,
             says=told.says,
             evaluated=self._evaluated_versions,
+            evaluations=self._evaluations,
         )
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
@@ -113,6 +120,8 @@ class Driver:
             "model": ModelFiles(prepared.model, self.progress),
             "rendezvous": Rendezvous(),
         }
+        if self.evaluators is not None:
+            self._own_services[EVALUATORS_BOARD] = self.evaluators
         self._connect()
 
     # -- its parts ----------------------------------------------------------------------------------------------------------
@@ -123,14 +132,17 @@ class Driver:
         return TransferQueue(
             queue_schema(self.config),
             storages,
-            callbacks={task: self._callbacks(task) for task in tasks},
+            callbacks={task: self._callbacks(task) for task in (*tasks, EVALUATE_TASK)},
             unit_options=unit_options(self.config),
             credentials=self._credentials,
         )
 
     def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
         """What a task's controller tells the books."""
-        callbacks: dict[str, Callable[..., None]] = {"on_done": partial(self._done, task), "on_dead": self._gave_up}
+        done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
+        callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._gave_up}
+        if task == EVALUATE_TASK:
+            callbacks |= {"on_change": self._looked_again}
         if task == "rollout":
             callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._looked_again}
         return callbacks
@@ -154,7 +166,9 @@ class Driver:
         """The evaluations, but for those of earlier lives, and those that nobody can make any more."""
         config, first = self.config, self._first
         again = {0, *(resumed.versions if resumed is not None else ())}
-        lost = {v for v in range(first) if v not in again or v < first - self.schedule.max_staleness}
+        # Rollout workers serve none that is older; evaluators do, if its weights are there.
+        oldest = 0 if config.eval.num_workers else first - self.schedule.max_staleness
+        lost = {v for v in range(first) if v not in again or v < oldest}
         held_out = HeldOut(
             prepared.held_out,
             last_version=config.run.steps,
@@ -172,6 +186,18 @@ class Driver:
                     f"the evaluation of version {version} was cut short, and nobody has its weights any more: it is left out"
                 )
         return held_out
+
+    def _make_evaluators(self, ledger: Ledger) -> Board | None:
+        """The board of workers that evaluate alone, if there are any."""
+        if not (size := self.config.eval.num_workers):
+            return None
+        books = EvaluatorsBooks(ledger, self.transfer_queue.controllers, EVALUATE_TASK)
+        return Board(Periodic(), books, self._signal, self._clock, Crew(size, EVALUATORS))
+
+    def _make_evaluations(self) -> Evaluations | None:
+        if self.evaluators is None:
+            return None
+        return Evaluations(self.queue, self.ledger, self.held_out, self.evaluators, self.shape, self._signal, says=self._says)
 
     def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
         """The order of the data, and what enters the queue at each step."""
@@ -191,6 +217,8 @@ class Driver:
         self.ledger.on_committed, self.ledger.on_sifted = self._committed, self._sifted
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
         self.board.on_installed = self.record.installed
+        if self._evaluations is not None:
+            self.board.on_published = self._evaluations.published
 
     # -- what it serves -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +241,8 @@ class Driver:
         """A client has gone: what it held is handed out again, and nothing is waited for on its behalf."""
         worker = client_key.partition("@")[0]
         self.transfer_queue.abandon(client_key)
-        self.board.forget(worker)
+        for board in self.boards:
+            board.forget(worker)
         self.hub.left(worker)
         is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
         if worker.startswith("trainer/") and launch_of(os.environ) and is_needed and not self.failure.done():
@@ -240,7 +269,8 @@ class Driver:
     async def stop(self) -> None:
         """Tell every loop, here and in the workers, that the run is over."""
         self.ledger.stop()
-        self.board.stop()
+        for board in self.boards:
+            board.stop()
         self.transfer_queue.stop()
 
     async def settle(self) -> None:
@@ -268,7 +298,8 @@ class Driver:
 
     async def _feed(self) -> None:
         await self._units_there()
-        await feed(self.queue, self.ledger, self.schedule, self._admissions, self.held_out, self.shape)
+        evaluation = self.held_out if self._evaluations is None else None
+        await feed(self.queue, self.ledger, self.schedule, self._admissions, evaluation, self.shape)
 
     async def _units_there(self) -> None:
         """Wait for the storage units that are in processes of their own: rows go to all of them from the start."""
@@ -287,6 +318,9 @@ class Driver:
 
     async def _evaluations_in_order(self) -> None:
         await self._units_there()
+        if self._evaluations is not None:
+            await self._evaluations.run()
+            return
         for version in self.held_out.versions():
             await evaluate(self.queue, self.ledger, self.held_out, version)
 

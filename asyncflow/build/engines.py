@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rollout_engine(run: Connection) -> RolloutEngine:
-    """Loads the model, in the calling thread. Raises `UserError` for one that it does not compute."""
+def rollout_engine(run: Connection, device: str) -> RolloutEngine:
+    """Loads the model, in the calling thread, to generate on `device`. Raises `UserError` for one that it does not compute."""
     chosen, rollout = run.config.rollout.engine, run.config.rollout
     options = {
         "model_path": Path(run.job.model),
         "num_slots": rollout.num_slots,
         "max_context": run.job.max_context,
         "dtype": rollout.dtype,
-        "device": rollout.device,
+        "device": device,
         "num_threads": rollout.num_threads,
         "kv_on_install": rollout.kv_on_install,
     }

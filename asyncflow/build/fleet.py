@@ -12,6 +12,7 @@ from asyncflow.config import Config
 from asyncflow.devices import COUNTED_AS, kind_of
 from asyncflow.engines.base import RANKS_STORE
 from asyncflow.workflows.critic import VALUES_TASK
+from asyncflow.workflows.evaluation import EVALUATORS
 
 _MAINS: Final = "asyncflow.build.workers"
 _UNIT_RESTARTS: Final = 3
@@ -48,6 +49,7 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     tasks = tasks_before_training(config)
     specs = [storage_unit(i) for i in range(config.queue.num_units)] if config.queue.place == "workers" else []
     specs += [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
+    specs += [evaluator(config, f"{EVALUATORS}/{i}") for i in range(config.eval.num_workers)]
     if "reward" in tasks:
         device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.num_threads)
         specs.append(WorkerSpec("reward", f"{_MAINS}:reward_worker", threads(num_threads), needs=devices(device, num_threads)))
@@ -64,9 +66,18 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
 
 def rollout_worker(config: Config, name: str) -> WorkerSpec:
     """One of those that a run starts with, or that join it."""
+    return _generating(config, name, "rollout_worker", config.rollout.device)
+
+
+def evaluator(config: Config, name: str) -> WorkerSpec:
+    """One that does nothing but evaluate."""
+    return _generating(config, name, "evaluator", config.evaluators_device)
+
+
+def _generating(config: Config, name: str, main: str, device: str) -> WorkerSpec:
     rollout = config.rollout
-    needs = devices(rollout.device, rollout.num_threads, own_devices_each(config))
-    return WorkerSpec(name, f"{_MAINS}:rollout_worker", threads(rollout.num_threads), rollout.max_restarts, needs)
+    needs = devices(device, rollout.num_threads, own_devices_each(config))
+    return WorkerSpec(name, f"{_MAINS}:{main}", threads(rollout.num_threads), rollout.max_restarts, needs)
 
 
 def storage_unit(number: int) -> WorkerSpec:

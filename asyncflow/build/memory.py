@@ -21,6 +21,7 @@ _BIASED: Final = ("qwen2",)
 _QK_NORMED: Final = ("qwen3",)
 _LOGIT_COPIES: Final = 3
 """Logits, their probabilities and their gradient."""
+_RETAINED: Final = 2  # versions that stay for evaluators at most: one that they serve, and one that waits
 GIB: Final = 1 << 30
 
 
@@ -182,7 +183,7 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[Part]:
 def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[Part]:
     """In the memory of the first trainer's machine, and of each machine that generates."""
     b = _BYTES[config.weight_sync.dtype or "float32"]
-    kept = max_staleness + 1
+    kept = max_staleness + 1 + (_RETAINED if config.eval.num_workers else 0)
     return [Part("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
 
 

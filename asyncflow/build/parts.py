@@ -68,6 +68,16 @@ def shape_of(config: Config) -> Shape:
     )
 
 
+def shape_of_evaluation(config: Config, num_prompts: int) -> Shape:
+    """The same, as an evaluator sees it: all groups of an evaluation are what its workers share."""
+    return replace(
+        shape_of(config),
+        prompts_per_step=num_prompts * (1 + config.eval.greedy),
+        group_size=config.eval.samples_per_prompt,
+        max_candidates=None,
+    )
+
+
 def _groups_per_turn(config: Config) -> int:
     """A group, or, in a pipeline, as many as make up the micro-batches that go through it together."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
@@ -86,6 +96,7 @@ def queue_schema(config: Config) -> Schema:
         has_critic=VALUES_TASK in tasks,
         has_selection=SELECT_TASK in tasks,
         has_reward_parts=config.reward.has_parts,
+        has_evaluators=config.eval.num_workers > 0,
     )
 
 
@@ -180,18 +191,18 @@ def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[st
 
 def num_devices(config: Config) -> int:
     """All of the run's devices: those that generate, those that train, and those of reference, critic and reward model."""
-    rollout, tasks = config.rollout.num_workers * devices_each(config), tasks_before_training(config)
+    generating, tasks = config.rollout.num_workers + config.eval.num_workers, tasks_before_training(config)
     own = ("reference" in tasks) + (VALUES_TASK in tasks) + (config.reward.model is not None)
-    return rollout + config.layout.size + own
+    return generating * devices_each(config) + config.layout.size + own
 
 
 def devices_each(config: Config) -> int:
-    """Those that one rollout worker generates with."""
+    """Those that one rollout worker, or evaluator, generates with."""
     return _asked(config, ROLLOUT_ENGINE_DEVICES)
 
 
 def own_devices_each(config: Config) -> int:
-    """Those of them that one rollout worker has to be given: others have who runs there already."""
+    """Those of them that it has to be given: others have who runs there already."""
     return _asked(config, ROLLOUT_ENGINE_OWN_DEVICES)
 
 

@@ -173,6 +173,7 @@ def check_rollout_engine(config: Config, num_workers: int) -> None:
         "num_workers": num_workers,
         "cluster": config.cluster.name,
         "device": config.rollout.device,
+        "num_evaluators": config.eval.num_workers,
         "installs_in_flight": schedule.installs_in_flight,
     }
     build("rollout engine", chosen.name, {**asked, **chosen.options}, ROLLOUT_ENGINE_CHECKS)

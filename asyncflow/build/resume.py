@@ -50,7 +50,8 @@ MAY_CHANGE: Final = (
     "train.reference",
     "train.oversampling", "train.max_candidates",
     "weight_sync.name", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers", "weight_sync.listen",
-    "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps",
+    "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps", "eval.num_workers",
+    "eval.device",
 )  # fmt: skip
 """What of the configuration may be other when a run is gone on with; below a section's name, all of it."""
 

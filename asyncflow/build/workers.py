@@ -21,7 +21,7 @@ from asyncflow.build.engines import (
     weight_sync,
 )
 from asyncflow.build.model_files import copy_tokenizer
-from asyncflow.build.parts import make_algorithm, make_storage, unit_options
+from asyncflow.build.parts import make_algorithm, make_storage, shape_of_evaluation, unit_options
 from asyncflow.build.rendezvous import meet_at_driver
 from asyncflow.build.rescue import give_back
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
@@ -43,7 +43,10 @@ from asyncflow.weight_sync.base import WeightReceiver, WeightSender
 from asyncflow.workflows.critic import Version, add_values, train_critic
 from asyncflow.workflows.evaluation import position_of
 from asyncflow.workflows.loop import publish, train
+from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.rollout import Rollout
+from asyncflow.workflows.samples import EVALUATE_TASK, Shape
+from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.tasks import refer, reward, serve
 
 if TYPE_CHECKING:
@@ -52,12 +55,21 @@ if TYPE_CHECKING:
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
     """Generates, and scores unless another worker does, until the run stops."""
-    async with connected(name, run_dir, lambda config: config.rollout.device) as run, scoring(run, name) as score:
+    await _generating(name, run_dir, lambda config: config.rollout.device, roll_out)
+
+
+async def evaluator(name: str, run_dir: Path) -> None:
+    """The same, of evaluations alone."""
+    await _generating(name, run_dir, lambda config: config.evaluators_device, evaluate)
+
+
+async def _generating(name: str, run_dir: Path, device: Callable[[Config], str], work: Callable[..., Awaitable[None]]) -> None:
+    async with connected(name, run_dir, device) as run, scoring(run, name) as score:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(rollout_engine, run)
-        receiver = weight_sync(run, run.config.rollout.device).receiver(name)
+        engine = await asyncio.to_thread(rollout_engine, run, device(run.config))
+        receiver = weight_sync(run, device(run.config)).receiver(name)
         original = partial(tensors_of, Path(run.job.model))
-        await roll_out(run, engine, receiver, original, score, CheckpointTokenizer(Path(run.job.model)).decode)
+        await work(run, engine, receiver, original, score, CheckpointTokenizer(Path(run.job.model)).decode)
 
 
 async def roll_out(
@@ -69,20 +81,48 @@ async def roll_out(
     decode: Callable[[Array], str],
 ) -> None:
     """A rollout worker's work, with what was built for it, which is closed at the end."""
+    await _generate(run, engine, receiver, original, score, decode, schedule_of(run), run.shape, "rollout")
+
+
+async def evaluate(
+    run: Connection,
+    engine: RolloutEngine,
+    receiver: WeightReceiver,
+    original: Callable[[], Mapping[str, Tensor]],
+    score: Callable[[Sample], Awaitable[Score]],
+    decode: Callable[[Array], str],
+) -> None:
+    """An evaluator's, likewise."""
+    shape = shape_of_evaluation(run.config, run.job.num_held_out)
+    await _generate(run, engine, receiver, original, score, decode, Periodic(), shape, EVALUATE_TASK)
+
+
+async def _generate(
+    run: Connection,
+    engine: RolloutEngine,
+    receiver: WeightReceiver,
+    original: Callable[[], Mapping[str, Tensor]],
+    score: Callable[[Sample], Awaitable[Score]],
+    decode: Callable[[Array], str],
+    schedule: Schedule,
+    shape: Shape,
+    task: str,
+) -> None:
     run.reporter.why_not_deterministic = engine.why_not_deterministic
     await run.reporter.flush()  # what a checkpoint holds depends on it
     loop = Rollout(
         run.queue,
         run.board,
-        schedule_of(run),
+        schedule,
         engine,
         receiver,
         original,
         score if run.config.reward.place == "rollout" else None,
         decode,
-        run.shape,
+        shape,
         run.reporter.recorder,
         _sample_filter(run),
+        task,
     )
     await loop.run()
     run.reporter.recorder.waiting("stop")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GENERATED_PROMPTS = 256
 KEPT_SAMPLES = 100
-GIVEN = ("run.name", "run.dir", "model.path", "data.path", "eval.path")
+GIVEN = ("run.name", "run.dir", "model.path", "data.path", "eval.path", "eval.num_workers")
 """What overrides may not set."""
 
 
@@ -69,7 +69,8 @@ def _config(
     refuse_overrides(overrides, given, "an option of the command says {key}, too: take one of them")
     for override in overrides:
         apply_override(tree, override)
-    own = {"run.name": "eval", "run.dir": scratch, "model.path": model, "data.path": data, "eval.path": data}
+    own: dict[str, Any] = {"run.name": "eval", "run.dir": scratch, "model.path": model, "data.path": data, "eval.path": data}
+    own["eval.num_workers"] = 0  # the rollout workers have nothing else to do
     for key, value in {**given, **own}.items():
         section, _, name = key.partition(".")
         tree[section] = {**(tree.get(section) or {}), name: value}

@@ -100,8 +100,8 @@ async def _dry_run(config: Config) -> None:
         print(f"           with rewards that vary, of {shape.prompts_at_first} at first and {shape.max_candidates} at most")
     print(
         f"workers    {config.rollout.num_workers} rollout on {config.rollout.device} ({config.rollout.num_slots} slots, "
-        f"{config.rollout.num_threads} threads each), {_layout(config)} on {config.train.device} ({config.train.num_threads} "
-        f"threads each), cluster {config.cluster.name}"
+        f"{config.rollout.num_threads} threads each), {_evaluators(config)}{_layout(config)} on {config.train.device} "
+        f"({config.train.num_threads} threads each), cluster {config.cluster.name}"
     )
     num_all, num_training = num_devices(config), config.layout.size
     print(f"devices    {num_all}: {num_all - num_training} that do not train, {num_training} that do")
@@ -130,6 +130,11 @@ def _correction(config: Config) -> str:
     if not staleness:
         return ""
     return f"samples are up to {staleness} versions old; algorithm.correction={algorithm.correction}, train.old={config.train.old}"
+
+
+def _evaluators(config: Config) -> str:
+    count = config.eval.num_workers
+    return f"{count} evaluator{'s' * (count > 1)} on {config.evaluators_device}, " if count else ""
 
 
 def _layout(config: Config) -> str:

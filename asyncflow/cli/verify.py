@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
     "weight_sync": {"min_healthy_workers": 1},
     "train": {"num_threads": 1},
     "telemetry": {"fingerprints": True, "trackers": []},
-    "eval": {"path": None},
+    "eval": {"path": None, "num_workers": 0},
     "cluster": "local",
 }
 """What both runs have, whatever the configuration says."""

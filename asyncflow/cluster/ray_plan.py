@@ -33,7 +33,7 @@ _SMALLEST: Final = 1e-4
 _WHOLE: Final = tuple(COUNTED_AS.values())
 _FIRST_TRAINER: Final = "trainer/0"
 
-Pool = Literal["rollout", "trainer", "reward", "reference", "critic", "storage"]
+Pool = Literal["rollout", "evaluator", "trainer", "reward", "reference", "critic", "storage"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Wish = tuple[WorkerSpec, dict[str, float]]
 """A worker, and the bundle that it needs."""
@@ -87,8 +87,8 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if pool == "critic":
             return "the critic stays on this machine, as it writes its part of a checkpoint"
         doors = {"queue.listen": config.queue.listen}
-        if pool == "rollout":
-            if config.rollout.engine.options.get("addresses"):
+        if pool in ("rollout", "evaluator"):
+            if config.rollout.engine.options.get("addresses"):  # which evaluators are not started with
                 return "rollout workers stay on this machine, as the servers of rollout.engine.addresses are on it"
             doors["weight_sync.listen"] = config.weight_sync.listen
         for key, listen in doors.items():

@@ -17,7 +17,7 @@ from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import GroupMeta
 from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.ledger import Consumed, Update
-from asyncflow.workflows.samples import Prompt, Shape
+from asyncflow.workflows.samples import EVALUATE_TASK, Prompt, Shape
 from asyncflow.workflows.schedule import Schedule
 
 
@@ -55,11 +55,11 @@ class Audit:
     def reply(self, worker: str, service: str, method: str, arguments: tuple[Any, ...], result: Any) -> None:
         """See `Wire`."""
         match service, method:
-            case "controller/rollout", "lease" if result is not None:
+            case "controller/rollout" | "controller/evaluate", "lease" if result is not None:
                 self._leased(worker, arguments[0], result)
             case _, "read" if service.startswith("unit/") and "prompt_ids" in arguments[1]:
                 self._seen(result)
-            case _, "complete" if service.startswith("unit/") and arguments[0].task == "rollout":
+            case _, "complete" if service.startswith("unit/") and arguments[0].task in ("rollout", EVALUATE_TASK):
                 self._stored(worker, arguments[1], result)
                 self._scored(arguments[1], result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == "reward":

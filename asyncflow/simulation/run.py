@@ -14,9 +14,9 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from asyncflow.build.driver import Driver
 from asyncflow.build.parts import shape_of
 from asyncflow.build.prepare import Prepared, check_choices
 from asyncflow.build.resume import Resumed
-from asyncflow.build.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps
+from asyncflow.build.workers import add_log_probs, critic_steps, evaluate, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
@@ -46,7 +46,7 @@ from asyncflow.transport import Peer, Server
 from asyncflow.types import Array, RunError, UserError, first_error
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
 from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.evaluation import Row
+from asyncflow.workflows.evaluation import EVALUATORS, Row
 from asyncflow.workflows.samples import Prompt
 
 LATE_REWARD = 50.0
@@ -152,9 +152,14 @@ def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
     rollout = config.rollout
     step = min(rollout.max_new_tokens, 3 * costs.lengths.response_median) * costs.decode_step(rollout.num_slots)
     workers, begin = [f"rollout/{i}" for i in range(rollout.num_workers)], 2 * costs.load_seconds
+    evaluators = [f"{EVALUATORS}/{i}" for i in range(config.eval.num_workers)]
     prompts, least = config.train.prompts_per_step, config.weight_sync.min_healthy_workers
     sizes = [size for size in range(least, min(prompts, 2 * rollout.num_workers + 2) + 1) if prompts % size == 0]
-    return Faults.drawn(config.run.seed + seed, workers, begin, begin + config.run.steps * step, sizes=sizes)
+    end = begin + config.run.steps * step
+    drawn = Faults.drawn(config.run.seed + seed, [*workers, *evaluators[1:]], begin, end, sizes=sizes)
+    rng = random.Random(f"{config.run.seed + seed}/evaluator")  # the first of them may die, but not stand still for ever
+    deaths = tuple((rng.uniform(begin, 2 * end), worker) for worker in evaluators[:1] for _ in range(rng.randint(0, 2)))
+    return replace(drawn, deaths=drawn.deaths + deaths)
 
 
 def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS) -> Config:
@@ -236,6 +241,7 @@ class SimulatedJob(Job):
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains = {
             "asyncflow.build.workers:rollout_worker": self._rollout_worker,
+            "asyncflow.build.workers:evaluator": self._evaluator,
             "asyncflow.build.workers:reward_worker": self._reward_worker,
             "asyncflow.build.workers:reference_worker": self._reference_worker,
             "asyncflow.build.workers:train_worker": self._train_worker,
@@ -277,6 +283,12 @@ class SimulatedJob(Job):
             yield run
 
     async def _rollout_worker(self, name: str, peer: SimulatedPeer) -> None:
+        await self._generating(name, peer, roll_out)
+
+    async def _evaluator(self, name: str, peer: SimulatedPeer) -> None:
+        await self._generating(name, peer, evaluate)
+
+    async def _generating(self, name: str, peer: SimulatedPeer, work: Callable[..., Awaitable[None]]) -> None:
         async with self._joined(name, peer) as run:
             rollout = self.config.rollout
             engine = SleepingRolloutEngine(
@@ -285,7 +297,7 @@ class SimulatedJob(Job):
                 max_context=run.job.max_context,
                 kv_on_install=rollout.kv_on_install,
             )
-            await roll_out(run, engine, self._sync.receiver(name), dict, _Scorer(self, name).score, _decode)
+            await work(run, engine, self._sync.receiver(name), dict, _Scorer(self, name).score, _decode)
 
     async def _reward_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:

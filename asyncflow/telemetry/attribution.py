@@ -66,10 +66,12 @@ def attributed(spans: Sequence[Span]) -> list[Span]:
     for worker, own in lanes.items():
         out += [span for span in own if not span.is_lane]
         lane = sorted((span for span in own if span.is_lane), key=lambda span: span.start)
-        is_rollout = worker.partition("/")[0] == "rollout"
+        pool = worker.partition("/")[0]
         for waits, after in _stretches(lane):
-            if is_rollout:
+            if pool == "rollout":
                 out += _cut(waits, _rollout_cuts(waits, after, steps, updates))
+            elif pool == "evaluator":
+                out += _cut(waits, _evaluator_cuts(after))
             else:
                 step = None if after is None else steps.get(after.step)
                 for wait in waits:
@@ -133,6 +135,13 @@ def _rollout_cuts(waits: Sequence[Span], after: Span | None, steps: dict[int, _S
     updated, number = inside[-1]
     last_done = steps[number].done[-1] if number in steps else -math.inf
     return [(last_done, SLOWEST), (updated, INTERVAL), (math.inf, then)]
+
+
+def _evaluator_cuts(after: Span | None) -> Cuts:
+    """An evaluator waits for the next version that is due, and, while one is evaluated, for prompts and rewards."""
+    if after is None:
+        return [(math.inf, STOP)]
+    return [(math.inf, INTERVAL if after.task == "install" else DATA)]
 
 
 def _task_cuts(wait: Span, after: Span | None, step: _Step | None) -> Cuts:

@@ -29,6 +29,7 @@ _COVERED_BY_LANE: Final = frozenset({"generate_group"})
 _TASK_COLOURS: Final = {
     "generate": "#0072B2",
     "generate_group": "#0072B2",
+    "evaluate": "#88CCEE",
     "reward": "#B8A900",
     "reference": "#F0E442",
     "forward_backward": "#E69F00",

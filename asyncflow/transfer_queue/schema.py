@@ -64,7 +64,8 @@ class _Described(msgspec.Struct, forbid_unknown_fields=True):
 class Schema(msgspec.Struct, frozen=True, dict=True):
     """The columns and tasks of a queue. `group_bits`: how many bits of a row's index number it within its group.
 
-    Raises `ValueError` when a task reads or writes a column that is not declared, or when there are too many columns.
+    Raises `ValueError` when a task reads or writes a column that is not declared, when two tasks would write one column of the
+    same rows, or when there are too many columns.
     """
 
     declared: tuple[Column, ...]
@@ -89,7 +90,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
             raise ValueError(f"columns declared twice: {', '.join(twice)}")
         if len(known) > MAX_COLUMNS:
             raise ValueError(f"{len(known)} columns, marks included, are more than {MAX_COLUMNS}")
-        writers: dict[str, str] = {}
+        writers: dict[str, list[TaskSpec]] = {}
         for column in self.declared:
             if column.dtype not in ARRAY_DTYPES:
                 raise ValueError(f"column {column.name!r}: {column.dtype!r} is not one of {', '.join(ARRAY_DTYPES)}")
@@ -99,8 +100,10 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
             for name in (*task.reads, *task.writes):
                 self.column(name)
             for name in task.writes:
-                if writers.setdefault(name, task.name) != task.name:
-                    raise ValueError(f"column {name!r} is written by two tasks, {writers[name]!r} and {task.name!r}")
+                for other in writers.setdefault(name, []):
+                    if not other.purpose or not task.purpose or other.purpose == task.purpose:
+                        raise ValueError(f"column {name!r} is written by two tasks, {other.name!r} and {task.name!r}")
+                writers[name].append(task)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:

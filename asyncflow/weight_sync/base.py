@@ -5,7 +5,7 @@ This file imports no torch: manifests pass through the driver.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -77,6 +77,10 @@ class WeightSender(Protocol):
         names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or if there is no room, or when what comes is not
         what the source's specs say; earlier versions stay as they are, but for the oldest, which may have gone.
         """
+        ...
+
+    def retain(self, versions: Collection[int]) -> None:
+        """Of those that are available now, these stay so as well, until the next call names others."""
         ...
 
     async def close(self) -> None:

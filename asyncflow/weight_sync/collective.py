@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,10 @@ class CollectiveSender:
         manifest = await self._kept.publish(version, source)
         self._broadcasts.published(version)
         return msgspec.structs.replace(manifest, served_at=self._served_at)
+
+    def retain(self, versions: Collection[int]) -> None:
+        """See `WeightSender.retain`."""
+        self._kept.retain(versions)
 
     async def close(self) -> None:
         """See `WeightSender.close`."""

@@ -6,7 +6,8 @@
 
 A new file in /dev/shm costs ten times the copy into it, since the kernel must find and clear every page. So a version is written
 over the oldest one, whose pages are there: there are `keep` files. By then nobody may need the oldest; where `keep` is 1, as
-without staleness, no version is to be had while one is written.
+without staleness, no version is to be had while one is written. Older versions that are `retained` are passed over: as many files
+more, which stay when they are not retained any more.
 
 Readers use the files where they are. A reader locks the one that it reads (flock, shared) until it needs it no more; the writer
 locks a file (exclusively) before it writes over it. Where a reader is so late that it still has the file whose turn it is, the
@@ -20,6 +21,7 @@ import mmap
 import os
 import stat
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -71,6 +73,7 @@ class VersionFiles:
             stale.unlink()
         self._directory = directory
         self._keep, self._deadline_seconds = keep, deadline_seconds
+        self.retained: Collection[int] = ()
         self._kept: dict[int, _File] = {}  # by version, oldest first
         self._spare: tuple[Path, _File] | None = None
 
@@ -82,8 +85,8 @@ class VersionFiles:
         if self._spare is None:
             if version in self._kept:  # what is published again is over
                 self._spare = self._take(version)
-            elif len(self._kept) >= self._keep:
-                self._spare = self._take(next(iter(self._kept)))
+            elif (over := self._over()) is not None:
+                self._spare = self._take(over)
             else:
                 self._spare = self._new_file(self._path(version).with_suffix(".safetensors.tmp"), num_bytes)
         return self._spare[1].mapped
@@ -113,6 +116,11 @@ class VersionFiles:
 
     def _path(self, version: int) -> Path:
         return self._directory / f"weights-{version}.safetensors"
+
+    def _over(self) -> int | None:
+        """The oldest version that nobody needs when one more is there."""
+        older = list(self._kept)[: max(0, len(self._kept) + 1 - self._keep)]
+        return next((version for version in older if version not in self.retained), None)
 
     def _take(self, version: int) -> tuple[Path, _File]:
         """A version's file, which is over. Or another in its place, if it is being read; or itself when that has ended, if there is

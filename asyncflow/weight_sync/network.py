@@ -24,7 +24,7 @@ import os
 import shutil
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -78,6 +78,10 @@ class NetworkSender:
             self._served_at = await self._server.start(self._listen)
         manifest = await self._kept.publish(version, source)
         return msgspec.structs.replace(manifest, served_at=self._served_at)
+
+    def retain(self, versions: Collection[int]) -> None:
+        """See `WeightSender.retain`."""
+        self._kept.retain(versions)
 
     async def close(self) -> None:
         """See `WeightSender.close`."""

@@ -12,7 +12,7 @@ Left out: other machines, and weights on a device (they are installed from host 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
@@ -64,6 +64,10 @@ class SharedMemorySender:
             digest = await self._thread.run(filling.finish, arrived)  # lasting ones in one call: one for each would cost time
             path = await self._thread.run(self._files.commit, version)
         return Manifest(self.incarnation, version, str(path), digest, filling.layout.num_bytes, filling.layout.specs)
+
+    def retain(self, versions: Collection[int]) -> None:
+        """See `WeightSender.retain`."""
+        self._files.retained = frozenset(versions)
 
     def file(self, incarnation: str, version: int) -> Array:
         """The bytes of a version that is retained: uint8 [num_bytes]. Raises `WeightSyncError` for any other."""

@@ -11,7 +11,7 @@ another one fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from asyncflow.types import WeightSource
@@ -54,11 +54,17 @@ class SleepingSender:
 
     def __init__(self, sync: SleepingWeightSync, incarnation: str) -> None:
         self._sync, self._incarnation = sync, incarnation
+        self._retained: frozenset[int] = frozenset()
+
+    def retain(self, versions: Collection[int]) -> None:
+        """See `WeightSender`."""
+        self._retained = frozenset(versions)
 
     async def publish(self, version: int, source: WeightSource) -> Manifest:
         """See `WeightSender`."""
         sync = self._sync
-        del sync.kept[: max(0, len(sync.kept) + 1 - sync.keep)]  # the oldest one is written over
+        older = sync.kept[: max(0, len(sync.kept) + 1 - sync.keep)]  # the oldest one is written over
+        sync.kept = [each for each in sync.kept if each not in older or each[1] in self._retained]
         async for _ in source.tensors():
             pass
         await asyncio.sleep(sync.publish_seconds)

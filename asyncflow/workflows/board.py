@@ -10,7 +10,7 @@ A worker may join at any time, with what is needed then, and be asked to leave: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 import msgspec
@@ -49,6 +49,7 @@ class Board:
         self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
         self.is_silent: Callable[[str], bool] = lambda worker: False
+        self.on_published: Callable[[Manifest], Collection[int]] = lambda manifest: ()
         self.on_installed: Callable[[int], None] = lambda version: None
         self.on_stale: Callable[[str, str], None] = lambda worker, why: None
         self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
@@ -59,8 +60,11 @@ class Board:
     # -- the trainer's ------------------------------------------------------------------------------------------------------
 
     @remote
-    async def publish(self, manifest: Manifest) -> None:
-        """The trainer has published a version. Versions only rise; anything else is a `ValueError`."""
+    async def publish(self, manifest: Manifest) -> list[int]:
+        """The trainer has published a version. Versions only rise; anything else is a `ValueError`.
+
+        Returns the older ones that are to stay for others than the board's workers (see `WeightSender.retain`).
+        """
         if manifest.version <= self.published:
             raise ValueError(f"version {manifest.version} was published after version {self.published}")
         self.published, self._kept[manifest.version] = manifest.version, manifest
@@ -71,7 +75,9 @@ class Board:
             if self._published_at is not None:
                 self.step_seconds = now - self._published_at
             self._published_at = now
+        retained = sorted(self.on_published(manifest))
         self._signal.notify()
+        return retained
 
     # -- a rollout worker's -------------------------------------------------------------------------------------------------
 

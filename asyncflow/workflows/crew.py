@@ -1,4 +1,4 @@
-"""Which rollout workers a run has: those that work, those that were given up, those that are to leave. Pure.
+"""Which workers of a pool (rollout, evaluator) a run has: those that work, those that were given up, those that are to leave. Pure.
 
 resize(3): rollout/0 rollout/1 rollout/2       resize(1): rollout/0, and the other two leave
 """
@@ -12,8 +12,9 @@ from itertools import count, islice
 class Crew:
     """Names, in the order in which they joined. The name of one that has left is free for another."""
 
-    def __init__(self, size: int) -> None:
-        self.members = [f"rollout/{i}" for i in range(size)]
+    def __init__(self, size: int, pool: str = "rollout") -> None:
+        self.pool = pool
+        self.members = [f"{pool}/{i}" for i in range(size)]
         self.given_up: set[str] = set()  # those of them that have died for the last time
         self.leaving: set[str] = set()  # members no longer, but not gone yet
 
@@ -28,7 +29,7 @@ class Crew:
         working = self.working
         going = [name for name in self.members if name in self.given_up or name in working[size:]]
         self.leaving |= set(going)
-        free = (name for i in count() if (name := f"rollout/{i}") not in self.leaving and name not in working)
+        free = (name for i in count() if (name := f"{self.pool}/{i}") not in self.leaving and name not in working)
         coming = list(islice(free, max(0, size - len(working))))
         self.members, self.given_up = working[:size] + coming, set()
         return coming, going

@@ -106,24 +106,24 @@ async def feed(
     ledger: LedgerService,
     schedule: Schedule,
     admissions: Admissions,
-    evaluation: EvaluationPlan,
+    evaluation: EvaluationPlan | None,
     shape: Shape,
 ) -> None:
-    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first.
+    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first. Without
+    `evaluation` they are another's to admit.
 
     Where steps choose their prompts among candidates, the next step's are known when this one has done so.
     """
     for step in itertools.count(max(0, admissions.first - schedule.max_staleness)):  # 2
-        if evaluation.is_due(step):
-            metas, prompts, temperatures = evaluation.admission(step)
-            await ledger.open(metas)
-            await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
+        if evaluation is not None and evaluation.is_due(step):
+            await admit_evaluation(queue, ledger, evaluation, step, shape)
         if step < admissions.first:
             continue
         if not await ledger.may_admit(step):
             return
         # Not behind an evaluation of the version before: that would hold the step up.
-        num_newest = 0 if evaluation.is_planned(step - 1) else ledger.num_newest(shape.prompts_at_first, shape.group_size)
+        is_behind = evaluation is not None and evaluation.is_planned(step - 1)
+        num_newest = 0 if is_behind else ledger.num_newest(shape.prompts_at_first, shape.group_size)
         metas, batch = admissions.step(step, num_newest)  # 4: take B prompts
         await ledger.open(metas)
         ledger.begun(admissions.begun(batch))
@@ -134,6 +134,15 @@ async def feed(
             await queue.put(metas, batch, row_bytes=shape.row_bytes)
         if ledger.is_stopping:
             return
+
+
+async def admit_evaluation(
+    queue: TransferQueueClient, ledger: LedgerService, evaluation: EvaluationPlan, version: int, shape: Shape
+) -> None:
+    """The groups of one evaluation enter the queue."""
+    metas, prompts, temperatures = evaluation.admission(version)
+    await ledger.open(metas)
+    await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
 
 
 async def produce(by: Producer, leased: Leased, request: Request, on_generated: Callable[[], None]) -> None:
@@ -252,7 +261,7 @@ async def update(
 async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: Board) -> None:
     """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather."""
     if sender is not None:
-        await board.publish(await sender.publish(version, weights))
+        sender.retain(await board.publish(await sender.publish(version, weights)))
     else:
         async for _ in weights.tensors():
             pass

@@ -8,6 +8,8 @@ stop of the run
 Weights are fetched in the background as soon as they are published. Once the board grants it, the worker takes nothing more, ends
 what it may not end under the new version (everything, unless the schedule installs in flight), installs, and goes on. One that is
 to leave takes nothing more, ends what it has, and goes.
+
+An evaluator is the same with groups of evaluations, and a board of its own (evaluation.py).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from asyncflow.types import Array
 from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
 from asyncflow.workflows.board import Board, Target
 from asyncflow.workflows.loop import Producer, produce
-from asyncflow.workflows.samples import Request, Shape, requests
+from asyncflow.workflows.samples import EVALUATE_TASK, Request, Shape, requests
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LANES = {"rollout": "generate", EVALUATE_TASK: EVALUATE_TASK}
+"""What a worker's lane is in while it generates, by its task."""
 RETRY_SECONDS = (0.5, 2.0)
 """After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
 
@@ -56,11 +60,13 @@ class Rollout:
         shape: Shape,
         spans: Recorder,
         keep_sample: Callable[[Mapping[str, Any]], None],
+        task: str = "rollout",
     ) -> None:
-        """`original()` are the tensors of the worker's own files. Without `score`, rewards are another task's."""
+        """`original()` are the tensors of the worker's own files. Without `score`, rewards are another task's. `task`: whose groups
+        are taken."""
         self._queue, self._board, self._schedule = queue, board, schedule
         self._engine, self._receiver, self._original = engine, receiver, original
-        self._shape, self._spans = shape, spans
+        self._shape, self._spans, self._task = shape, spans, task
         self._producer = Producer(queue, engine, score, decode, shape, self._responded, self._scored, keep_sample)
         self._share = 0  # rows of a step, as the board last said how many workers there are
         self._installed = 0
@@ -98,7 +104,7 @@ class Rollout:
         """Take nothing more, and return when all that is here has ended, or else when the run stops."""
         self._is_leaving = True
         self._changed.notify()
-        await self._queue.withdraw("rollout")
+        await self._queue.withdraw(self._task)
         await self._unless_stopped(taking)
 
     async def _unless_stopped(self, task: asyncio.Future[None]) -> None:
@@ -118,7 +124,7 @@ class Rollout:
                 if self._is_leaving:
                     return  # when the groups that were taken have ended
                 version, self._is_asking = self._installed, True
-                leased = await self._queue.lease("rollout", Want(groups=self._room(), installed=version))
+                leased = await self._queue.lease(self._task, Want(groups=self._room(), installed=version))
                 self._is_asking = False
                 if leased is not None:
                     for request in requests(leased):
@@ -172,7 +178,7 @@ class Rollout:
             if not await self._board.may_install(target.version, self._installed):
                 continue
             self._is_installing = True
-            await self._queue.withdraw("rollout")  # nothing is leased while weights are being changed
+            await self._queue.withdraw(self._task)  # nothing is leased while weights are being changed
             if not await self._has_ended(target.version):
                 return
             await self._install(target, tensors)
@@ -205,7 +211,7 @@ class Rollout:
             tensors = self._original() if manifest is None else await self._receiver.fetch(manifest)
         except WeightSyncError as error:
             self._is_stale = True
-            await self._queue.withdraw("rollout")
+            await self._queue.withdraw(self._task)
             await self._board.failed(str(error))
             await asyncio.sleep(self._retry_seconds)
             self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
@@ -237,7 +243,7 @@ class Rollout:
         if self._is_installing:
             return
         if self._generating:
-            self._spans.enter("generate", version=self._installed)
+            self._spans.enter(LANES[self._task], version=self._installed)
         elif self._scoring:
             self._spans.waiting("reward")
         else:

@@ -5,12 +5,12 @@
 | prompt_ids | group | feed | int64, ragged |
 | example | group | feed | the data set's row, JSON in UTF-8 |
 | temperature | group | feed | float32, 0 is greedy |
-| response_ids | row | rollout | int64, ragged, the end token included |
-| rollout_logprobs | row | rollout | float32, ragged, of the distribution sampled from |
-| loss_mask | row | rollout | uint8, ragged, 1 where the policy itself produced the token |
-| version_spans | row | rollout | int64, ragged: (first token, policy version) pairs, flat |
-| truncated | row | rollout | uint8, 1 where the length limit ended the response |
-| reward | row | rollout, or reward where `reward.place` is `task` | float32 |
+| response_ids | row | rollout, evaluate | int64, ragged, the end token included |
+| rollout_logprobs | row | rollout, evaluate | float32, ragged, of the distribution sampled from |
+| loss_mask | row | rollout, evaluate | uint8, ragged, 1 where the policy itself produced the token |
+| version_spans | row | rollout, evaluate | int64, ragged: (first token, policy version) pairs, flat |
+| truncated | row | rollout, evaluate | uint8, 1 where the length limit ended the response |
+| reward | row | rollout, evaluate, or reward where `reward.place` is `task` | float32 |
 | reward_parts | row | who writes reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
 | ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
 | member | row | select | uint8, 1: the row is trained in its step; only where steps choose their members |
@@ -63,6 +63,7 @@ REFERENCE_COLUMN = Column("ref_logprobs", "float32", ragged=True)
 VALUES_COLUMN = Column("values", "float32", ragged=True)
 MEMBER_COLUMN = Column("member", "uint8")
 SELECT_TASK: Final = "select"
+EVALUATE_TASK: Final = "evaluate"  # what rollout does, for evaluations alone
 TASK_OF_COLUMN = {REFERENCE_COLUMN.name: "reference", VALUES_COLUMN.name: "values"}
 RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_spans", "truncated", "reward")
 EVALUATION_GROUPS = 1 << 40  # evaluation prompts are numbered from here, so that they shift no training prompt's noise
@@ -78,12 +79,14 @@ def schema(
     has_reward_parts: bool = False,
     has_critic: bool = False,
     has_selection: bool = False,
+    has_evaluators: bool = False,
 ) -> Schema:
     """The queue's columns and tasks: rollout makes responses and scores them, train and eval read whole groups of them.
 
     With `has_reward_task` it is another task that scores them, with `has_reference_task` one more adds the reference's log-probs.
     With `has_critic` one adds values, and another one trains on them beside the policy's training. With `has_selection` one says
-    which groups are trained, and the tasks behind it see only those.
+    which groups are trained, and the tasks behind it see only those. With `has_evaluators` rollout sees training's groups alone,
+    and another task those of evaluations.
 
     A model computes a group in pieces, so reference and values wait for rewards: a row without one leaves its group, and which rows
     they see, and training does after them, is not to depend on which task was there first.
@@ -95,10 +98,12 @@ def schema(
     chosen = (MEMBER_COLUMN,) if has_selection else ()
     trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in (*added, *chosen)))
     tasks = [
-        TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False),
+        TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False, purpose="train" if has_evaluators else ""),
         TaskSpec("train", trained, purpose="train", sampler="whole_groups"),
         TaskSpec("eval", (*RESPONSE_COLUMNS, *scored[1:]), purpose="eval", sampler="whole_groups"),
     ]
+    if has_evaluators:
+        tasks.append(TaskSpec(EVALUATE_TASK, PROMPT_COLUMNS, made, whole_groups=False, purpose="eval"))
     if has_reward_task:
         reads = ("prompt_ids", "example", "response_ids", "truncated")
         tasks.append(TaskSpec("reward", reads, scored, whole_groups=False))

@@ -164,6 +164,29 @@ async def test_the_last_versions_stay_available_and_no_others(make_sync: MakeSyn
             await receiver.fetch(manifests[version])
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+async def test_a_version_that_is_to_stay_can_be_had_late_and_again(make_sync: MakeSync, keep: int) -> None:
+    sync = make_sync(keep=keep)
+    sender, late, again = sync.sender("first"), sync.receiver("evaluator/0"), sync.receiver("evaluator/1")
+    manifests = []
+    for version in range(5):
+        manifests.append(await sender.publish(version, HeldWeights(random_tensors(version))))
+        sender.retain({version} if version == 1 else {1} if version < 4 else ())
+    for receiver in (late, again):
+        assert_same_bits(await receiver.fetch(manifests[1]), random_tensors(1))
+        await receiver.release()
+    assert_same_bits(await late.fetch(manifests[4]), random_tensors(4))
+    await late.release()
+    for version in (5, 6, 7):  # it may go now
+        manifests.append(await sender.publish(version, HeldWeights(random_tensors(version))))
+        assert_same_bits(await late.fetch(manifests[version]), random_tensors(version))
+        await late.release()
+    with pytest.raises(WeightSyncError):
+        await sync.receiver("evaluator/2").fetch(manifests[1])
+    for end in (late, again, sender):
+        await end.close()
+
+
 async def test_who_asks_for_a_version_that_is_gone_costs_nobody_another(make_sync: MakeSync) -> None:
     sync = make_sync(keep=1)
     if isinstance(sync, Collective):

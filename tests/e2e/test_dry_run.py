@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,15 @@ def test_a_mode_that_one_worker_cannot_give_what_it_is_for_is_advised_against(
     config = write_config(tmp_path, small(schedule=schedule, rollout={"num_workers": workers}))
     done = run_command("train", config, "--dry-run")
     assert done.returncode == 0 and ("set rollout.num_workers=2 or more" in done.stdout) is is_said, done.stdout + done.stderr
+
+
+def test_evaluators_and_their_devices_are_counted(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    path = write_config(tmp_path, small(eval={"path": "generated:arithmetic", "num_prompts": 4}))
+    counts = []
+    for count, said in ((0, ""), (2, "2 evaluators on cpu, ")):
+        command = run_command("train", path, "--dry-run", f"eval.num_workers={count}")
+        assert command.returncode == 0, command.stderr
+        assert said in command.stdout and ("evaluators on" in command.stdout) is bool(said)
+        assert f"x {1 + count} versions" in command.stdout
+        counts.append(int(re.search(r"devices +(\d+):", command.stdout)[1]))
+    assert counts[1] == counts[0] + 2

@@ -1,4 +1,5 @@
-"""Evaluations in every mode: they come after the training rows of their version, so no gradient is computed later for them."""
+"""Evaluations in every mode: by rollout workers they come after the training rows of their version, so no gradient is computed
+later for them; by evaluators they cost training no moment."""
 
 from __future__ import annotations
 
@@ -6,9 +7,14 @@ from typing import Any
 
 import pytest
 
+from asyncflow.cluster import clock
+from asyncflow.cluster.faults import Faults, Resize
+from asyncflow.cluster.wire import Wire
 from asyncflow.config import parse
+from asyncflow.job import Listener
 from asyncflow.registry import build
-from asyncflow.simulation.run import Simulated, simulate
+from asyncflow.simulation.run import Simulated, simulate, simulate_lives
+from asyncflow.weight_sync.sleeping import SleepingSender
 from asyncflow.workflows import SCHEDULES
 
 MODES: dict[str, Any] = {
@@ -79,3 +85,134 @@ def test_under_delayed_a_step_of_the_evaluated_version_is_trained_as_early_as_wi
         last_rows = generation(evaluated, version + 1, evaluation=False)[1]
         assert generation(evaluated, version + 1, evaluation=False)[0] < begins
         assert gradients_end(evaluated, version + 1) <= last_rows + 0.5 < ends
+
+
+# -- by workers of their own --------------------------------------------------------------------------------------------------
+
+
+SLOW = Faults(slow={"rollout/1": 1.01})  # of two workers that are alike, who is first is decided by nothing
+LATENCIES = {"rollout/0": 1.0e-4, "rollout/1": 1.1e-4, "trainer/0": 1.2e-4}
+
+
+@pytest.fixture
+def even_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's messages all take as long, and no two workers' do: an evaluator's draw nothing that others' would have drawn, and
+    who is first is decided by something."""
+
+    def delay(self: Wire) -> float:
+        process = clock._process.get()  # none: it is an answer
+        return LATENCIES.get(process.name, 1.3e-4) if process is not None else 1e-4
+
+    monkeypatch.setattr(Wire, "delay", delay)
+
+
+def own_run(mode: str, faults: Faults = SLOW, listener: Listener | None = None, **evaluation: Any) -> Simulated:
+    tree = tree_of(mode, **{"path": "generated:arithmetic", "num_workers": 1, **evaluation})
+    return simulate(parse(tree), faults=faults, listener=listener)
+
+
+def moments(run: Simulated) -> list[tuple[float, str, str, int]]:
+    """When each piece of the training was computed, and when each step was committed and published."""
+    tasks = ("forward_backward", "optim_step", "publish")
+    return sorted((span.end, span.worker, span.task, span.step) for span in run.spans if span.task in tasks)
+
+
+def evaluated_by(run: Simulated) -> set[tuple[str, int, int]]:
+    """(worker, version, step) of all groups of evaluations."""
+    groups = [span for span in run.spans if span.task == "generate_group" and span.group >= 1 << 40]
+    return {(span.worker, span.version, span.step) for span in groups}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluators_do_not_hold_training_up_by_a_moment(mode: str, even_wire: None) -> None:
+    without = simulate(parse(tree_of(mode)), faults=SLOW)
+    generating = sum(s.end - s.start for s in without.spans if s.task == "generate" and s.worker == "rollout/0")
+    training = sum(s.end - s.start for s in without.spans if s.task in ("forward_backward", "optim_step"))
+    assert generating > 2 * training
+    evaluated = own_run(mode, every_steps=1, num_prompts=4)
+    assert not without.violations and not evaluated.violations
+    assert moments(evaluated) == moments(without) and len(moments(without)) >= 4 * 3
+    assert [row["step"] for row in evaluated.evaluations] == [0, 1, 2, 3, 4]
+    assert all(row["num_responses/sampled"] == 8 and row["num_responses/greedy"] == 4 for row in evaluated.evaluations)
+    assert evaluated_by(evaluated) == {("evaluator/0", version, version) for version in range(5)}
+    lane = {span.task for span in evaluated.spans if span.worker == "evaluator/0" and span.is_lane}
+    assert {"evaluate", "install"} <= lane and "generate" not in lane
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_evaluation_that_is_too_slow_costs_another_one_and_training_nothing(
+    mode: str, even_wire: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, publish, said = list[int](), SleepingSender.publish, list[str]()
+
+    async def counting(self: SleepingSender, version: int, source: Any) -> Any:
+        manifest = await publish(self, version, source)
+        kept.append(len(self._sync.kept))
+        return manifest
+
+    listener = Listener()
+    monkeypatch.setattr(listener, "says", said.append)
+    monkeypatch.setattr(SleepingSender, "publish", counting)
+    evaluated = own_run(mode, every_steps=1, listener=listener)
+    without = simulate(parse(tree_of(mode)), faults=SLOW)
+    assert not evaluated.violations and moments(evaluated) == moments(without)
+    # The first one lasts longer than all of the training: of those that come due meanwhile the last one is evaluated.
+    assert [(row["step"], row.get("left_out", 0)) for row in evaluated.evaluations] == [(0, 3), (4, 0)]
+    assert all(row["num_responses/sampled"] == 128 for row in evaluated.evaluations)
+    assert evaluated_by(evaluated) == {("evaluator/0", 0, 0), ("evaluator/0", 4, 4)}
+    left_out = [line for line in said if "is not evaluated" in line]
+    assert [line.partition(" is not")[0] for line in left_out] == ["version 1", "version 2", "version 3"]
+    chosen = parse(tree_of(mode)).schedule
+    staleness = build("schedule", chosen.name, chosen.options, SCHEDULES).max_staleness
+    assert max(kept) <= staleness + 1 + 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_evaluator_that_dies_evaluates_the_same_version_again(mode: str, even_wire: None) -> None:
+    calm = own_run(mode, every_steps=2, num_prompts=16)
+    assert [row["step"] for row in calm.evaluations] == [0, 2, 4]
+    begins, ends = generation(calm, 2, evaluation=True)
+    faults = Faults(slow=SLOW.slow, deaths=((begins + 0.6 * (ends - begins), "evaluator/0"),))
+    shaken = own_run(mode, faults, every_steps=2, num_prompts=16)
+    assert not shaken.violations and shaken.counts["deaths"] == 1 and shaken.counts["groups delivered again"] > 0
+    assert shaken.evaluations == calm.evaluations
+    assert moments(shaken) == moments(calm)
+
+
+def test_evaluators_share_an_evaluation() -> None:
+    alone, together = (own_run("delayed", num_workers=count) for count in (1, 3))
+    assert not together.violations and together.evaluations == alone.evaluations
+    assert {worker for worker, _, _ in evaluated_by(together)} == {f"evaluator/{i}" for i in range(3)}
+    assert together.seconds < 0.6 * alone.seconds
+
+
+def test_without_any_evaluator_left_the_run_says_so() -> None:
+    tree = tree_of("periodic", path="generated:arithmetic", num_workers=1)
+    tree["rollout"]["max_restarts"] = 1
+    run = simulate(parse(tree), faults=Faults(deaths=((1.5, "evaluator/0"), (3.5, "evaluator/0"))))
+    assert run.violations[0].endswith("0 of 1 evaluators are left, and evaluations need 1")
+
+
+def test_a_rollout_worker_that_joins_or_leaves_is_no_evaluators_business() -> None:
+    resized = own_run("delayed", Faults(resizes=(Resize(1.5, 4, 60.0), Resize(3.0, 1, 60.0))), num_prompts=4, every_steps=1)
+    assert not resized.violations and resized.counts["joined"] == 2 and resized.counts["left"] == 3
+    assert {worker for worker, _, _ in evaluated_by(resized)} == {"evaluator/0"}
+    assert [row["step"] for row in resized.evaluations] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> None:
+    """Whose checkpoint, of a later version, has the weights."""
+    tree = tree_of(mode, path="generated:arithmetic", num_workers=1, every_steps=2, num_prompts=20)
+    tree["run"]["steps"] = 8
+    whole = simulate(parse(tree))
+    begins, ends = generation(whole, 2, evaluation=True)
+    killed = begins + 0.5 * (ends - begins)
+    assert max(span.end for span in whole.spans if span.task == "publish" and span.step == 2) < killed - 0.5
+    again = simulate_lives(parse(tree), [killed])
+    assert not again.violations and again.counts["lives"] == 1
+    steps = [row["step"] for row in again.evaluations]
+    assert steps[0] == 2 and steps[-1] == 8  # 0 was evaluated in the life before
+    figures = {row["step"]: {**row, "left_out": 0} for row in whole.evaluations}
+    assert {**again.evaluations[0], "left_out": 0} == figures[2]
+    assert min(span.start for span in again.spans if span.task == "forward_backward") < generation(again, 2, evaluation=True)[1]

@@ -84,6 +84,15 @@ def test_several_mistakes_are_all_said() -> None:
             {"rollout": {"num_workers": 4}, "train": {"prompts_per_step": 2}},
             "train.prompts_per_step does not divide by rollout.num_workers: 2 = 0 x 4 + 2, so no fair share exists; take 4 prompts",
         ),
+        (
+            {"eval": {"num_workers": 2}},
+            "eval.num_workers=2 have nothing to evaluate: set eval.path, or leave it out",
+        ),
+        (
+            {"eval": {"num_workers": 1, "path": "d"}, "weight_sync": {"name": "collective"}},
+            "weight_sync.name=collective broadcasts each version to all who have once asked for one, and eval.num_workers=1 take "
+            "only some, later: take shared_memory or network, or eval.num_workers=0",
+        ),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused_with_the_arithmetic(tree: dict[str, Any], sentence: str) -> None:

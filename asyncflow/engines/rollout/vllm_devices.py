@@ -102,6 +102,7 @@ def check(
     cluster: str,
     device: str,
     installs_in_flight: bool,
+    num_evaluators: int = 0,
     instances: int = 1,
     tensor_parallel: int = 1,
     devices: Sequence[Sequence[int]] | None = None,
@@ -112,7 +113,7 @@ def check(
     pause_mode: str = "keep",
     **_others: object,
 ) -> None:
-    """That so many workers can have such engines: the first four are the run's, the others `VllmEngine`'s. Raises `UserError`."""
+    """That so many workers can have such engines: the first five are the run's, the others `VllmEngine`'s. Raises `UserError`."""
     check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)
     check_arguments(arguments or {}, device)
@@ -122,6 +123,16 @@ def check(
         raise UserError(
             f"rollout.engine.addresses: {num_workers} rollout workers would install their weights in the same servers, each "
             f"under the other's responses; take one worker with all the addresses"
+        )
+    if addresses and num_evaluators:
+        raise UserError(
+            f"rollout.engine.addresses: eval.num_workers={num_evaluators} would install their weights in the rollout worker's own "
+            f"servers; leave addresses out, or take eval.num_workers=0"
+        )
+    if cluster != "ray" and num_evaluators and not is_cpu(device):
+        raise UserError(
+            f"eval.num_workers={num_evaluators} under cluster={cluster} would start their servers on the rollout worker's devices: "
+            f"take cluster=ray, which gives each worker its own, or eval.num_workers=0"
         )
     if cluster != "ray" and num_workers > 1 and not is_cpu(device):
         raise UserError(

@@ -124,6 +124,7 @@ class Ledger:
         mini_batches: int = 1,
         chosen_by: str = "",
         num_members: int = 0,
+        has_evaluators: bool = False,
     ) -> None:
         """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
         train, each of them up to `groups_per_turn` groups of rows in a turn.
@@ -133,7 +134,9 @@ class Ledger:
         does them again. A step is `epochs` times `mini_batches` updates of each model.
 
         `chosen_by`: that of `tasks` behind which a step's `num_members` groups are chosen among its candidates; none: a step trains
-        all that it is opened with."""
+        all that it is opened with.
+
+        `has_evaluators`: evaluations are made by workers of their own, under weights that stay for them: nobody waits for these."""
         self.tasks, self.trained, self._by_step = tuple(tasks), tuple(trained), tuple(by_step)
         self._last_kept = next(task for task in reversed(self.tasks) if task not in (*self._by_step, chosen_by))
         self._chosen_by, self._num_members = chosen_by, num_members
@@ -141,6 +144,7 @@ class Ledger:
         self._of_candidates, self._of_members = self.tasks[:at], self.tasks[at + 1 :]  # all that is opened passes them; members do
         self._epochs, self._mini_batches = epochs, mini_batches
         self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
+        self._has_evaluators = has_evaluators
         self._group_bits, self._max_staleness = group_bits, max_staleness
         self._books: dict[tuple[str, int], _Book] = {}
         self._book_of_group: dict[int, tuple[str, int]] = {}
@@ -469,7 +473,11 @@ class Ledger:
 
     def unfinished(self, version: int) -> int:
         """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
-        rows = sum(len(book.todo[self.tasks[0]]) for book in self._books.values() if book.last_version <= version)
+        rows = sum(
+            len(book.todo[self.tasks[0]])
+            for (purpose, _), book in self._books.items()
+            if book.last_version <= version and not (purpose == "eval" and self._has_evaluators)
+        )
         return rows + self.to_come(version)
 
     def to_come(self, version: int) -> int:

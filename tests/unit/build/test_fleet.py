@@ -40,6 +40,19 @@ def test_a_rollout_worker_has_the_devices_of_all_that_its_engine_drives(engine: 
     ] * 5
 
 
+def test_evaluators_are_started_as_rollout_workers_are_on_devices_that_count() -> None:
+    rollout = {"num_workers": 2, "device": "cuda", "num_threads": 3, "max_restarts": 7}
+    held_out = {"path": "d", "num_workers": 2}
+    for device, needs in ((None, {"CPU": 3.0, "GPU": 1.0}), ("cuda:3", {"CPU": 3.0, "GPU": 1.0}), ("cpu", {"CPU": 3.0})):
+        found = config(rollout=rollout, eval={**held_out, "device": device})
+        specs = {spec.name: spec for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+        assert num_devices(found) == 2 + 2 + 1
+        assert [name for name in specs if name.startswith("evaluator")] == ["evaluator/0", "evaluator/1"]
+        one, other = specs["evaluator/0"], specs["rollout/0"]
+        assert (one.needs, one.max_restarts, one.environment) == (needs, 7, other.environment)
+        assert (one.entry, other.entry) == ("asyncflow.build.workers:evaluator", "asyncflow.build.workers:rollout_worker")
+
+
 def test_options_that_say_no_number_of_devices_are_refused() -> None:
     with pytest.raises(UserError, match="does not take these options"):
         num_devices(config(rollout={"engine": {"name": "vllm", "instances": "two", "addresses": 3}}))

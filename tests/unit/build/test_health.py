@@ -31,7 +31,7 @@ class World:
         schedule = build("schedule", "delayed", {}, SCHEDULES)
         self.board = Board(schedule, object(), Signal(), self.loop.time, Crew(2))  # type: ignore[arg-type]
         hub: Any = None  # who is silent is nothing to this
-        self.health = Health(config, self.board, hub, says=self.said.append, fails=self.failures.append)
+        self.health = Health(config, [self.board], hub, says=self.said.append, fails=self.failures.append)
 
     async def fails(self, worker: str, why: str) -> None:
         await self._as(worker, self.board.failed(why))
@@ -112,7 +112,7 @@ async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served()
     board = Board(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, Crew(2))  # type: ignore[arg-type]
     said, failures = list[str](), list[RunError]()
     hub: Any = None
-    health = Health(config, board, hub, says=said.append, fails=failures.append)
+    health = Health(config, [board], hub, says=said.append, fails=failures.append)
     assert not health.goes_on_without("rollout/1")
     client_name.set("rollout/0")
     await board.installed(0)

@@ -195,3 +195,16 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     write(files, 1)
     with pytest.raises(WeightSyncError, match="version 0 is not at"):
         FileReader().hold(manifest)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_version_that_is_retained_stays_and_its_file_is_used_again_afterwards(tmp_path: Path, keep: int) -> None:
+    files, inodes = VersionFiles(tmp_path / "w", keep, 10.0), set[int]()
+    for version in range(1, 40):
+        files.retained = {v for v in (version - version % 7, version - version % 7 - 7) if v > 0}
+        path = write(files, version)
+        assert np.all(np.fromfile(path, np.uint8) == version)
+        inodes |= set(named(tmp_path / "w").values())
+        for there in {*range(max(1, version - keep + 1), version + 1), *files.retained}:
+            assert np.all(np.fromfile(tmp_path / "w" / f"weights-{there}.safetensors", np.uint8) == there)
+    assert len(inodes) == keep + 2 == len(named(tmp_path / "w"))

@@ -117,3 +117,14 @@ def test_what_an_earlier_life_has_evaluated_is_not_due_again_and_is_planned_all_
     evaluation = held_out(every_steps=4, done={0, 4, 7})
     assert list(evaluation.versions()) == [8, 10] and not evaluation.is_due(4)
     assert [version for version in range(20) if evaluation.is_planned(version)] == [0, 4, 8, 10]
+
+
+def test_what_was_left_out_is_told_with_the_next_figures_and_once() -> None:
+    rows = list[Row]()
+    plan = held_out(rows, greedy=False)
+    of = {number: responses([1.0, 0.0], [1, 2], [False, False]) for number in range(EVALUATION_GROUPS, EVALUATION_GROUPS + 3)}
+    plan.leave_out()
+    plan.leave_out()
+    plan.finished(0, of)
+    plan.finished(0, of)
+    assert [row.get("left_out") for row in rows] == [2, None]

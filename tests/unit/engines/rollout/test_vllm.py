@@ -672,6 +672,9 @@ def test_a_server_on_another_machine_is_refused(model: Path, address: str) -> No
         VllmEngine(model, num_slots=2, max_context=64, addresses=[address])
 
 
+OWN = {"path": "d", "num_workers": 1}
+
+
 def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
     tree = {"model": {"path": "none"}, "data": {"path": "none"}, "train": {"prompts_per_step": 12}}
     engine = {"name": "vllm", **rollout.pop("engine", {})}
@@ -687,6 +690,8 @@ def config_of(rollout: dict[str, Any], **changes: Any) -> Config:
         ({"engine": {"addresses": ["http://10.0.0.7:1"]}}, {}, "is neither http"),
         ({"num_workers": 2, "device": "cuda"}, {}, "under cluster=local would start their servers on the same devices"),
         ({"num_workers": 2, "device": "cuda"}, {"cluster": "inline"}, "under cluster=inline would start their servers on the same"),
+        ({"engine": {"addresses": ["unix:/a"]}}, {"eval": OWN}, "eval.num_workers=1 would install their weights in the rollout"),
+        ({"device": "cuda"}, {"eval": OWN}, "eval.num_workers=1 under cluster=local would start their servers on the rollout"),
         ({"engine": {"instances": 0}}, {}, "instances=0, .*do not go together"),
         ({"engine": {"tensor_parallel": 0}}, {}, "tensor_parallel=0 .*do not go together"),
         ({"engine": {"devices": [[0]], "instances": 2}}, {}, r"devices=\[\[0\]\] do not go together"),
@@ -718,6 +723,8 @@ def test_what_cannot_go_together_is_refused_before_a_start(rollout: dict[str, An
         ({"engine": {"devices": [[0, 1], [2, 3]], "instances": 2, "tensor_parallel": 2}}, {}),
         ({"engine": {"arguments": {"max_num_seqs": 7, "gpu-memory-utilization": 0.85, "compilation_config.mode": 3}}}, {}),
         ({"num_workers": 2, "device": "cuda"}, {"cluster": "ray"}),
+        ({"device": "cuda"}, {"cluster": "ray", "eval": OWN}),
+        ({}, {"eval": OWN}),
         ({"engine": {"pause_mode": "wait"}}, {"schedule": "delayed"}),
         ({"engine": {"pause_mode": "abort"}}, {"schedule": {"name": "bounded", "max_staleness": 2}}),
         ({"device": "cuda", "engine": {"transfer": "nccl", "sender_device": "cuda:2", "instances": 2}}, {}),
