@@ -45,8 +45,7 @@ from asyncflow.workflows.evaluation import position_of
 from asyncflow.workflows.loop import publish, train
 from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.rollout import Rollout
-from asyncflow.workflows.samples import EVALUATE_TASK, Shape
-from asyncflow.workflows.schedule import Schedule
+from asyncflow.workflows.samples import EVALUATE_TASK
 from asyncflow.workflows.tasks import refer, reward, serve
 
 if TYPE_CHECKING:
@@ -55,21 +54,22 @@ if TYPE_CHECKING:
 
 async def rollout_worker(name: str, run_dir: Path) -> None:
     """Generates, and scores unless another worker does, until the run stops."""
-    await _generating(name, run_dir, lambda config: config.rollout.device, roll_out)
+    await _generate(name, run_dir, lambda config: config.rollout.device)
 
 
 async def evaluator(name: str, run_dir: Path) -> None:
     """The same, of evaluations alone."""
-    await _generating(name, run_dir, lambda config: config.evaluators_device, evaluate)
+    await _generate(name, run_dir, lambda config: config.evaluators_device, is_evaluator=True)
 
 
-async def _generating(name: str, run_dir: Path, device: Callable[[Config], str], work: Callable[..., Awaitable[None]]) -> None:
+async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *, is_evaluator: bool = False) -> None:
     async with connected(name, run_dir, device) as run, scoring(run, name) as score:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(rollout_engine, run, device(run.config))
         receiver = weight_sync(run, device(run.config)).receiver(name)
         original = partial(tensors_of, Path(run.job.model))
-        await work(run, engine, receiver, original, score, CheckpointTokenizer(Path(run.job.model)).decode)
+        decode = CheckpointTokenizer(Path(run.job.model)).decode
+        await roll_out(run, engine, receiver, original, score, decode, is_evaluator=is_evaluator)
 
 
 async def roll_out(
@@ -79,35 +79,13 @@ async def roll_out(
     original: Callable[[], Mapping[str, Tensor]],
     score: Callable[[Sample], Awaitable[Score]],
     decode: Callable[[Array], str],
+    *,
+    is_evaluator: bool = False,
 ) -> None:
-    """A rollout worker's work, with what was built for it, which is closed at the end."""
-    await _generate(run, engine, receiver, original, score, decode, schedule_of(run), run.shape, "rollout")
-
-
-async def evaluate(
-    run: Connection,
-    engine: RolloutEngine,
-    receiver: WeightReceiver,
-    original: Callable[[], Mapping[str, Tensor]],
-    score: Callable[[Sample], Awaitable[Score]],
-    decode: Callable[[Array], str],
-) -> None:
-    """An evaluator's, likewise."""
-    shape = shape_of_evaluation(run.config, run.job.num_held_out)
-    await _generate(run, engine, receiver, original, score, decode, Periodic(), shape, EVALUATE_TASK)
-
-
-async def _generate(
-    run: Connection,
-    engine: RolloutEngine,
-    receiver: WeightReceiver,
-    original: Callable[[], Mapping[str, Tensor]],
-    score: Callable[[Sample], Awaitable[Score]],
-    decode: Callable[[Array], str],
-    schedule: Schedule,
-    shape: Shape,
-    task: str,
-) -> None:
+    """A rollout worker's work, or an evaluator's, with what was built for it, which is closed at the end."""
+    task, schedule, shape = "rollout", schedule_of(run), run.shape
+    if is_evaluator:
+        task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
     run.reporter.why_not_deterministic = engine.why_not_deterministic
     await run.reporter.flush()  # what a checkpoint holds depends on it
     loop = Rollout(

@@ -14,7 +14,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from asyncflow.build.driver import Driver
 from asyncflow.build.parts import shape_of
 from asyncflow.build.prepare import Prepared, check_choices
 from asyncflow.build.resume import Resumed
-from asyncflow.build.workers import add_log_probs, critic_steps, evaluate, roll_out, score_groups, train_steps
+from asyncflow.build.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
@@ -283,12 +283,12 @@ class SimulatedJob(Job):
             yield run
 
     async def _rollout_worker(self, name: str, peer: SimulatedPeer) -> None:
-        await self._generating(name, peer, roll_out)
+        await self._generate(name, peer, is_evaluator=False)
 
     async def _evaluator(self, name: str, peer: SimulatedPeer) -> None:
-        await self._generating(name, peer, evaluate)
+        await self._generate(name, peer, is_evaluator=True)
 
-    async def _generating(self, name: str, peer: SimulatedPeer, work: Callable[..., Awaitable[None]]) -> None:
+    async def _generate(self, name: str, peer: SimulatedPeer, *, is_evaluator: bool) -> None:
         async with self._joined(name, peer) as run:
             rollout = self.config.rollout
             engine = SleepingRolloutEngine(
@@ -297,7 +297,8 @@ class SimulatedJob(Job):
                 max_context=run.job.max_context,
                 kv_on_install=rollout.kv_on_install,
             )
-            await work(run, engine, self._sync.receiver(name), dict, _Scorer(self, name).score, _decode)
+            score = _Scorer(self, name).score
+            await roll_out(run, engine, self._sync.receiver(name), dict, score, _decode, is_evaluator=is_evaluator)
 
     async def _reward_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
