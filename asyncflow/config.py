@@ -249,10 +249,10 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
     max_grad_norm: Finite = 1.0
     pipeline_micro_batches: PositiveInt = 4
-    """With `plan.train.pp` above 1: micro-batches that go through the pipeline together."""
-    pipeline_fill: bool = True
-    """Bring the micro-batches that go through the pipeline together to one length, by a segment that stands for nothing. Without,
-    each keeps its own: fewer tokens, more shapes."""
+    """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, at least: groups are whole."""
+    pipeline_fill: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """They are brought to one length, by a segment that stands for nothing, if that takes no more than this share of their tokens;
+    else each keeps its own. 1: they always are; 0: only those that are of one length."""
     log_prob_chunk_tokens: PositiveInt = 2048
     """Log-probs are computed over so many tokens at a time, which bounds their memory."""
     max_skipped_updates: PositiveInt = 3

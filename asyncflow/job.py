@@ -347,7 +347,7 @@ class Job:
         """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
         the one that they go on from, so that they can save its model. What nobody else has they may give back in any case."""
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
-        if self._rescue.is_needed():
+        if self._has_failed and self._rescue.may_be_needed():
             return max(grace, checkpoint.stop_grace_seconds)
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
         is_to_be_read = not driver.has_begun

@@ -142,7 +142,7 @@ class Driver:
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
         callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._gave_up}
         if task == EVALUATE_TASK:
-            callbacks |= {"on_change": self._looked_again}
+            callbacks |= {"on_lost": self._lost, "on_change": self._looked_again}
         if task == "rollout":
             callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._looked_again}
         return callbacks
@@ -183,7 +183,7 @@ class Driver:
         for version in sorted(lost - self._evaluated_versions):
             if held_out.is_planned(version):
                 self._says(
-                    f"the evaluation of version {version} was cut short, and nobody has its weights any more: it is left out"
+                    f"version {version} has not been evaluated to the end, and nobody has its weights any more: it is left out"
                 )
         return held_out
 

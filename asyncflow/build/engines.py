@@ -71,13 +71,14 @@ def critic_engine(run: Connection) -> CriticEngine:
     return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
 
 
-def weight_sync(run: Connection, device: str) -> WeightSync:
+def weight_sync(run: Connection, device: str, *, receives: bool = False) -> WeightSync:
     """The way of the weights, for who sends them or receives them on `device`."""
     config = run.config
+    for_evaluators = int(receives and config.eval.num_workers > 0)  # on a machine that generates, too: what they fetch may be older
     kinds = {kind_of(place) for place in (config.train.device, config.rollout.device)}
     options = WeightSyncOptions(
         directory=Path(run.job.weights_dir),
-        keep=schedule_of(run).max_staleness + 1,
+        keep=schedule_of(run).max_staleness + 1 + for_evaluators,
         dtype=config.weight_sync.dtype,
         deadline_seconds=config.weight_sync.deadline_seconds,
         num_receivers=config.rollout.num_workers,

@@ -155,7 +155,9 @@ def _activations(config: Config, shapes: Shapes, tokens: int) -> Part:
     b, layers = _BYTES[train.dtype], -(-shapes.layers // layout.pp)
     queries, others = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
     whole = 6 * shapes.hidden + (3 * queries + 4 * others + 4 * shapes.wide) / layout.tp
-    in_flight = min(layout.pp, train.pipeline_micro_batches) if layout.pp > 1 else 1
+    pieces = -(-config.rollout.group_size // (train.responses_per_micro_batch or config.rollout.group_size))
+    together = -(-train.pipeline_micro_batches // pieces) * pieces  # whole groups
+    in_flight = min(layout.pp, together) if layout.pp > 1 else 1
     if train.activation_checkpointing:
         num_bytes = b * tokens * (in_flight * layers * shapes.hidden + whole)
         how = f"{b} B x {tokens:,} tokens x ({in_flight} x {layers} layers x {shapes.hidden:,} + one layer's {whole:,.0f})"

@@ -174,6 +174,7 @@ def check_rollout_engine(config: Config, num_workers: int) -> None:
         "cluster": config.cluster.name,
         "device": config.rollout.device,
         "num_evaluators": config.eval.num_workers,
+        "evaluators_device": config.evaluators_device,
         "installs_in_flight": schedule.installs_in_flight,
     }
     build("rollout engine", chosen.name, {**asked, **chosen.options}, ROLLOUT_ENGINE_CHECKS)

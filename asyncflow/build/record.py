@@ -31,7 +31,7 @@ from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
 from asyncflow.types import RunError
-from asyncflow.workflows.evaluation import Row
+from asyncflow.workflows.evaluation import EVALUATORS, Row
 from asyncflow.workflows.ledger import Consumed, Ledger, Sifted, StepTotals, Update
 from asyncflow.workflows.samples import EVALUATION_GROUPS
 from asyncflow.workflows.schedule import Schedule
@@ -358,7 +358,8 @@ class RunRecord:
 
     def _why_not_deterministic(self) -> str:
         workers = [*self.hub.states.values(), *self.hub.past]
-        whys = [self._before.why_not_deterministic, *(worker.why_not_deterministic for worker in workers)]
+        made = [worker.why_not_deterministic for worker in workers if not worker.worker.startswith(f"{EVALUATORS}/")]
+        whys = [self._before.why_not_deterministic, *made]
         return next((why for why in whys if why), "")
 
     def _check_updates(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:

@@ -298,12 +298,16 @@ class Saving:
             self._writing = None
 
     async def _written(self, version: int, folder: Path, is_written: Any, older: dict[int, BinaryIO | None]) -> None:
-        why = ""
-        try:
-            await is_written
-            await asyncio.to_thread(_write_all, folder, older)
-        except (OSError, RunError) as error:
-            why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        whys = []
+        for part in (
+            asyncio.to_thread(_write_all, folder, older),
+            is_written,
+        ):  # first what the next publish may want to write over
+            try:
+                await part
+            except (OSError, RunError) as error:
+                whys.append(error.strerror or str(error) if isinstance(error, OSError) else str(error))
+        why = whys[0] if whys else ""
         if self._part == CRITIC_DIR:
             await self._saves.critic_written(version, why)
         elif self._is_first and why:
@@ -350,8 +354,11 @@ def _copied(batch: Batch) -> Batch:
 
 def _write_all(folder: Path, versions: dict[int, BinaryIO | None]) -> None:
     """Copy versions that are held (None: weights are simulated) to the disk, and let go of them."""
-    for version, source in versions.items():
-        path = folder / version_file(version)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with source or BytesIO() as content, path.open("wb") as target:
-            shutil.copyfileobj(content, target, _COPIED_BYTES)
+    with contextlib.ExitStack() as stack:
+        for source in versions.values():
+            stack.enter_context(source or contextlib.nullcontext())
+        for version, source in versions.items():
+            path = folder / version_file(version)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as target:
+                shutil.copyfileobj(source or BytesIO(), target, _COPIED_BYTES)

@@ -66,7 +66,7 @@ async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *
     async with connected(name, run_dir, device) as run, scoring(run, name) as score:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(rollout_engine, run, device(run.config))
-        receiver = weight_sync(run, device(run.config)).receiver(name)
+        receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
         original = partial(tensors_of, Path(run.job.model))
         decode = CheckpointTokenizer(Path(run.job.model)).decode
         await roll_out(run, engine, receiver, original, score, decode, is_evaluator=is_evaluator)
@@ -105,8 +105,11 @@ async def roll_out(
     await loop.run()
     run.reporter.recorder.waiting("stop")
     await receiver.close()
-    await give_back(run.rescue, engine, loop.installed)
-    await engine.close()
+    try:
+        if not is_evaluator:
+            await give_back(run.rescue, engine, loop.installed)
+    finally:
+        await engine.close()
 
 
 async def unit_worker(name: str, run_dir: Path) -> None:

@@ -87,7 +87,7 @@ class RolloutEngine(Protocol):
     async def export_weights(self) -> WeightSource | None:
         """What is installed, by Hugging Face names, in the engine's own dtype; None if it cannot say. Valid until the next install.
 
-        A run asks for it at its end, and only where its trainer was lost with the newest weights.
+        A run asks for it once, at its end, and only where its trainer was lost with the newest weights.
         """
         ...
 
@@ -208,13 +208,13 @@ class TrainEngineOptions:
     (None: in `dtype`); `offload`: in host memory. `check_shared_prompt`: the first micro-batch whose prompt is shared is computed
     unshared, too, and compared.
 
-    `layout`: how the model is cut over processes; with `pipeline_fill` the micro-batches of a call are brought to one length for a
-    pipeline. `activation_checkpointing`: each layer's activations are made again in the backward pass. `offload_optimizer`: the
-    optimiser's state is kept in host memory.
+    `layout`: how the model is cut over processes; in a pipeline the micro-batches of a call are brought to one length, if no more
+    than `pipeline_fill` of all their tokens fill. `activation_checkpointing`: each layer's activations are made again in the
+    backward pass. `offload_optimizer`: the optimiser's state is kept in host memory.
     """
 
     layout: Layout
-    pipeline_fill: bool
+    pipeline_fill: float
     learning_rate: float
     warmup_steps: int
     betas: tuple[float, float]

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from asyncflow.transfer_queue.ready import Kind, KindKey, ReadyQueues
+from asyncflow.transfer_queue.ready import LAST, Kind, KindKey, ReadyQueues
 from asyncflow.types import Array, GroupMeta
 
 SCALAR = 16
@@ -87,12 +87,14 @@ _FIRST = np.zeros(1, np.int64)
 class Pages:
     """All rows of a task. `on_leave(lease, rows, tokens)` hears that rows of these tokens have left a lease."""
 
-    def __init__(self, group_bits: int, whole_groups: bool, on_leave: Callable[[int, int, int], None]) -> None:
+    def __init__(
+        self, group_bits: int, whole_groups: bool, on_leave: Callable[[int, int, int], None], *, training_first: bool = False
+    ) -> None:
         self.group_bits = group_bits
         self.page_bits = max(MIN_PAGE_BITS, group_bits)
         self.counts = [0] * (len(State) + 1)  # rows by state; the first is of no meaning
         self.totals = [0] * (len(State) + 1)  # how many rows ever came into each state
-        self._whole = whole_groups
+        self._whole, self._training_first = whole_groups, training_first
         self._on_leave = on_leave
         self._pages: dict[int, Page] = {}
         self.queues = ReadyQueues(self._is_queued)
@@ -132,7 +134,8 @@ class Pages:
         by_key: dict[KindKey, list[GroupMeta]] = {}
         for m in metas:
             interval = m.interval
-            key = (interval.low, m.purpose != "train", m.step, interval.low, interval.high, m.purpose)
+            first = LAST if self._training_first and m.purpose != "train" else interval.low
+            key = (first, m.purpose != "train", m.step, interval.low, interval.high, m.purpose)
             if key in by_key:
                 by_key[key].append(m)
             else:

@@ -12,11 +12,15 @@ from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from asyncflow.types import Interval
 
 CHUNK = 1024
 CHUNK_SECONDS = 0.1  # groups that became ready within it may share a timestamp
+LAST: Final = 1 << 40
+"""As a first version: behind every group that has one."""
+
 KindKey = tuple[int, bool, int, int, int, str]  # first version, is evaluation, step, interval low, interval high, purpose
 
 

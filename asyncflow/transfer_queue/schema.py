@@ -27,7 +27,8 @@ class TaskSpec(msgspec.Struct, frozen=True):
     """A task: the columns that it reads and writes. A task that writes none writes the mark `done/<name>` instead.
 
     `whole_groups`: a group is handed out only when every live row of it is ready. `purpose` limits the task to groups admitted for
-    `train` or `eval`; empty takes both. `sampler` says who gets which ready rows (see `sampler/`), `sampler_options` its options.
+    `train` or `eval`; empty takes both, and with `training_first` evaluations only when nothing of training is ready. `sampler`
+    says who gets which ready rows (see `sampler/`), `sampler_options` its options.
     """
 
     name: str
@@ -35,6 +36,7 @@ class TaskSpec(msgspec.Struct, frozen=True):
     writes: tuple[str, ...] = ()
     whole_groups: bool = True
     purpose: str = ""
+    training_first: bool = False
     lease_seconds: float = 120.0
     max_failures: int = 3
     sampler: str = "oldest"

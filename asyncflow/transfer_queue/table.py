@@ -42,7 +42,7 @@ class Table:
         self.dead: dict[int, str] = {}
         self.num_redelivered = 0
         self.leases = HeldLeases(spec, incarnation)
-        self._pages = Pages(schema.group_bits, spec.whole_groups, self.leases.leave)
+        self._pages = Pages(schema.group_bits, spec.whole_groups, self.leases.leave, training_first=spec.training_first)
         self.ready = ReadyRows(spec, self._pages)
         self._bits = schema.group_bits
         self._reads, self._outputs = schema.mask(spec.reads), schema.mask(spec.outputs)

@@ -95,7 +95,7 @@ class Admissions:
         self.prompts |= groups
         self._next = max(groups) + 1
         allowed = self._schedule.interval(step)
-        newest = {*sorted(groups)[len(groups) - num_newest :]} - self._begun
+        newest = {*sorted(groups)[max(0, len(groups) - num_newest) :]} - self._begun
         intervals = {group: Interval(step, allowed.high) if group in newest else allowed for group in groups}
         metas = [GroupMeta(group, self._shape.group_size, step, interval) for group, interval in intervals.items()]
         batch = admission(metas, [*groups.values()], [self._shape.temperature] * len(groups))

@@ -106,7 +106,7 @@ def schema(
         tasks.append(TaskSpec(EVALUATE_TASK, PROMPT_COLUMNS, made, whole_groups=False, purpose="eval"))
     if has_reward_task:
         reads = ("prompt_ids", "example", "response_ids", "truncated")
-        tasks.append(TaskSpec("reward", reads, scored, whole_groups=False))
+        tasks.append(TaskSpec("reward", reads, scored, whole_groups=False, training_first=has_evaluators))
     for column in chosen:
         tasks.append(TaskSpec(SELECT_TASK, ("reward",), (column.name,), purpose="train", sampler="whole_groups"))
     for column in added:

@@ -5,9 +5,9 @@ generation never stops everywhere, and part of each batch is made by the newest 
 may always begin: where training is the faster half, nothing ever lies ready for it, and weights would never change. The second to
 the k-th begin only while as many rows as a watermark lie ready for training.
 
-Where training is the slower half, version s - 1 would make all of step s before there is anything newer. So if a step is admitted
-while no more than a share of the one before is left to generate, the last of its prompts, as large a share, are kept for version s
-(`newest_share`): training has the others meanwhile.
+Where training is the slower half, version s - 1 would make all of step s before there is anything newer. So if, when a step is
+admitted, no more than a share of what is trained next is left to generate, the last of its prompts, as large a share, are kept for
+version s (`newest_share`): training has the others meanwhile.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ async def step(engine: TrainEngine, batches: Sequence[MicroBatch], normaliser: i
 
 def work(kind: str, own: dict[str, Any], layout: Layout, path: Path, folder: Path, device: str) -> dict[str, Any] | None:
     """A rank's part; of a leader what it has seen."""
-    fills = layout.size > 2  # on two ranks native lengths
+    fills = 1.0 if layout.size > 2 else 0.0  # on two ranks native lengths
     engine = make(kind, path, own, layout=layout, device=device, pipeline_fill=fills, **OPTIONS)
     assert dist.group.WORLD is not None
     assert dist.group.WORLD._get_backend(torch.device(device)).name() == BACKENDS[device]

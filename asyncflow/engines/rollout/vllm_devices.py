@@ -103,6 +103,7 @@ def check(
     device: str,
     installs_in_flight: bool,
     num_evaluators: int = 0,
+    evaluators_device: str = "cpu",
     instances: int = 1,
     tensor_parallel: int = 1,
     devices: Sequence[Sequence[int]] | None = None,
@@ -113,7 +114,7 @@ def check(
     pause_mode: str = "keep",
     **_others: object,
 ) -> None:
-    """That so many workers can have such engines: the first five are the run's, the others `VllmEngine`'s. Raises `UserError`."""
+    """That so many workers can have such engines: the first six are the run's, the others `VllmEngine`'s. Raises `UserError`."""
     check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)
     check_arguments(arguments or {}, device)
@@ -129,10 +130,13 @@ def check(
             f"rollout.engine.addresses: eval.num_workers={num_evaluators} would install their weights in the rollout worker's own "
             f"servers; leave addresses out, or take eval.num_workers=0"
         )
-    if cluster != "ray" and num_evaluators and not is_cpu(device):
+    if num_evaluators:
+        check_arguments(arguments or {}, evaluators_device)
+    is_shared = num_evaluators > 1 or not is_cpu(device)
+    if cluster != "ray" and num_evaluators and not is_cpu(evaluators_device) and is_shared:
         raise UserError(
-            f"eval.num_workers={num_evaluators} under cluster={cluster} would start their servers on the rollout worker's devices: "
-            f"take cluster=ray, which gives each worker its own, or eval.num_workers=0"
+            f"eval.num_workers={num_evaluators} under cluster={cluster} would start their servers on the rollout worker's devices, "
+            f"or on the same ones: take cluster=ray, which gives each worker its own, eval.device=cpu, or eval.num_workers=0"
         )
     if cluster != "ray" and num_workers > 1 and not is_cpu(device):
         raise UserError(

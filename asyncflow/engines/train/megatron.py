@@ -122,8 +122,8 @@ class MegatronTraining:
         if self._is_to_check and shared is not None:
             check_shared_log_probs(self._policy.log_probs, micro_batches[shared], self._device, self._policy.dtype)
             self._is_to_check = False
-        if self._options.pipeline_fill and self._options.layout.pp > 1:
-            batches = filled_alike(batches)
+        if self._options.layout.pp > 1:
+            batches = filled_alike(batches, self._options.pipeline_fill)
             self._fill_tokens += sum(packed.fill_tokens for packed in batches)
         known = [micro_step.given(self._models, packed, batch) for packed, batch in zip(batches, micro_batches, strict=True)]
         results: dict[int, MicroBatchResult] = {}

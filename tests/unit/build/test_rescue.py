@@ -15,6 +15,7 @@ from torch import Tensor
 from asyncflow.build.rescue import Rescue, give_back
 from asyncflow.engines.base import RolloutEngine
 from asyncflow.telemetry.hub import Hub
+from asyncflow.transport import client_name
 from asyncflow.types import HeldWeights
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows.board import Board
@@ -27,12 +28,13 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.file, self.trainers, self.has_saved, self.said = folder / "weights-7.safetensors", 1, False, list[str]()
+        self.workers = ["rollout/0", "rollout/1"]
         board = SimpleNamespace(newest=Manifest("first", 7, str(self.file), "", 7, {}))
         self.rescue = Rescue(folder, cast(Board, board), cast(Hub, self), lambda: self.has_saved, 5.0, self.said.append)
 
     @property
     def states(self) -> Mapping[str, None]:
-        return {f"trainer/{number}": None for number in range(self.trainers)} | {"rollout/0": None}
+        return {f"trainer/{number}": None for number in range(self.trainers)} | dict.fromkeys(self.workers)
 
     async def have_left(self, names: str, seconds: float) -> bool:
         assert names == "trainer/" and seconds == 5.0
@@ -50,14 +52,18 @@ def engine(tensors: Mapping[str, Tensor] | None = TENSORS) -> RolloutEngine:
     return cast(RolloutEngine, SimpleNamespace(export_weights=export_weights))
 
 
+async def by(worker: str, world: World, with_engine: RolloutEngine) -> None:
+    client_name.set(worker)
+    await give_back(world.rescue, with_engine, 7)
+
+
 async def test_a_version_that_is_nowhere_else_is_given_back_once(tmp_path: Path) -> None:
     world = World(tmp_path)
     unfinished = tmp_path / "weights-8.safetensors.tmp"
     unfinished.write_bytes(b"half")
-    assert not world.rescue.is_needed()  # the trainer may yet save it
+    assert world.rescue.may_be_needed()
     world.trainers = 0
-    assert world.rescue.is_needed()
-    await asyncio.gather(*(give_back(world.rescue, engine(), 7) for _ in range(3)))
+    await asyncio.gather(*(by(worker, world, engine()) for worker in world.workers))
     published = world.rescue.published
     assert published is not None and published.version == 7 and published.num_bytes == Path(published.address).stat().st_size
     given = load_file(published.address)
@@ -65,15 +71,37 @@ async def test_a_version_that_is_nowhere_else_is_given_back_once(tmp_path: Path)
     assert not unfinished.exists() and len(list(tmp_path.iterdir())) == 1 and not world.said
 
 
-async def test_the_newest_of_several_counts_whoever_comes_first(tmp_path: Path) -> None:
-    for versions in ((6, 7), (7, 6)):
-        folder = tmp_path / str(versions[0])
-        folder.mkdir()
-        world = World(folder)
-        world.trainers = 0
-        for version in versions:
-            await give_back(world.rescue, engine(), version)
-        assert world.rescue.published is not None and world.rescue.published.version == 7
+async def test_none_but_the_newest_version_is_taken(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.trainers = 0
+    for version in (6, 8):
+        await give_back(world.rescue, engine(), version)
+    assert world.rescue.published is None and not list(tmp_path.iterdir())
+
+
+async def test_who_dies_in_giving_is_followed_by_another(tmp_path: Path) -> None:
+    class Stuck(HeldWeights):
+        async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+            yield "a", TENSORS["a"]
+            await asyncio.Event().wait()
+
+    async def export_weights() -> Any:
+        return Stuck(TENSORS)
+
+    world = World(tmp_path)
+    world.trainers = 0
+    stuck = cast(RolloutEngine, SimpleNamespace(export_weights=export_weights))
+    first = asyncio.create_task(by("rollout/0", world, stuck))
+    await asyncio.sleep(0.05)
+    second = asyncio.create_task(by("rollout/1", world, engine()))
+    await asyncio.sleep(0.2)
+    assert not second.done() and world.rescue.published is None  # one is enough, as long as it lives
+    first.cancel()
+    world.workers.remove("rollout/0")
+    await second
+    published = world.rescue.published
+    assert published is not None and load_file(published.address).keys() == TENSORS.keys()
+    world.rescue.close()
 
 
 async def test_nobody_is_asked_for_what_is_there_or_may_be_saved(tmp_path: Path) -> None:
@@ -85,7 +113,7 @@ async def test_nobody_is_asked_for_what_is_there_or_may_be_saved(tmp_path: Path)
     await give_back(world.rescue, engine(None), 7)  # an engine that cannot say
     await give_back(world.rescue, engine(), 0)  # the run's own files
     world.file.write_bytes(b"whole")
-    assert not world.rescue.is_needed()
+    assert not world.rescue.may_be_needed()
     await give_back(world.rescue, engine(), 7)
     assert world.rescue.published is None and list(tmp_path.iterdir()) == [world.file]
 

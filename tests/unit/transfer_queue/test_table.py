@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -136,6 +137,13 @@ def test_the_lowest_version_goes_first_and_training_before_evaluation_and_the_lo
     evaluations = [meta(6, step=0, purpose="eval"), meta(3, step=2, low=2, purpose="eval")]
     table = table_of(PARTIAL, meta(7, step=1), *evaluations, meta(5, step=0), meta(4, step=0, low=1))
     assert numbers(lease(table, groups=9)) == [5, 7, 6, 4, 3]
+
+
+def test_a_task_may_have_all_of_training_before_any_evaluation() -> None:
+    evaluations = [meta(8, step=0, low=0, purpose="eval"), meta(9, step=1, low=1, purpose="eval")]
+    spec = msgspec.structs.replace(PARTIAL, training_first=True)
+    table = table_of(spec, *evaluations, meta(5, step=7, low=6), meta(4, step=6, low=6))
+    assert [lease.groups[0].group for lease in iter(lambda: any_lease(table), None)] == [4, 5, 8, 9]
 
 
 def test_an_evaluation_goes_behind_the_training_rows_of_all_steps_that_its_version_may_make() -> None:

@@ -131,9 +131,12 @@ def pack_inert(num_tokens: int, device: str | torch.device = "cpu") -> Packed:
     return Packed(tokens_P, tokens_P[:0], tokens_P[:0], layout, num_tokens, response_lengths=(), fill_tokens=num_tokens)
 
 
-def filled_alike(packed: Sequence[Packed]) -> list[Packed]:
-    """Each as long as the longest, by one more segment at its end that no other sees and that predicts nothing."""
+def filled_alike(packed: Sequence[Packed], at_most: float = 1.0) -> list[Packed]:
+    """Each as long as the longest, by one more segment at its end that no other sees and that predicts nothing; or as they are, if
+    more than `at_most` of all tokens would be such."""
     longest = max((one.num_tokens for one in packed), default=0)
+    if longest * len(packed) * (1 - at_most) > sum(one.num_tokens for one in packed):
+        return [*packed]
     return [_filled(one, longest - one.num_tokens) if one.num_tokens < longest else one for one in packed]
 
 

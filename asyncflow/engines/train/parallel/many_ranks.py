@@ -76,8 +76,7 @@ class ManyRanks:
             self._check_sharing(micro_batches, packed)
         # A rank that has none takes part with a micro-batch of nothing.
         packed += [pack_inert(INERT_TOKENS, self.ranks.device) for _ in range(num_micro_batches - len(packed))]
-        if self._fills:
-            packed = filled_alike(packed)
+        packed = filled_alike(packed, self._most_fill)
         self._fill_tokens += sum(one.fill_tokens for one in packed)
         refs = self._log_probs(self.models.reference, packed) if asks_reference else []
         olds = self._log_probs(self.models.old_model, packed) if asks_old else []
@@ -213,7 +212,7 @@ class ManyRanks:
             name: part for name, part in policy.parts.items() if is_counted(policy.parameters[name]) and name != stage.copy_name
         }
         self._num_added = 0  # micro-batches of this data-parallel group whose gradients are in the sums
-        self._fills, self._fill_tokens = options.layout.pp > 1 and options.pipeline_fill, 0
+        self._most_fill, self._fill_tokens = options.pipeline_fill if options.layout.pp > 1 else 0.0, 0
         own = [name for name in policy.parts if name != stage.copy_name]
         self._state = self._engine_state({name: name for name in own})
         self.specs: Mapping[str, TensorSpec] = dict(sorted(policy.specs.items()))

@@ -109,3 +109,10 @@ def test_the_token_ratio_counts_what_both_layouts_hold() -> None:
     rows, shared = (pack(np.ones(5, np.int64), ragged, is_shared=is_shared).num_tokens for is_shared in (False, True))
     assert token_ratio(5, [3, 7, 2]) == rows / shared > 1
     assert token_ratio(5, [3]) == 1.0
+
+
+def test_micro_batches_are_brought_to_one_length_only_where_it_takes_no_more_than_it_may() -> None:
+    packed = [pack_inert(8), pack_inert(10), pack_inert(10)]  # 2 of 30 tokens would fill
+    for at_most, lengths in ((0.0, [8, 10, 10]), (0.06, [8, 10, 10]), (0.07, [10, 10, 10]), (1.0, [10, 10, 10])):
+        assert [one.num_tokens for one in filled_alike(packed, at_most)] == lengths
+    assert [one.num_tokens for one in filled_alike([pack_inert(8), pack_inert(8)], 0.0)] == [8, 8]

@@ -107,20 +107,22 @@ def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
     (turns,) = on_ranks.make_steps(layout.dp, num_steps=1, is_shared=is_shared)
     assert on_ranks.shared_ways(turns) == {is_shared}
     alone = on_ranks.gradients_alone(path, turns, options)
-    answers = ranks.run(on_ranks.gradients, path, turns, layout, options, size=layout.size)
-    assert difference(alone.sums, answers[0].sums) < 1e-5
-    assert len({answer.norm for answer in answers}) == 1 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
-    if layout.pp > 1 and family != "deep":  # both ends of the pipeline still have the same matrix, each rank its part
-        first, last = ([answers[stage * layout.tp + i].tied for i in range(layout.tp)] for stage in (0, layout.pp - 1))
-        assert first == last and None not in first
-    each = layout.tp * layout.pp
-    seen = [result for leader in range(0, layout.size, each) for result in answers[leader].results]
-    for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, alone.results)), strict=True):
-        assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-5)
-        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
-        assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
-    for rank, answer in enumerate(answers):  # those that follow know what their leader does
-        assert answer.results == answers[rank - rank % each].results
+    for most_fill in (1.0, 0.0) if layout.pp > 1 else (0.0,):  # the micro-batches of a turn at one length, and at their own
+        own = {**options, "pipeline_fill": most_fill}
+        answers = ranks.run(on_ranks.gradients, path, turns, layout, own, size=layout.size)
+        assert difference(alone.sums, answers[0].sums) < 1e-5
+        assert len({answer.norm for answer in answers}) == 1 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
+        if layout.pp > 1 and family != "deep":  # both ends of the pipeline still have the same matrix, each rank its part
+            first, last = ([answers[stage * layout.tp + i].tied for i in range(layout.tp)] for stage in (0, layout.pp - 1))
+            assert first == last and None not in first
+        each = layout.tp * layout.pp
+        seen = [result for leader in range(0, layout.size, each) for result in answers[leader].results]
+        for ours, theirs in zip(*(sorted(r, key=lambda result: result.loss_sum) for r in (seen, alone.results)), strict=True):
+            assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-5)
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+            assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
+        for rank, answer in enumerate(answers):  # those that follow know what their leader does
+            assert answer.results == answers[rank - rank % each].results
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_a_pipeline_filled_to_one_length_computes_the_same_and_tells_the_fill(
     batches = [on_ranks.make_batch(seed, each, num_prompt_tokens) for seed, each in enumerate(lengths)]
     turns = [[batches[:2], batches[2:]][: layout.dp], [batches[1:3], []][: layout.dp]]
     assert on_ranks.shared_ways(turns) == {is_shared}
-    options = {**OPTIONS, "has_reference": True, "old": "step_start", "check_shared_prompt": is_shared, "pipeline_fill": True}
+    options = {**OPTIONS, "has_reference": True, "old": "step_start", "check_shared_prompt": is_shared, "pipeline_fill": 1.0}
     alone = on_ranks.gradients_alone(model_path(family), turns, options)
     answers = ranks.run(on_ranks.gradients, model_path(family), turns, layout, options, size=layout.size)
     assert difference(alone.sums, answers[0].sums) < 1e-5 and answers[0].norm == pytest.approx(alone.norm, rel=1e-5)
