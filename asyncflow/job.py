@@ -122,8 +122,15 @@ class Job:
             says=listener.says,
         )
         driver.serve("scaling", self.scaling)
-        patience = config.checkpoint.stop_grace_seconds
-        self._rescue = Rescue(life.weights_dir, driver.board, driver.hub, lambda: life.has_saved, patience, listener.says)
+        self._rescue = Rescue(
+            life.weights_dir,
+            driver.board,
+            driver.hub,
+            config.checkpoint.stop_grace_seconds,
+            has_failed=lambda: self._has_failed,
+            has_saved=lambda: life.has_saved,
+            says=listener.says,
+        )
         driver.serve("rescue", self._rescue)
         self.driver = driver
         await driver.transfer_queue.open()
@@ -347,7 +354,7 @@ class Job:
         """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
         the one that they go on from, so that they can save its model. What nobody else has they may give back in any case."""
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
-        if self._has_failed and self._rescue.may_be_needed():
+        if self._rescue.may_be_needed():
             return max(grace, checkpoint.stop_grace_seconds)
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
         is_to_be_read = not driver.has_begun

@@ -43,21 +43,25 @@ class Rescue:
         folder: Path,
         board: Board,
         hub: Hub,
-        has_saved: Callable[[], bool],
         seconds: float,
+        *,
+        has_failed: Callable[[], bool],
+        has_saved: Callable[[], bool],
         says: Callable[[str], None],
     ) -> None:
-        """`folder`: for the weights, private, in memory. `has_saved()`: whether the trainer has saved the model after all."""
+        """`folder`: for the weights, private, in memory. `has_failed()`: whether the run ends since something has gone wrong, and
+        `has_saved()`: whether the trainer has saved the model all the same."""
         self.published: Manifest | None = None
-        self._folder, self._board, self._hub, self._has_saved, self._seconds = folder, board, hub, has_saved, seconds
-        self._says = says
+        self._folder, self._board, self._hub, self._seconds = folder, board, hub, seconds
+        self._has_failed, self._has_saved, self._says = has_failed, has_saved, says
         self._giver: str | None = None
         self._fds: list[int] = []  # the last one is being written
 
     def may_be_needed(self) -> bool:
         """Whether the newest weights are nowhere but in rollout workers, and perhaps in trainers that are about to end."""
         newest = self._board.newest
-        return newest is not None and not Path(newest.address).is_file() and not self._has_saved()
+        is_lost = newest is not None and bool(newest.address) and not Path(newest.address).is_file()  # simulated ones have none
+        return is_lost and self._has_failed() and not self._has_saved()
 
     @remote
     async def wants(self, version: int) -> bool:

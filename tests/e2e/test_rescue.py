@@ -46,11 +46,12 @@ class HalfOf:
 @pytest.mark.parametrize("weight_sync", ["shared_memory", "network", "collective"])
 def test_the_newest_whole_version_is_the_runs_model(small: Small, tmp_path: Path, weight_sync: str) -> None:
     common = {"weight_sync": {"name": weight_sync}, "rollout": {"num_workers": 2}}
-    whole = small(**common, run={"name": "whole", "steps": 1})
+    whole = small(**common, run={"name": "whole", "steps": 1}, train={"accumulate": "exact"})
     run_dir = tmp_path / "runs"
     assert run_command("train", write_config(tmp_path, whole)).returncode == 0
     (tmp_path / "engine.py").write_text(DYING_ENGINE)
-    dying = small(**common, run={"name": "dying", "steps": 3}, train={"engine": {"path": f"{tmp_path / 'engine.py'}:Dying"}})
+    engine = {"path": f"{tmp_path / 'engine.py'}:Dying"}
+    dying = small(**common, run={"name": "dying", "steps": 3}, train={"accumulate": "exact", "engine": engine})
     done = run_command("train", write_config(tmp_path, dying))
     assert done.returncode == 1
     output = done.stdout + done.stderr

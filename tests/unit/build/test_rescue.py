@@ -30,7 +30,16 @@ class World:
         self.file, self.trainers, self.has_saved, self.said = folder / "weights-7.safetensors", 1, False, list[str]()
         self.workers = ["rollout/0", "rollout/1"]
         board = SimpleNamespace(newest=Manifest("first", 7, str(self.file), "", 7, {}))
-        self.rescue = Rescue(folder, cast(Board, board), cast(Hub, self), lambda: self.has_saved, 5.0, self.said.append)
+        self.has_failed = True
+        self.rescue = Rescue(
+            folder,
+            cast(Board, board),
+            cast(Hub, self),
+            5.0,
+            has_failed=lambda: self.has_failed,
+            has_saved=lambda: self.has_saved,
+            says=self.said.append,
+        )
 
     @property
     def states(self) -> Mapping[str, None]:
@@ -109,7 +118,9 @@ async def test_nobody_is_asked_for_what_is_there_or_may_be_saved(tmp_path: Path)
     await give_back(world.rescue, engine(), 7)  # the trainers do not end
     world.trainers, world.has_saved = 0, True
     await give_back(world.rescue, engine(), 7)
-    world.has_saved = False
+    world.has_saved, world.has_failed = False, False
+    await give_back(world.rescue, engine(), 7)  # a worker that is to leave, or the end of a run in order
+    world.has_failed = True
     await give_back(world.rescue, engine(None), 7)  # an engine that cannot say
     await give_back(world.rescue, engine(), 0)  # the run's own files
     world.file.write_bytes(b"whole")
