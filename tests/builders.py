@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import chain
 
+from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.types import GroupMeta, Interval
@@ -50,3 +51,19 @@ def scored(row: int, response: Response, reward: float | None) -> ScoredRow:
     """A row that is ready to be stored."""
     score = None if reward is None else Score(reward, ())
     return ScoredRow(row, response, Sample("", "", {}, response.finish_reason == "stop"), score)
+
+
+def every_task_apart(mode: str, *, steps: int) -> Config:
+    """Of a simulated run whose rewards and reference are tasks of their own."""
+    return parse(
+        {
+            "run": {"steps": steps},
+            "model": {"path": "none"},
+            "data": {"path": "generated:arithmetic"},
+            "schedule": mode,
+            "algorithm": {"name": "grpo", "kl_coefficient": 0.1},
+            "reward": {"place": "task"},
+            "rollout": {"num_workers": 2, "num_slots": 8, "group_size": 4, "max_new_tokens": 300},
+            "train": {"prompts_per_step": 6, "reference": "task"},
+        }
+    )

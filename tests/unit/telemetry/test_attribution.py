@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.attribution import REASONS, attributed
 from asyncflow.telemetry.gantt import step_ends
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.spans import Span
+from tests.builders import every_task_apart
 
 _spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).with_name("synthetic_run.py"))
 synthetic_run = importlib.util.module_from_spec(_spec)
@@ -123,17 +123,8 @@ def test_no_second_is_lost_or_counted_twice():
 
 @pytest.mark.parametrize("mode", ["synchronous", "periodic", "delayed", "sub_step", "bounded"])
 def test_busy_time_and_idle_time_by_reason_are_the_step_in_every_mode(mode):
-    tree = {
-        "run": {"steps": 5},
-        "model": {"path": "none"},
-        "data": {"path": "generated:arithmetic"},
-        "schedule": mode,
-        "algorithm": {"name": "grpo", "kl_coefficient": 0.1},
-        "reward": {"place": "task"},
-        "rollout": {"num_workers": 2, "num_slots": 8, "group_size": 4, "max_new_tokens": 300},
-        "train": {"prompts_per_step": 6, "reference": "task"},
-    }
-    run = simulate(parse(tree), costs=Costs())
+    config = every_task_apart(mode, steps=5)
+    run = simulate(config, costs=Costs())
     spans = attributed(run.spans)
     ends = [end for _, end in step_ends(spans, 0.0)]
     seen = set()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.gantt import BARS_IN_VIEW
@@ -14,6 +13,7 @@ from asyncflow.telemetry.report import duration, read_rows, script_json, write_r
 from asyncflow.telemetry.trace import SpanLog, write_trace
 from asyncflow.types import UserError
 from asyncflow.workflows import SCHEDULES
+from tests.builders import every_task_apart
 from tests.report_page import Page, check_chart
 
 _spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).with_name("synthetic_run.py"))
@@ -94,17 +94,8 @@ def test_the_mean_step_of_every_worker_adds_up_to_the_step(run_dir):
 
 @pytest.mark.parametrize("mode", SCHEDULES)
 def test_a_simulated_run_leaves_the_chart_in_virtual_seconds(mode, tmp_path):
-    tree = {
-        "run": {"steps": 4},
-        "model": {"path": "none"},
-        "data": {"path": "generated:arithmetic"},
-        "schedule": mode,
-        "algorithm": {"name": "grpo", "kl_coefficient": 0.1},
-        "reward": {"place": "task"},
-        "rollout": {"num_workers": 2, "num_slots": 8, "group_size": 4, "max_new_tokens": 300},
-        "train": {"prompts_per_step": 6, "reference": "task"},
-    }
-    simulated = simulate(parse(tree), costs=Costs(), run_dir=tmp_path / "run")
+    config = every_task_apart(mode, steps=4)
+    simulated = simulate(config, costs=Costs(), run_dir=tmp_path / "run")
     assert not simulated.violations
     seconds = check_chart(tmp_path / "run", ["rollout/0", "rollout/1", "reference", "reward", "trainer/0"], 4)
     assert seconds == pytest.approx(sum(simulated.rows[step]["perf/step_seconds"] for step in (1, 2, 3)) / 3, abs=2e-3)
