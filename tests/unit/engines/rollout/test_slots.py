@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
@@ -302,6 +303,13 @@ async def test_a_prepared_install_gives_the_bits_of_an_unprepared_one(saved: tup
     assert all(np.array_equal(made[0].logprobs, other.logprobs) for other in made[1:])
 
 
+def wait_until_gone(refs: list[weakref.ref[torch.Tensor]], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while any(ref() is not None for ref in refs) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert refs and all(ref() is None for ref in refs)
+
+
 @pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this machine has nothing to prepare")
 async def test_nothing_that_is_prepared_outlives_its_install_or_the_next_preparation(saved: tuple[PreTrainedModel, Path]) -> None:
     model, path = saved
@@ -314,16 +322,15 @@ async def test_nothing_that_is_prepared_outlives_its_install_or_the_next_prepara
         replaced = of(engine)
         preparing = engine._decoder.prepare
 
-        def prepare(tensors: Any) -> list[torch.Tensor]:
-            assert replaced and not any(ref() is not None for ref in replaced)
+        def prepare(tensors: Any) -> list[torch.Tensor]:  # in a thread, so the event loop may not have left the last call yet
+            wait_until_gone(replaced)
             return preparing(tensors)
 
         engine._decoder.prepare = prepare  # type: ignore[method-assign]
         await engine.prepare(2, tensors_of(model, 0.1))
         installed = of(engine)
         await engine.install(2, tensors_of(model, 0.1))
-        await asyncio.sleep(0.1)  # the engine's thread goes back to its inbox
-        assert installed and not any(ref() is not None for ref in installed)
+        await asyncio.to_thread(wait_until_gone, installed)  # the engine's thread goes back to its inbox
 
 
 async def test_preparing_changes_nothing_and_refuses_what_does_not_fit(saved: tuple[PreTrainedModel, Path]) -> None:
