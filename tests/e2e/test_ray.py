@@ -104,6 +104,20 @@ def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
     wait_for(lambda: not alive(everyone), seconds=20.0)
 
 
+def test_evaluators_on_ray_give_the_figures_and_the_training_of_a_run_without_them(small: Small, tmp_path: Path) -> None:
+    evaluation = {"path": "generated:arithmetic", "num_prompts": 4, "every_steps": 2}
+    config = write_config(tmp_path, recipe(small, run={"steps": 4}, schedule="delayed", eval=evaluation))
+    local = run_command("train", config, "run.name=local", timeout=SECONDS)
+    assert local.returncode == 0, local.stderr
+    ray = run_command("train", config, "run.name=ray", "cluster=ray", "eval.num_workers=1", timeout=SECONDS)
+    assert ray.returncode == 0, ray.stdout + ray.stderr
+    run_dirs = [tmp_path / "runs" / name for name in ("local", "ray")]
+    assert [row["step"] for row in rows(run_dirs[1] / "eval.jsonl")] == [0, 2, 4]
+    assert (run_dirs[1] / "eval.jsonl").read_bytes() == (run_dirs[0] / "eval.jsonl").read_bytes()
+    assert learned(run_dirs[1]) == learned(run_dirs[0])
+    assert not processes_of(run_dirs[1])
+
+
 def test_workers_join_and_leave_a_run_on_ray(
     small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncflow.telemetry.certificate import read_certificate
+from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 from tests.vllm.servers import fake_python
 
@@ -30,6 +31,20 @@ def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: 
     assert certificate is not None and not certificate.is_deterministic and certificate.max_staleness <= (schedule != "periodic")
     log = (run_dir / "logs" / "rollout-0.log").read_text()
     assert "[vLLM 0]" in log and "[vLLM 1]" in log
+    assert not processes_of(run_dir)
+
+
+def test_evaluators_have_servers_of_their_own(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    engine = {"name": "vllm", "python": str(fake_python(tmp_path))}
+    evaluation = {"path": "generated:arithmetic", "num_prompts": 4, "every_steps": 2, "num_workers": 1}
+    done = run_command("train", write_config(tmp_path, small(rollout={"engine": engine}, eval=evaluation, run={"steps": 4})))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = tmp_path / "runs" / "test"
+    assert [row["step"] for row in rows(run_dir / "eval.jsonl")] == [0, 2, 4]
+    spans = [span for span in read_spans(run_dir / SPANS_FILE) if span.task == "generate_group"]
+    assert {(s.worker.split("/")[0], s.version) for s in spans if s.group >= 1 << 40} == {("evaluator", s) for s in (0, 2, 4)}
+    assert [row["rows/trained"] for row in rows(run_dir / "metrics.jsonl")] == [16] * 4
+    assert "[vLLM 0]" in (run_dir / "logs" / "evaluator-0.log").read_text()
     assert not processes_of(run_dir)
 
 
