@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asyncflow.build.parts import make_algorithm
 from asyncflow.config import Config
-from asyncflow.engines.families import FAMILIES, Family
+from asyncflow.engines.families import FAMILIES, Family, head_dim
 from asyncflow.types import UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -53,7 +53,7 @@ class Shapes:
             layers=fields["num_hidden_layers"],
             heads=heads,
             kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            head_dim=head_dim(fields),
             wide=fields["intermediate_size"],
             is_tied=bool(fields.get("tie_word_embeddings", False)),
             has_qkv_bias=family.has_qkv_bias or bool(fields.get("attention_bias", False)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncflow.engines.families import FAMILIES
+from asyncflow.engines.families import FAMILIES, head_dim
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 READ = {
@@ -81,13 +81,12 @@ class DecoderConfig:
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {name} = {value!r} is not a positive integer")
-        default_head_dim = 128 if kind == "qwen3" else sizes["hidden_size"] // sizes["num_attention_heads"]
         attention_bias = bool(fields.get("attention_bias"))
         if (attention_bias and kind == "qwen2") or (fields.get("mlp_bias") and kind != "llama"):
             raise ValueError(f"config fields attention_bias and mlp_bias are not those of {kind}")
         return cls(
             **sizes,
-            head_dim=fields.get("head_dim") or default_head_dim,
+            head_dim=head_dim(fields),
             rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
             max_position_embeddings=fields.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings")),

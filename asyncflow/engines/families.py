@@ -17,11 +17,12 @@ class Family:
     architecture: str
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    head_dim: int | None = None  # where a config.json has none; None: the hidden size is cut into heads
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
     "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True),
+    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, head_dim=128),
     "llama": Family("LlamaForCausalLM"),
 }
 """By `model_type`: those whose forward is known to hand extra arguments on to every attention call, and to do nothing else across
@@ -29,6 +30,12 @@ rows."""
 
 # These change the rotary frequencies with the longest position in the call: a row's log-probs would depend on its neighbours.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
+
+
+def head_dim(fields: Mapping[str, Any]) -> int:
+    """The width of an attention head. `fields`: of a `config.json`, of any family."""
+    family = FAMILIES.get(fields.get("model_type", ""))
+    return fields.get("head_dim") or (family and family.head_dim) or fields["hidden_size"] // fields["num_attention_heads"]
 
 
 def check_family(fields: Mapping[str, Any]) -> None:
