@@ -27,3 +27,11 @@ def end_token_ids(folder: Path) -> list[int]:
         if found is not None and found != []:
             return list(found) if isinstance(found, list) else [int(found)]
     return []
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Where the weights are, as transformers looks for them: in `model.safetensors`, or else in the shards that an index names."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

@@ -9,6 +9,10 @@ READY_PROMPT: Final = "prompt"
 """A column of this name is a prompt as it stands: text, or a conversation."""
 QUESTIONS: Final = ("question", "problem")
 """A column of these is a question, which becomes a prompt by a line end behind it."""
+ANSWER: Final = "answer"
+"""The column that a scorer finds the answer in, whatever the data set calls it."""
+ANSWERS: Final = (ANSWER, "solution", "label", "ground_truth")
+"""A column of these is the answer."""
 
 
 def found_in(row: Mapping[str, Any], names: Sequence[str]) -> str | None:

@@ -14,11 +14,10 @@ from typing import Any, Final
 
 from asyncflow.build.parts import make_algorithm
 from asyncflow.config import Config
+from asyncflow.engines.families import FAMILIES, Family, head_dim
 from asyncflow.types import UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
-_BIASED: Final = ("qwen2",)
-_QK_NORMED: Final = ("qwen3",)
 _LOGIT_COPIES: Final = 3
 """Logits, their probabilities and their gradient."""
 _RETAINED: Final = 2  # versions that stay for evaluators at most: one that they serve, and one that waits
@@ -46,18 +45,19 @@ class Shapes:
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "model_type")
         if missing := [name for name in needed if name not in fields]:
             raise UserError(f"the model's config.json has no {', '.join(missing)}, which its size follows from")
-        heads, kind = fields["num_attention_heads"], fields["model_type"]
+        heads = fields["num_attention_heads"]
+        family = FAMILIES.get(fields["model_type"], Family("another"))  # one that a user's own engine trains
         return cls(
             vocabulary=fields["vocab_size"],
             hidden=fields["hidden_size"],
             layers=fields["num_hidden_layers"],
             heads=heads,
             kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            head_dim=head_dim(fields),
             wide=fields["intermediate_size"],
             is_tied=bool(fields.get("tie_word_embeddings", False)),
-            has_qkv_bias=kind in _BIASED or bool(fields.get("attention_bias", False)),
-            has_qk_norm=kind in _QK_NORMED,
+            has_qkv_bias=family.has_qkv_bias or bool(fields.get("attention_bias", False)),
+            has_qk_norm=family.has_qk_norm,
         )
 
     @property

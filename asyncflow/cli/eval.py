@@ -13,8 +13,8 @@ import typer
 
 from asyncflow.cli.display import Display
 from asyncflow.config import Config, TrainConfig, parse
-from asyncflow.data.columns import ANSWER
 from asyncflow.data.datasets import GENERATED
+from asyncflow.rows import ANSWER
 from asyncflow.settings import apply_override, read_yaml, refuse_overrides
 from asyncflow.types import RunError, UserError
 

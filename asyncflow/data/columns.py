@@ -15,17 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, Final
+from typing import Any
 
 from asyncflow.data.datasets import Row
-from asyncflow.rows import QUESTIONS, READY_PROMPT
+from asyncflow.rows import ANSWER, ANSWERS, QUESTIONS, READY_PROMPT
 from asyncflow.rows import found_in as _found
 from asyncflow.rows import value_in as _value
 from asyncflow.types import UserError
-
-ANSWERS: Final = ("answer", "solution", "label", "ground_truth")
-ANSWER: Final = "answer"
-"""The column that a scorer finds the answer in, whatever the data set calls it."""
 
 Message = dict[str, Any]
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+from asyncflow.engines.families import FAMILIES, head_dim
+
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 READ = {
     *SIZES,
@@ -58,39 +59,39 @@ class DecoderConfig:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
         """From the fields of a `config.json`; `ValueError` naming the first one that is not implemented."""
-        family = fields.get("model_type")
-        if family not in ARCHITECTURES:
-            raise ValueError(f"model_type {family!r} is not one of {', '.join(ARCHITECTURES)}")
+        kind: Any = fields.get("model_type")
+        if kind not in FAMILIES:
+            raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+        family = FAMILIES[kind]
         for name, value in fields.items():
             if name in FIXED and value not in (None, FIXED[name]):
                 raise ValueError(f"config field {name} = {value!r} is not implemented (only {FIXED[name]!r})")
             # None is how a config says that a feature is absent.
             if name not in READ | FIXED.keys() | HARMLESS and value is not None:
                 raise ValueError(f"unknown config field {name} = {value!r}: it could change the computation")
-        if fields.get("architectures") not in (None, [ARCHITECTURES[family]]):
-            raise ValueError(f"config field architectures = {fields['architectures']!r} is not [{ARCHITECTURES[family]!r}]")
+        if fields.get("architectures") not in (None, [family.architecture]):
+            raise ValueError(f"config field architectures = {fields['architectures']!r} is not [{family.architecture!r}]")
         if set(fields.get("layer_types") or ()) - {"full_attention"}:
             raise ValueError(f"config field layer_types = {fields['layer_types']!r}: only full_attention is implemented")
-        if family == "llama" and fields.get("sliding_window") is not None:
+        if kind == "llama" and fields.get("sliding_window") is not None:
             raise ValueError("config field sliding_window is not implemented for llama")
         sizes: dict[str, Any] = {name: fields.get(name) for name in SIZES}
-        if family == "llama" or "num_key_value_heads" in fields:
+        if kind == "llama" or "num_key_value_heads" in fields:
             sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {name} = {value!r} is not a positive integer")
-        default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_attention_heads"]
         attention_bias = bool(fields.get("attention_bias"))
-        if (attention_bias and family == "qwen2") or (fields.get("mlp_bias") and family != "llama"):
-            raise ValueError(f"config fields attention_bias and mlp_bias are not those of {family}")
+        if (attention_bias and kind == "qwen2") or (fields.get("mlp_bias") and kind != "llama"):
+            raise ValueError(f"config fields attention_bias and mlp_bias are not those of {kind}")
         return cls(
             **sizes,
-            head_dim=fields.get("head_dim") or default_head_dim,
+            head_dim=head_dim(fields),
             rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
             max_position_embeddings=fields.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
-            qk_norm=family == "qwen3",
-            qkv_bias=attention_bias or family == "qwen2",
+            qk_norm=family.has_qk_norm,
+            qkv_bias=attention_bias or family.has_qkv_bias,
             output_bias=attention_bias,
             mlp_bias=bool(fields.get("mlp_bias")),
             rope=_rope_fields(fields),

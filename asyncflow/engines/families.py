@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncflow.types import Layout, UserError
 
-MODEL_TYPES: Final = ("qwen2", "qwen3", "llama")
-"""Architectures whose forward is known to hand extra arguments on to every attention call and to do nothing else across rows."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What Hugging Face calls its causal language models, and what each of their layers has besides Llama's own parts."""
+
+    architecture: str
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    head_dim: int | None = None  # where a config.json has none; None: the hidden size is cut into heads
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "qwen2": Family("Qwen2ForCausalLM", has_qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, head_dim=128),
+    "llama": Family("LlamaForCausalLM"),
+}
+"""By `model_type`: those whose forward is known to hand extra arguments on to every attention call, and to do nothing else across
+rows."""
 
 # These change the rotary frequencies with the longest position in the call: a row's log-probs would depend on its neighbours.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
+def head_dim(fields: Mapping[str, Any]) -> int:
+    """The width of an attention head. `fields`: of a `config.json`, of any family."""
+    family = FAMILIES.get(fields.get("model_type", ""))
+    return fields.get("head_dim") or (family and family.head_dim) or fields["hidden_size"] // fields["num_attention_heads"]
+
+
 def check_family(fields: Mapping[str, Any]) -> None:
     """Raises `UserError` for a model that packed attention is not known to compute exactly. `fields`: of its `config.json`."""
     kind = fields.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise UserError(f"The trainer cannot train a model of type {kind!r}: choose one of type {', '.join(MODEL_TYPES)}.")
+    if kind not in FAMILIES:
+        raise UserError(f"The trainer cannot train a model of type {kind!r}: choose one of type {', '.join(FAMILIES)}.")
     if set(fields.get("layer_types") or ["full_attention"]) != {"full_attention"} or fields.get("use_sliding_window"):
         raise UserError(f"The trainer has no sliding-window attention, which this {kind} asks for: choose another.")
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

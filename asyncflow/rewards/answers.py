@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from asyncflow.rewards.base import Sample
+from asyncflow.rows import ANSWER, ANSWERS
 
-ANSWER_COLUMNS: Final = ("answer", "solution", "label", "ground_truth")
 MARKS: Final = ("hash", "boxed", "tag", "phrase")
 """All that are known."""
 
@@ -32,7 +32,7 @@ _PHRASE = re.compile(
 
 
 def reference(sample: Sample, column: str | None = None) -> Any:
-    """The right answer. Without a column: verl's `reward_model.ground_truth`, or the first of `ANSWER_COLUMNS` that there is.
+    """The right answer. Without a column: verl's `reward_model.ground_truth`, or the first of `ANSWERS` that there is.
 
     Raises `ValueError` showing the row if there is none: a broken row must never look like a wrong response.
     """
@@ -41,16 +41,15 @@ def reference(sample: Sample, column: str | None = None) -> Any:
         if column not in example:
             raise ValueError(f"no column {column!r} in the row {dict(example)!r:.400}")
         return example[column]
-    for name in ANSWER_COLUMNS[:1]:
-        if name in example:
-            return example[name]
+    if ANSWER in example:
+        return example[ANSWER]
     model = example.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
         return model["ground_truth"]
-    for name in ANSWER_COLUMNS:
+    for name in ANSWERS:
         if name in example:
             return example[name]
-    raise ValueError(f"no column {ANSWER_COLUMNS[0]!r}, or another with the answer, in the row {dict(example)!r:.400}")
+    raise ValueError(f"no column {ANSWER!r}, or another with the answer, in the row {dict(example)!r:.400}")
 
 
 def text_of(reference: Any) -> str:

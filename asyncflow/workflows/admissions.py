@@ -18,7 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncflow.types import Array, Batch, GroupMeta, Interval, Ragged, RunError, Values
+from asyncflow.transfer_queue.batches import taken
+from asyncflow.types import Batch, GroupMeta, Interval, RunError
 from asyncflow.workflows.ledger import Candidates, num_to_admit
 from asyncflow.workflows.samples import Prompt, Shape, admission
 from asyncflow.workflows.schedule import Schedule
@@ -118,9 +119,5 @@ class Admissions:
     def _with_rows(self, batch: Batch, rows: Batch) -> Batch:
         """The groups' columns, and those of their rows that are there."""
         chosen = np.flatnonzero(np.isin(rows.indices >> self._shape.group_bits, batch.groups))
-        columns = {name: _taken(values, chosen) for name, values in rows.columns.items()}
+        columns = {name: taken(values, chosen) for name, values in rows.columns.items()}
         return Batch(rows.indices[chosen], batch.groups, {**batch.columns, **columns} if len(chosen) else batch.columns)
-
-
-def _taken(values: Values, positions: Array) -> Values:
-    return values.take(positions) if isinstance(values, Ragged) else values[positions]

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncflow.run_dir import RunDir
 from asyncflow.telemetry.trace import read_spans
+from tests.conftest import MODEL, ROOT
 from tests.e2e.commands import rows, run_command, write_config
 
 TASKS = {"generate", "reward", "reference", "values", "forward_backward", "critic_update"}
@@ -43,9 +44,7 @@ def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[.
     assert weights[0] != weights[1] != weights[2] and weights[3] != weights[4] != weights[5]
 
     run_dir = tmp_path / "runs" / "periodic"
-    events = json.loads((run_dir / "trace.json").read_text())
-    events = events["traceEvents"] if isinstance(events, dict) else events
-    assert {event.get("name") for event in events} >= TASKS
+    assert traced(run_dir) >= TASKS
     spans = read_spans(run_dir / "spans.jsonl")
     valued = sorted((s.step, s.version, s.group) for s in spans if s.task == "values" and s.rows)
     assert [(step, version) for step, version, _ in valued] == [(step, step) for step, _, _ in valued]  # before its update
@@ -54,6 +53,33 @@ def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[.
     assert [row["policy/grad_norm"] > 0 for row in metrics] == [False, True, True]  # the policy is held for a step
     assert all(row["critic/grad_norm"] > 0 for row in metrics) and metrics[0]["critic/value"] == 0 != metrics[2]["critic/value"]
     assert (run_dir / "critic" / "value_head.safetensors").is_file() and (run_dir / "critic" / "config.json").is_file()
+
+
+def test_ppo_from_a_users_file_is_the_same_six_tasks_and_the_same_run(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Nothing but its own file says what PPO asks of the dataflow: as a stranger's it comes to the same weights, bit for bit."""
+    own = tmp_path / "own" / "ppo.py"
+    own.parent.mkdir()
+    shutil.copy(ROOT / "asyncflow" / "algorithms" / "ppo.py", own)
+    models: dict[str, dict[str, bytes]] = {}
+    for name, choice in {"known": {"name": "ppo"}, "own": {"path": f"{own}:PPO"}}.items():
+        tree = small(
+            run={"name": name},
+            reward={"place": "task"},
+            train={"accumulate": "exact", "reference": "task", "critic": {"learning_rate": 1e-3}},
+            algorithm={**choice, "kl_coefficient": 0.05},
+        )
+        command = run_command("train", write_config(tmp_path, tree))
+        assert command.returncode == 0, command.stderr
+        run_dir = RunDir(tmp_path / "runs" / name)
+        assert traced(run_dir.path) >= TASKS
+        models[name] = {
+            f"{folder.name}/{file.name}": file.read_bytes()
+            for folder in (run_dir.model, run_dir.critic)
+            for file in folder.glob("*.safetensors")
+        }
+    assert models["own"] == models["known"]
+    assert models["own"].keys() == {"model/model.safetensors", "critic/model.safetensors", "critic/value_head.safetensors"}
+    assert models["own"]["model/model.safetensors"] != (MODEL / "model.safetensors").read_bytes()
 
 
 def test_a_run_with_a_critic_goes_on_as_if_it_had_not_ended(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -79,6 +105,12 @@ def test_a_run_with_a_critic_goes_on_as_if_it_had_not_ended(small: Callable[...,
     assert folder.critic_version == folder.model_version == 3
     shutil.rmtree(folder.critic)  # its worker was killed before it could save, say
     assert run("parts", 3, "--resume") == whole and folder.critic_version == 3
+
+
+def traced(run_dir: Path) -> set[str]:
+    """What the run's trace has intervals of."""
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    return {event["name"] for event in events if event["ph"] == "X"}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.model_folder import end_token_ids, read_json
+from asyncflow.model_folder import end_token_ids, read_json, weight_files
 from asyncflow.types import UserError
 
 
@@ -44,3 +44,12 @@ def test_json_files_are_objects_or_nothing(tmp_path: Path) -> None:
         file.write_bytes(broken)
         with pytest.raises(UserError, match="is not JSON"):
             read_json(file)
+
+
+def test_weights_are_in_one_file_or_else_in_those_of_the_index(tmp_path: Path) -> None:
+    whole, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    assert weight_files(tmp_path) == [whole]  # which is not there: who opens it says so
+    index.write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}}))
+    assert weight_files(tmp_path) == [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    whole.touch()
+    assert weight_files(tmp_path) == [whole]

@@ -16,7 +16,6 @@ L = keys, E = hidden size, F = feed-forward size, V = vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch.nn import functional as F
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.rollout.checks import check_tensors
 from asyncflow.engines.rollout.slot_cache import BLOCK, SlotCache
+from asyncflow.model_folder import weight_files
 from asyncflow.types import Array
 
 MIN_ROWS = 4
@@ -333,9 +333,5 @@ def causal_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tenso
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:
-    """The tensors of `model.safetensors`, or of the shards that `model.safetensors.index.json` names."""
-    index = model_path / "model.safetensors.index.json"
-    if not index.exists():
-        return load_file(model_path / "model.safetensors")
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return {name: tensor for file in files for name, tensor in load_file(model_path / file).items()}
+    """All of a model's weights, by name."""
+    return {name: tensor for file in weight_files(model_path) for name, tensor in load_file(file).items()}

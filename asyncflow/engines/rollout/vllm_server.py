@@ -33,6 +33,7 @@ from typing import Any
 import httpx2
 
 from asyncflow.devices import SHOWN_BY, kind_of
+from asyncflow.engines.families import head_dim
 from asyncflow.engines.rollout.vllm_devices import by_option, is_cpu
 from asyncflow.types import RunError, UserError
 
@@ -132,8 +133,7 @@ class ServerOptions:
         """Keys and values of all slots, each filled to the end: of a CPU's memory, which is the machine's, no share is taken."""
         fields = json.loads((self.model_path / "config.json").read_text())
         heads = fields["num_attention_heads"]
-        size = fields.get("head_dim") or fields["hidden_size"] // heads
-        token = 2 * fields["num_hidden_layers"] * (fields.get("num_key_value_heads") or heads) * size * 4
+        token = 2 * fields["num_hidden_layers"] * (fields.get("num_key_value_heads") or heads) * head_dim(fields) * 4
         blocks = -(-self.max_context // _KV_BLOCK) * self.max_num_seqs + 1
         return max(blocks * _KV_BLOCK * token, 64 << 20)
 

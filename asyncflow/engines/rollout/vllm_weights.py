@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncflow.engines.rollout.checks import check_tensors
+from asyncflow.model_folder import weight_files
 from asyncflow.threads import ComputeThread
 from asyncflow.types import RunError
 
@@ -165,7 +166,7 @@ class WeightsFile:
 def shapes_of(model_path: Path) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint's safetensors files, by name; nothing but the files' heads is read."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(model_path.glob("*.safetensors")):
+    for file in weight_files(model_path):
         with safe_open(file, framework="pt") as opened:
             shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     return shapes

@@ -20,6 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from asyncflow.engines.families import FAMILIES, Family
 from asyncflow.types import Array, UserError
 
 END_TOKEN: Final = "<|endoftext|>"
@@ -36,14 +37,15 @@ _PRE_TOKENS: Final = (
 @dataclass(frozen=True, slots=True)
 class _Shape:
     model_type: str
-    architecture: str
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
 
     @property
     def head_dim(self) -> int:
@@ -51,10 +53,10 @@ class _Shape:
 
 
 SPECS: Final = {
-    "random:qwen2-tiny": _Shape("qwen2", "Qwen2ForCausalLM", 128, 384, 2, 4, 2, has_qkv_bias=True),
-    "random:qwen2-small": _Shape("qwen2", "Qwen2ForCausalLM", 256, 768, 5, 8, 2, has_qkv_bias=True),
-    "random:qwen3-tiny": _Shape("qwen3", "Qwen3ForCausalLM", 128, 384, 2, 4, 2, has_qk_norm=True),
-    "random:llama-tiny": _Shape("llama", "LlamaForCausalLM", 128, 384, 2, 4, 2),
+    "random:qwen2-tiny": _Shape("qwen2", 128, 384, 2, 4, 2),
+    "random:qwen2-small": _Shape("qwen2", 256, 768, 5, 8, 2),
+    "random:qwen3-tiny": _Shape("qwen3", 128, 384, 2, 4, 2),
+    "random:llama-tiny": _Shape("llama", 128, 384, 2, 4, 2),
 }
 """What can be made: 0.6 million parameters under a full vocabulary, `qwen2-small` 4.3."""
 
@@ -117,7 +119,7 @@ def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 def _config(shape: _Shape, vocabulary_size: int) -> dict[str, Any]:
     return {
-        "architectures": [shape.architecture],
+        "architectures": [shape.family.architecture],
         "model_type": shape.model_type,
         "vocab_size": vocabulary_size,
         "hidden_size": shape.hidden_size,
@@ -152,9 +154,9 @@ def _random_tensors(shape: _Shape, vocabulary_size: int, seed: int) -> dict[str,
         for name, num_heads in heads.items():
             size = num_heads * shape.head_dim
             tensors[f"{prefix}self_attn.{name}_proj.weight"] = matrix(size, hidden)
-            if shape.has_qkv_bias:
+            if shape.family.has_qkv_bias:
                 tensors[f"{prefix}self_attn.{name}_proj.bias"] = np.zeros(size, np.float32)
-            if shape.has_qk_norm and name != "v":
+            if shape.family.has_qk_norm and name != "v":
                 tensors[f"{prefix}self_attn.{name}_norm.weight"] = np.ones(shape.head_dim, np.float32)
         tensors[f"{prefix}self_attn.o_proj.weight"] = matrix(hidden, hidden)
         tensors[f"{prefix}mlp.gate_proj.weight"] = matrix(wide, hidden)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncflow.build.memory import GIB, Part, Shapes, host_parts, lines, micro_batch_tokens, rollout_parts, training_parts
 from asyncflow.build.parts import num_devices
 from asyncflow.build.prepare import check_shapes
 from asyncflow.config import Config, load, parse
+from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.train.random_model import SPECS, make_random_model
 from asyncflow.types import UserError
 from tests.conftest import MODEL, ROOT
@@ -45,6 +47,17 @@ def test_a_model_that_is_made_has_as_many(spec: str, tmp_path: Path) -> None:
 def test_what_a_size_follows_from_must_be_there() -> None:
     with pytest.raises(UserError, match=r"no vocab_size, num_attention_heads, intermediate_size, model_type"):
         Shapes.of({"hidden_size": 8, "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize(("kind", "size"), [("qwen3", 128), ("qwen2", 16), ("llama", 16)])
+def test_a_head_is_as_wide_as_its_family_says_where_the_file_says_nothing(kind: str, size: int) -> None:
+    """As transformers takes it, and the engines that compute these models by code of their own."""
+    fields = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"model_type": kind, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    of_layer = model.model.layers[0].self_attn
+    assert Shapes.of(fields).head_dim == DecoderConfig.from_fields(fields).head_dim == of_layer.head_dim == size
+    assert Shapes.of(fields | {"tie_word_embeddings": model.config.tie_word_embeddings}).parameters == model.num_parameters()
 
 
 def config_of(**sections: Any) -> Config:

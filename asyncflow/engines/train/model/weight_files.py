@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from asyncflow.model_folder import weight_files
 from asyncflow.types import UserError
 
 
@@ -22,7 +22,7 @@ class WeightFiles(Mapping[str, Tensor]):
         self._path = Path(model_path)
         self._files: dict[str, Any] = {}  # the opened file of each
         try:
-            for path in _files_of(self._path):
+            for path in weight_files(self._path):
                 opened: Any = safe_open(path, framework="pt")
                 self._files |= dict.fromkeys(opened.keys(), opened)
         except (OSError, ValueError, SafetensorError) as error:
@@ -61,11 +61,3 @@ class WeightFiles(Mapping[str, Tensor]):
         if part.numel():
             where = tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))
             part.copy_(self._files[name].get_slice(name)[where])
-
-
-def _files_of(path: Path) -> list[Path]:
-    """As transformers looks for them."""
-    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if whole.is_file() or not index.is_file():
-        return [whole]
-    return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
