@@ -194,8 +194,9 @@ class Evaluations:
         return [each for each in (shown, *self._waiting.values()) if each is not None]
 
     async def run(self) -> None:
-        """Until the last version is evaluated, or the run is stopping."""
-        while self._under_way != self._held_out.last_version:
+        """Until the last version is evaluated, or the run is stopping. Evaluators end then: nobody needs them any more."""
+        last = self._held_out.last_version
+        while self._held_out.is_due(last) and self._under_way != last:
             await self._signal.until(lambda: bool(self._waiting) or self._ledger.is_stopping)
             if self._ledger.is_stopping:
                 return
@@ -204,6 +205,7 @@ class Evaluations:
                 await self._board.publish(manifest)
             await admit_evaluation(self._queue, self._ledger, self._held_out, version, self._shape)
             await evaluate(self._queue, self._ledger, self._held_out, version)
+        self._board.stop()  # so that no death of theirs is the run's
 
 
 async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int) -> None:
