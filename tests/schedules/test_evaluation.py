@@ -177,6 +177,7 @@ def test_an_evaluator_that_dies_evaluates_the_same_version_again(mode: str, even
     assert not shaken.violations and shaken.counts["deaths"] == 1 and shaken.counts["groups delivered again"] > 0
     assert shaken.evaluations == calm.evaluations
     assert moments(shaken) == moments(calm)
+    assert not any(row["rows/redelivered"] for row in shaken.rows.values()), "nothing that is trained"
 
 
 def test_evaluators_share_an_evaluation() -> None:
