@@ -80,9 +80,9 @@ class HeldOut:
         """The run's last one, which is evaluated in any case."""
         return self._last_version
 
-    def leave_out(self) -> None:
-        """A version that was due is not evaluated: the next figures say so."""
-        self._num_left_out += 1
+    def leave_out(self, count: int = 1) -> None:
+        """So many versions that were due are not evaluated: the next figures say so."""
+        self._num_left_out += count
 
     def is_due(self, version: int) -> bool:
         """Before the first step, after the last, and every so many in between; once each."""

@@ -217,3 +217,18 @@ def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> 
     figures = {row["step"]: {**row, "left_out": 0} for row in whole.evaluations}
     assert {**again.evaluations[0], "left_out": 0} == figures[2]
     assert min(span.start for span in again.spans if span.task == "forward_backward") < generation(again, 2, evaluation=True)[1]
+
+
+@pytest.mark.parametrize("mode", ["periodic", "delayed"])
+def test_what_was_left_out_is_told_by_the_run_that_goes_on(mode: str) -> None:
+    """The first evaluation lasts longer than the first life."""
+    tree = tree_of(mode, path="generated:arithmetic", num_workers=1, every_steps=1)
+    tree["run"]["steps"] = 6
+    whole = simulate(parse(tree))
+    killed = max(span.end for span in whole.spans if span.task == "publish" and span.step == 4) + 0.1
+    assert killed < generation(whole, 0, evaluation=True)[1]
+    again = simulate_lives(parse(tree), [killed])
+    assert not again.violations and again.counts["lives"] == 1
+    steps = [row["step"] for row in again.evaluations]
+    assert steps[0] == 0 and steps[-1] == 6
+    assert sum(row.get("left_out", 0) for row in again.evaluations) == 7 - len(steps)
