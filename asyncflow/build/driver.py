@@ -217,7 +217,7 @@ class Driver:
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
         self.board.on_installed = self.record.installed
         if self._evaluations is not None:
-            self.board.on_published = self._evaluations.published
+            self.board.on_published, self.board.on_no_room = self._evaluations.published, self._evaluations.no_room
 
     # -- what it serves -----------------------------------------------------------------------------------------------------
 
