@@ -18,7 +18,7 @@ from asyncflow.build.parts import make_storage, num_devices, queue_schema, shape
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState, RunRecord, Told
 from asyncflow.build.rendezvous import Rendezvous
-from asyncflow.build.resume import Resumed, as_prompt, evaluated_versions
+from asyncflow.build.resume import Resumed, as_prompt, evaluated_versions, left_out_before
 from asyncflow.build.saving import Saves
 from asyncflow.build.scaling import Devices
 from asyncflow.cluster.torchrun import launch_of
@@ -180,11 +180,10 @@ class Driver:
             on_row=self._evaluated,
             done=self._evaluated_versions | lost,
         )
-        for version in sorted(lost - self._evaluated_versions):
-            if held_out.is_planned(version):
-                self._says(
-                    f"version {version} has not been evaluated to the end, and nobody has its weights any more: it is left out"
-                )
+        left_out = [version for version in sorted(lost - self._evaluated_versions) if held_out.is_planned(version)]
+        for version in left_out:
+            self._says(f"version {version} has not been evaluated to the end, and nobody has its weights any more: it is left out")
+        held_out.leave_out(max(0, len(left_out) - left_out_before(config.run_dir)))  # may have told of some that are due again
         return held_out
 
     def _make_evaluators(self, ledger: Ledger) -> Board | None:
@@ -218,7 +217,7 @@ class Driver:
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
         self.board.on_installed = self.record.installed
         if self._evaluations is not None:
-            self.board.on_published = self._evaluations.published
+            self.board.on_published, self.board.on_no_room = self._evaluations.published, self._evaluations.no_room
 
     # -- what it serves -----------------------------------------------------------------------------------------------------
 

@@ -194,13 +194,16 @@ def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
 
 
 def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> None:
-    """That a storage unit can take its part of the largest admission. Raises `UserError` showing the arithmetic."""
+    """That a storage unit can take its part of the largest admission, and, where evaluators make evaluations beside training, of
+    both. Raises `UserError` showing the arithmetic."""
     queue, shape = config.queue, shape_of(config)
-    evaluated = (num_held_out, config.eval.samples_per_prompt + config.eval.greedy)
-    admissions = {"a step": (shape.prompts_per_step, shape.group_size), "an evaluation": evaluated}
-    for what, (prompts, size) in admissions.items():
-        is_choosing = what == "a step" and shape.max_candidates  # then those that stay may all be on one unit
-        rows = (shape.prompts_at_first if is_choosing else -(-prompts // queue.num_units)) * size
+    # Where a step chooses its prompts those that stay may all be on one unit.
+    of_step = shape.prompts_at_first if shape.max_candidates else -(-shape.prompts_per_step // queue.num_units)
+    of_evaluation = -(-num_held_out // queue.num_units) * (config.eval.samples_per_prompt + config.eval.greedy)
+    admissions = {"a step": of_step * shape.group_size, "an evaluation": of_evaluation}
+    if config.eval.num_workers and num_held_out:
+        admissions["a step with an evaluation beside it"] = sum(admissions.values())
+    for what, rows in admissions.items():
         num_bytes = rows * (shape.row_bytes + 8 * longest_prompt)
         for unit, needed, capacity in (
             ("rows", rows, queue.capacity_rows),

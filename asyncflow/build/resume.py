@@ -271,6 +271,11 @@ def evaluated_versions(run_dir: Path) -> set[int]:
     return {row["step"] for row in _lines(run_dir / EVAL_FILE)}
 
 
+def left_out_before(run_dir: Path) -> int:
+    """How many evaluations were left out, as the figures that are written tell."""
+    return sum(row.get("left_out", 0) for row in _lines(run_dir / EVAL_FILE))
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Of a JSON Lines file, but for a half-written last one."""
     if path.exists():

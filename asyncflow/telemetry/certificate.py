@@ -24,8 +24,9 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     `steps` of `planned_steps` are committed. `max_staleness` in versions and `max_spans` (policy versions that made one response)
     are the largest of all trained rows. `overlapped_steps`: steps of which a group was trained while responses of the step were
-    still missing. `rows_redelivered`, `rows_dead` and `reward_failures` (by kind, timeouts among them) count over the whole run.
-    `resumed_at`: the numbers of committed steps from which the run was gone on with, after it had ended in whatever way.
+    still missing. `rows_redelivered` (but for evaluators'), `rows_dead` and `reward_failures` (by kind, timeouts among them) count
+    over the whole run. `resumed_at`: the numbers of committed steps from which the run was gone on with, after it had ended in
+    whatever way.
     `is_deterministic`: every rollout engine makes a lost response again exactly; if not, `why_not_deterministic` says why.
     """
 

@@ -94,7 +94,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rows/degenerate": "Rows of groups whose rewards were all equal, in whose place other prompts were taken (dynamic sampling).",
     "rows/surplus": "Rows of prompts that were taken to be chosen from and not needed: they come again in the next step.",
     "rows/empty": "Trained rows without a loss token (all masked): they add no gradient and do not count in the normaliser.",
-    "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts.",
+    "rows/redelivered": "Rows handed out again because a lease failed or expired; each time counts. Not those that evaluators had.",
     "queue/ready/<task>": "Rows ready for the task, when the row of metrics is written.",
     "queue/leased/<task>": "Rows handed out and not done, at that moment.",
     "queue/done/<task>": "Rows that the task has done since the run began.",

@@ -23,6 +23,10 @@ class WeightSyncError(RunError):
     """Weights could not be published, or what was fetched is not what its manifest says. One sentence."""
 
 
+class NoRoom(WeightSyncError):
+    """There is no room for one version more: there may be when fewer are retained."""
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What was published. (incarnation, version) is unique: a restarted trainer may publish a version again.
 
@@ -74,8 +78,9 @@ class WeightSender(Protocol):
 
         They are written as they come: of tensors that have to be gathered, one at a time is held. It waits for no receiver. The
         last `keep` versions stay available; the oldest of them may go as soon as the next publish begins. Every version has the
-        names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or if there is no room, or when what comes is not
-        what the source's specs say; earlier versions stay as they are, but for the oldest, which may have gone.
+        names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or when what comes is not what the
+        source's specs say; earlier versions stay as they are, but for the oldest, which may have gone. Raises `NoRoom` before any
+        tensor is asked for: the call may be repeated.
         """
         ...
 

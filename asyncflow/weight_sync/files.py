@@ -29,7 +29,7 @@ from typing import BinaryIO
 import numpy as np
 
 from asyncflow.types import Array, UserError
-from asyncflow.weight_sync.base import Manifest, WeightSyncError
+from asyncflow.weight_sync.base import Manifest, NoRoom, WeightSyncError
 
 PATTERN = "weights-*.safetensors*"
 _RETRY_SECONDS = 0.05
@@ -80,7 +80,7 @@ class VersionFiles:
     def begin(self, version: int, num_bytes: int) -> Array:
         """Where the version's bytes belong: uint8 [num_bytes], of unspecified content; all versions have one size.
 
-        Raises `WeightSyncError`, and nothing has changed, if there is no room.
+        Nothing has changed when it raises: `NoRoom`, or `WeightSyncError` where it has waited for a reader in vain.
         """
         if self._spare is None:
             if version in self._kept:  # what is published again is over
@@ -130,7 +130,7 @@ class VersionFiles:
         if not file.lock(fcntl.LOCK_EX):
             try:
                 another = self._new_file(temporary, len(file.mapped))
-            except WeightSyncError as error:
+            except NoRoom as error:
                 self._wait_for_readers(path, file, error)
         del self._kept[version]
         if another is None:
@@ -139,7 +139,7 @@ class VersionFiles:
         file.close()
         return another
 
-    def _wait_for_readers(self, path: Path, file: _File, no_room: WeightSyncError) -> None:
+    def _wait_for_readers(self, path: Path, file: _File, no_room: NoRoom) -> None:
         """Returns with the file locked. Raises `WeightSyncError` at the deadline."""
         until = time.monotonic() + self._deadline_seconds
         while not file.lock(fcntl.LOCK_EX):
@@ -156,7 +156,11 @@ class VersionFiles:
         except OSError as error:
             path.unlink()
             os.close(fd)
-            raise WeightSyncError(f"no room for {num_bytes:,} bytes of weights in {self._directory}: {error.strerror}") from error
+            why = f"no room for {num_bytes:,} bytes of weights in {self._directory}: {error.strerror}"
+            if self.retained:
+                staying = ", ".join(map(str, sorted(self.retained)))
+                why += f"; evaluators need older versions there ({staying}): have more room, or set eval.num_workers=0"
+            raise NoRoom(why) from error
         file.lock(fcntl.LOCK_EX)
         return path, file
 

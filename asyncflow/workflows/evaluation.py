@@ -80,9 +80,9 @@ class HeldOut:
         """The run's last one, which is evaluated in any case."""
         return self._last_version
 
-    def leave_out(self) -> None:
-        """A version that was due is not evaluated: the next figures say so."""
-        self._num_left_out += 1
+    def leave_out(self, count: int = 1) -> None:
+        """So many versions that were due are not evaluated: the next figures say so."""
+        self._num_left_out += count
 
     def is_due(self, version: int) -> bool:
         """Before the first step, after the last, and every so many in between; once each."""
@@ -173,19 +173,33 @@ class Evaluations:
         self._shape, self._signal, self._says = shape, signal, says
         self._under_way: int | None = None
         self._waiting: dict[int, Manifest | None] = {0: None} if held_out.is_due(0) else {}  # at most one with weights
+        self._staying: set[int] = set()  # those whose weights stay, as the trainer has been told
 
     def published(self, manifest: Manifest) -> Collection[int]:
         """The trainer has published a version. Returns those whose weights are to stay."""
         if self._held_out.is_due(manifest.version):
-            for late in [version for version in self._waiting if version]:
-                del self._waiting[late]
-                self._held_out.leave_out()
-                self._says(
-                    f"version {late} is not evaluated: version {manifest.version} is due by now, and the evaluation before has not "
-                    f"ended; raise eval.every_steps or eval.num_workers"
-                )
+            self._leave_out(
+                f"version {manifest.version} is due by now, and the evaluation before has not ended; raise eval.every_steps or "
+                f"eval.num_workers"
+            )
             self._waiting[manifest.version] = manifest
-        return {each.version for each in self.kept()}
+        self._staying = {each.version for each in self.kept()}
+        return self._staying
+
+    def no_room(self) -> Collection[int] | None:
+        """The trainer has no room for the next version. Returns those whose weights are to stay all the same: without those of an
+        evaluation that has ended since it published the last one; or else without the one that waits. None: there are no fewer."""
+        if {each.version for each in self.kept()} == self._staying:
+            self._leave_out("there is no room for newer weights beside it; have more shared memory, or raise eval.every_steps")
+        before, self._staying = self._staying, {each.version for each in self.kept()}
+        return None if self._staying == before else self._staying
+
+    def _leave_out(self, why: str) -> None:
+        """What waits with its weights is not evaluated."""
+        for late in [version for version in self._waiting if version]:
+            del self._waiting[late]
+            self._held_out.leave_out()
+            self._says(f"version {late} is not evaluated: {why}")
 
     def kept(self) -> list[Manifest]:
         """The versions whose weights are to stay, oldest first: the one that evaluators serve, also when it is evaluated, for they
@@ -194,8 +208,9 @@ class Evaluations:
         return [each for each in (shown, *self._waiting.values()) if each is not None]
 
     async def run(self) -> None:
-        """Until the last version is evaluated, or the run is stopping."""
-        while self._under_way != self._held_out.last_version:
+        """Until the last version is evaluated, or the run is stopping. Evaluators end then: nobody needs them any more."""
+        last = self._held_out.last_version
+        while self._held_out.is_due(last) and self._under_way != last:
             await self._signal.until(lambda: bool(self._waiting) or self._ledger.is_stopping)
             if self._ledger.is_stopping:
                 return
@@ -204,6 +219,7 @@ class Evaluations:
                 await self._board.publish(manifest)
             await admit_evaluation(self._queue, self._ledger, self._held_out, version, self._shape)
             await evaluate(self._queue, self._ledger, self._held_out, version)
+        self._board.stop()  # so that no death of theirs is the run's
 
 
 async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int) -> None:

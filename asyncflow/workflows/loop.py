@@ -34,7 +34,7 @@ from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, GroupMeta, WeightSource, row_index
-from asyncflow.weight_sync.base import WeightSender
+from asyncflow.weight_sync.base import NoRoom, WeightSender
 from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService, StepTotals, Update
@@ -259,12 +259,23 @@ async def update(
 
 
 async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: Board) -> None:
-    """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather."""
-    if sender is not None:
-        sender.retain(await board.publish(await sender.publish(version, weights)))
-    else:
+    """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather.
+
+    Where there is no room for it, older ones that stay for evaluations make room, if they can.
+    """
+    if sender is None:
         async for _ in weights.tensors():
             pass
+        return
+    manifest = None
+    while manifest is None:
+        try:
+            manifest = await sender.publish(version, weights)
+        except NoRoom:
+            if (fewer := await board.no_room()) is None:
+                raise
+            sender.retain(fewer)
+    sender.retain(await board.publish(manifest))
 
 
 async def apply(engine: Updated, objective: Trained, totals: StepTotals, *, is_held: bool = False) -> Update:

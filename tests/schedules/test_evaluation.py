@@ -14,6 +14,7 @@ from asyncflow.config import parse
 from asyncflow.job import Listener
 from asyncflow.registry import build
 from asyncflow.simulation.run import Simulated, simulate, simulate_lives
+from asyncflow.weight_sync.base import NoRoom
 from asyncflow.weight_sync.sleeping import SleepingSender
 from asyncflow.workflows import SCHEDULES
 
@@ -177,6 +178,7 @@ def test_an_evaluator_that_dies_evaluates_the_same_version_again(mode: str, even
     assert not shaken.violations and shaken.counts["deaths"] == 1 and shaken.counts["groups delivered again"] > 0
     assert shaken.evaluations == calm.evaluations
     assert moments(shaken) == moments(calm)
+    assert not any(row["rows/redelivered"] for row in shaken.rows.values()), "nothing that is trained"
 
 
 def test_evaluators_share_an_evaluation() -> None:
@@ -216,3 +218,47 @@ def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> 
     figures = {row["step"]: {**row, "left_out": 0} for row in whole.evaluations}
     assert {**again.evaluations[0], "left_out": 0} == figures[2]
     assert min(span.start for span in again.spans if span.task == "forward_backward") < generation(again, 2, evaluation=True)[1]
+
+
+@pytest.mark.parametrize("mode", ["periodic", "delayed"])
+def test_what_was_left_out_is_told_by_the_run_that_goes_on(mode: str) -> None:
+    """The first evaluation lasts longer than the first life."""
+    tree = tree_of(mode, path="generated:arithmetic", num_workers=1, every_steps=1)
+    tree["run"]["steps"] = 6
+    whole = simulate(parse(tree))
+    killed = max(span.end for span in whole.spans if span.task == "publish" and span.step == 4) + 0.1
+    assert killed < generation(whole, 0, evaluation=True)[1]
+    again = simulate_lives(parse(tree), [killed])
+    assert not again.violations and again.counts["lives"] == 1
+    steps = [row["step"] for row in again.evaluations]
+    assert steps[0] == 0 and steps[-1] == 6
+    assert sum(row.get("left_out", 0) for row in again.evaluations) == 7 - len(steps)
+
+
+@pytest.mark.parametrize(
+    ("room", "evaluations", "why"),
+    [
+        (2, [(0, 0), (3, 1), (9, 0), (12, 0)], ["version 6 is not evaluated: version 9 is due by now"]),
+        (1, [(0, 0), (3, 2), (12, 0)], [f"version {late} is not evaluated: there is no room" for late in (6, 9)]),
+    ],
+)
+def test_without_room_for_its_weights_a_version_that_waits_is_left_out(
+    room: int, evaluations: list[tuple[int, int]], why: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for so many versions that stay for evaluators, beside the one that workers serve."""
+    publish, said, listener = SleepingSender.publish, list[str](), Listener()
+    monkeypatch.setattr(listener, "says", said.append)
+
+    async def bounded(self: SleepingSender, version: int, source: Any) -> Any:
+        if len([each for _, each in self._sync.kept if each in self._retained]) > room:
+            raise NoRoom("no room for these weights")
+        return await publish(self, version, source)
+
+    monkeypatch.setattr(SleepingSender, "publish", bounded)
+    tree = tree_of("periodic", path="generated:arithmetic", num_workers=1, every_steps=3, num_prompts=40)
+    tree["run"]["steps"] = 12
+    run = simulate(parse(tree), listener=listener)
+    assert not run.violations
+    assert [(row["step"], row.get("left_out", 0)) for row in run.evaluations] == evaluations
+    left_out = [line for line in said if "is not evaluated" in line]
+    assert len(left_out) == len(why) and all(line.startswith(begins) for line, begins in zip(left_out, why, strict=True))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from asyncflow.build.health import Health
 from asyncflow.cluster.clock import VirtualLoop
@@ -12,9 +15,10 @@ from asyncflow.config import parse
 from asyncflow.registry import build
 from asyncflow.transport import client_name
 from asyncflow.types import RunError
-from asyncflow.workflows import SCHEDULES
+from asyncflow.workflows import SCHEDULES, evaluation
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.crew import Crew
+from asyncflow.workflows.evaluation import EVALUATORS, Evaluations, HeldOut
 from asyncflow.workflows.signal import Signal
 
 A, B = "rollout/0", "rollout/1"
@@ -124,3 +128,27 @@ async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served()
     health.died("rollout/0", "found a mistake", True)
     (failure,) = failures
     assert str(failure).startswith("worker rollout/0 found a mistake; 0 of 2 rollout workers are left")
+
+
+@pytest.mark.parametrize("done", [(), (0,)], ids=["by this life", "by the one before"])
+async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
+    done: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def evaluated(*_: Any) -> None:
+        assert not done
+
+    monkeypatch.setattr(evaluation, "admit_evaluation", evaluated)
+    monkeypatch.setattr(evaluation, "evaluate", evaluated)
+    config = parse({"model": {"path": "none"}, "data": {"path": "none"}})
+    signal, said, failures, none = Signal(), list[str](), list[RunError](), cast(Any, None)
+    board = Board(build("schedule", "periodic", {}, SCHEDULES), none, signal, lambda: 0.0, Crew(1, EVALUATORS))
+    plan = HeldOut(
+        [none], last_version=0, every_steps=None, samples=1, temperature=1.0, greedy=False, on_row=lambda row: None, done=done
+    )
+    ledger: Any = SimpleNamespace(is_stopping=False)
+    health = Health(config, [board], none, says=said.append, fails=failures.append)
+    await Evaluations(none, ledger, plan, board, none, signal, says=said.append).run()
+    client_name.set(f"{EVALUATORS}/0")
+    assert await board.next_target(0) is None, "it has nothing more to do"
+    health.died(f"{EVALUATORS}/0", "is given up", True)
+    assert said == [f"worker {EVALUATORS}/0 is given up"] and not failures

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncflow.types import Array
-from asyncflow.weight_sync.base import Manifest, WeightSyncError
+from asyncflow.weight_sync.base import Manifest, NoRoom, WeightSyncError
 from asyncflow.weight_sync.files import FileReader, VersionFiles, held
 
 NUM_BYTES = 4096
@@ -208,3 +208,23 @@ def test_a_version_that_is_retained_stays_and_its_file_is_used_again_afterwards(
         for there in {*range(max(1, version - keep + 1), version + 1), *files.retained}:
             assert np.all(np.fromfile(tmp_path / "w" / f"weights-{there}.safetensors", np.uint8) == there)
     assert len(inodes) == keep + 2 == len(named(tmp_path / "w"))
+
+
+def test_without_room_beside_what_is_retained_it_is_said_and_there_is_room_when_less_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = VersionFiles(tmp_path / "w", 1, 0.5)
+    write(files, 1)
+    files.retained = {1}
+    write(files, 2)
+    files.retained = {1, 2}
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(NoRoom, match=r"evaluators need older versions there \(1, 2\): .* eval\.num_workers=0"):
+        files.begin(3, NUM_BYTES)
+    files.retained = {1}
+    write(files, 3)
+    assert set(named(tmp_path / "w")) == {"weights-1.safetensors", "weights-3.safetensors"}
