@@ -22,7 +22,7 @@ from asyncflow.build.resume import read_driver
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import join_pieces, read_spans
 from asyncflow.trainer import Trainer
-from asyncflow.types import RunError
+from asyncflow.types import Batch, RunError
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.lives import Life
@@ -239,7 +239,7 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     mode, undisturbed = whole
     engine = {"path": UNSTEADY, "folder": str(tmp_path)}
     config = tree(tmp_path, mode, {"rollout": {"engine": engine}, "checkpoint": {"every_steps": None}})
-    (tmp_path / "held.json").write_text(json.dumps({"10": [2, 3], "11": [0, 1, 2, 3]}))
+    hold(tmp_path, {10: [2, 3], 11: [0, 1, 2, 3]})
     life = Life(config)
     life.wait_for_steps(2)
     wait_until(lambda: {32, 36, 40} <= set(samples_of(life.run_dir)))  # of each group with rows the first one
@@ -266,19 +266,100 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     }
     assert {row: samples[row] for row in (32, 36, 40)} == {row: before[row] for row in (32, 36, 40)}
     # What is trained of the kept rows has their bits, and nobody was asked for them again; for all others somebody was, once.
-    trained = {row["row"]: row for step in prints(last.run_dir) for group in step["groups"] for row in group["rows"]}
-    for row, response, logprobs in zip(kept.indices.tolist(), *map(kept.ragged, ("response_ids", "rollout_logprobs")), strict=True):
-        assert (trained[row]["response"], trained[row]["logprobs"]) == (digest(response), digest(logprobs)), row
-    asked = [line for line in rows(tmp_path / "asked.jsonl") if line["group"] < 1 << 40]  # training's
-    lives = list(dict.fromkeys(line["process"] for line in asked))
-    first, second = (
-        [line["group"] << 2 | sample for line in asked if line["process"] == life for sample in line["samples"]] for life in lives
-    )
+    check_kept(kept, trained_rows(last.run_dir))
+    first, second = asked_by_life(tmp_path)
     assert sorted(first) == [*range(48)]
     assert sorted(second) == [row for row in range(32, STEPS * PROMPTS * GROUP) if row not in numbers]
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [2]
     assert certificate.rows_redelivered == 0
+
+
+BETWEEN = {**MODES, "bounded": {"schedule": {"name": "bounded", "max_staleness": 2}}}
+
+
+@pytest.mark.parametrize("mode", BETWEEN)
+def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first_one(mode: str, tmp_path: Path) -> None:
+    """Its engine is not deterministic. One worker is kept in step 2 until the other one has made what it may of step 3, but for
+    two rows of group 15. So the checkpoint of step 3 has these rows, where others than version 3 may make them. Steps 3 and 4 are
+    committed after it, and step 5 is under way when the run is killed. The next life is killed as soon as its files are cut back.
+    """
+    changes = {"rollout": {"engine": {"path": UNSTEADY, "folder": str(tmp_path)}, "num_workers": 2, "num_slots": 8}}
+    config = tree(tmp_path, BETWEEN[mode], changes, {"checkpoint": {"every_steps": 3}})
+    hold(tmp_path, {11: [3], 15: [2, 3], 23: [3]})
+    of_step_3 = {48, 52, 56, 60}  # of each group the first row, which is told of
+    life = Life(config)
+    if mode != "periodic":
+        wait_until(lambda: of_step_3 <= samples_of(life.run_dir).keys())
+    else:
+        life.wait_for_steps(2)
+    hold(tmp_path, {15: [2, 3], 23: [3]})
+    checkpoint = life.run_dir / "checkpoints" / "step-000003"
+    wait_until(checkpoint.exists)
+    hold(tmp_path, {23: [3]})
+    life.wait_for_steps(5)
+    wait_until(lambda: {80, 84, 88, 92} <= samples_of(life.run_dir).keys())  # of step 5
+    life.kill()
+    before = samples_of(life.run_dir)
+    kept = read_driver(checkpoint).rows
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name] and (kept is None) == (mode == "periodic")
+    numbers = set() if kept is None else set(kept.indices.tolist())
+    assert mode == "periodic" or (of_step_3 <= numbers and not {62, 63} & numbers)
+
+    cut = Life(config, harm=("load", signal.SIGKILL))
+    assert cut.end() == 137 and "going on from" in cut.said(), cut.said()
+    for name in ("metrics.jsonl", "fingerprints.jsonl"):
+        assert [row["step"] for row in rows(cut.run_dir / name)] == [0, 1, 2], name
+    assert samples_of(cut.run_dir) == {row: sample for row, sample in before.items() if row < 48 or row in numbers}
+    assert {row for row in before if row >= 48} - numbers  # some were there to be cut
+    assert all(span.step < 3 for span in read_spans(cut.run_dir / "spans.jsonl"))
+
+    (tmp_path / "held.json").unlink()
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    assert "lack a column" not in last.said() and "passed over" not in last.said()
+    assert [row["step"] for row in rows(last.run_dir / "metrics.jsonl")] == [*range(STEPS)]
+    check_each_once(last.run_dir)
+    check_spans(last.run_dir)
+    # No prompt has changed its place, and what was kept is told of as it was.
+    samples, trained = samples_of(last.run_dir), trained_rows(last.run_dir)
+    assert samples.keys() == {row for row in trained if row % GROUP == 0}
+    assert {row: samples[row] for row in of_step_3 & numbers} == {row: before[row] for row in of_step_3 & numbers}
+    assert all(samples[row]["prompt"] == before[row]["prompt"] for row in before)
+    check_kept(kept, trained)
+    asked = asked_by_life(tmp_path)
+    assert len(asked) == 2  # the one in between has asked nobody
+    assert sorted(asked[1]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [3]
+
+
+def hold(folder: Path, samples: dict[int, list[int]]) -> None:
+    """Have these of each group not end, see `UnsteadySlots`."""
+    (folder / "held.part").write_text(json.dumps(samples))
+    (folder / "held.part").rename(folder / "held.json")
+
+
+def trained_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """What fingerprints have of each."""
+    return {row["row"]: row for step in prints(run_dir) for group in step["groups"] for row in group["rows"]}
+
+
+def check_kept(kept: Batch | None, trained: dict[int, dict[str, Any]]) -> None:
+    """What was trained of the rows of a checkpoint has their bits."""
+    if kept is None:
+        return
+    for row, response, logprobs in zip(kept.indices.tolist(), *map(kept.ragged, ("response_ids", "rollout_logprobs")), strict=True):
+        assert (trained[row]["response"], trained[row]["logprobs"]) == (digest(response), digest(logprobs)), row
+
+
+def asked_by_life(folder: Path) -> list[list[int]]:
+    """The rows that each life has asked `UnsteadySlots` for, training's."""
+    asked = [line for line in rows(folder / "asked.jsonl") if line["group"] < 1 << 40]
+    lives = dict.fromkeys(line["process"] for line in asked)
+    return [
+        [line["group"] << 2 | sample for line in asked if line["process"] == life for sample in line["samples"]] for life in lives
+    ]
 
 
 def test_the_first_checkpoint_knows_already_that_engines_are_not_deterministic(tmp_path: Path) -> None:
