@@ -273,6 +273,31 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [2]
     assert certificate.rows_redelivered == 0
+    assert len(certificate.voided) == 1 and "at step 2, where the run was gone on with" in certificate.voided[0]
+
+
+def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_has_not(tmp_path: Path) -> None:
+    """An engine that is not deterministic has made all of step 0, which is made to its end, and nothing more."""
+    engine = {"path": UNSTEADY, "folder": str(tmp_path)}
+    changes = {"rollout": {"engine": engine}, "run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None}}
+    config = tree(tmp_path, {"schedule": "periodic"}, changes)
+    life = Life(config, harm=("updates500", signal.SIGTERM))
+    assert life.end() == 143 and life.num_steps() == 1, life.said()
+    shutil.copytree(tmp_path / "test", tmp_path / "other")
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and certificate.resumed_at == [1] and not certificate.voided, certificate
+
+    other = merged(config, {"run": {"name": "other"}})
+    life = Life(other)
+    life.wait_for_steps(2)
+    life.kill()  # there is no newer checkpoint: step 1 was made, and is made again
+    last = Life(other)
+    assert last.end() == 0, last.said()
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and certificate.resumed_at == [1], certificate
+    assert len(certificate.voided) == 1 and "at step 1, where the run was gone on with" in certificate.voided[0]
 
 
 BETWEEN = {**MODES, "bounded": {"schedule": {"name": "bounded", "max_staleness": 2}}}
@@ -332,6 +357,7 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     assert sorted(asked[1]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [3]
+    assert len(certificate.voided) == 1 and "at step 3, where the run was gone on with" in certificate.voided[0]
 
 
 def hold(folder: Path, samples: dict[int, list[int]]) -> None:
