@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,12 +16,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
 from asyncflow.build.resume import read_driver
 from asyncflow.telemetry.certificate import read_certificate
+from asyncflow.telemetry.fingerprints import read_fingerprints
 from asyncflow.telemetry.trace import join_pieces, read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import Batch, RunError
@@ -74,8 +79,8 @@ def check_same(run_dir: Path, whole: Path) -> None:
 
 
 def prints(run_dir: Path) -> list[dict[str, Any]]:
-    """The fingerprints, without the order in which groups came."""
-    found = rows(run_dir / "fingerprints.jsonl")
+    """The fingerprints, of all ranks, without the order in which groups came."""
+    found = msgspec.to_builtins(read_fingerprints(run_dir / "fingerprints.jsonl"))
     return [{**step, "groups": sorted(step["groups"], key=lambda group: group["group"])} for step in found]
 
 
@@ -89,7 +94,7 @@ def check_spans(run_dir: Path) -> None:
 
 def check_each_once(run_dir: Path) -> None:
     """No prompt was skipped, and none was trained twice."""
-    steps = rows(run_dir / "fingerprints.jsonl")
+    steps = prints(run_dir)
     trained = Counter(row["row"] for step in steps for group in step["groups"] for row in group["rows"])
     groups = {row >> 2 for row in trained}
     assert [step["step"] for step in steps] == list(range(STEPS))
@@ -251,7 +256,7 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     assert {*range(32, 41)} <= numbers <= {*range(32, 42)}, numbers
     of_version = {int(spans[1]) for spans in kept.ragged("version_spans")}
     assert of_version == {2 if mode["schedule"] == "periodic" else 1}
-    before = samples_of(life.run_dir)
+    before, num_asked = samples_of(life.run_dir), len(asked(tmp_path))
 
     (tmp_path / "held.json").unlink()
     last = Life(config)
@@ -267,9 +272,8 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     assert {row: samples[row] for row in (32, 36, 40)} == {row: before[row] for row in (32, 36, 40)}
     # What is trained of the kept rows has their bits, and nobody was asked for them again; for all others somebody was, once.
     check_kept(kept, trained_rows(last.run_dir))
-    first, second = asked_by_life(tmp_path)
-    assert sorted(first) == [*range(48)]
-    assert sorted(second) == [row for row in range(32, STEPS * PROMPTS * GROUP) if row not in numbers]
+    assert sorted(asked(tmp_path)[:num_asked]) == [*range(48)]
+    assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(32, STEPS * PROMPTS * GROUP) if row not in numbers]
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [2]
     assert certificate.rows_redelivered == 0
@@ -305,30 +309,16 @@ BETWEEN = {**MODES, "bounded": {"schedule": {"name": "bounded", "max_staleness":
 
 @pytest.mark.parametrize("mode", BETWEEN)
 def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first_one(mode: str, tmp_path: Path) -> None:
-    """Its engine is not deterministic. One worker is kept in step 2 until the other one has made what it may of step 3, but for
-    two rows of group 15. So the checkpoint of step 3 has these rows, where others than version 3 may make them. Steps 3 and 4 are
-    committed after it, and step 5 is under way when the run is killed. The next life is killed as soon as its files are cut back.
-    """
-    changes = {"rollout": {"engine": {"path": UNSTEADY, "folder": str(tmp_path)}, "num_workers": 2, "num_slots": 8}}
-    config = tree(tmp_path, BETWEEN[mode], changes, {"checkpoint": {"every_steps": 3}})
-    hold(tmp_path, {11: [3], 15: [2, 3], 23: [3]})
-    of_step_3 = {48, 52, 56, 60}  # of each group the first row, which is told of
+    """The next life is killed as soon as its files are cut back."""
+    config = between(tmp_path, BETWEEN[mode])
     life = Life(config)
-    if mode != "periodic":
-        wait_until(lambda: of_step_3 <= samples_of(life.run_dir).keys())
-    else:
-        life.wait_for_steps(2)
-    hold(tmp_path, {15: [2, 3], 23: [3]})
-    checkpoint = life.run_dir / "checkpoints" / "step-000003"
-    wait_until(checkpoint.exists)
-    hold(tmp_path, {23: [3]})
-    life.wait_for_steps(5)
-    wait_until(lambda: {80, 84, 88, 92} <= samples_of(life.run_dir).keys())  # of step 5
+    checkpoint = wait_in_step_5(life.run_dir, is_ahead=mode != "periodic")
     life.kill()
+    num_asked = len(asked(tmp_path))
     before = samples_of(life.run_dir)
     kept = read_driver(checkpoint).rows
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name] and (kept is None) == (mode == "periodic")
-    numbers = set() if kept is None else set(kept.indices.tolist())
+    numbers, of_step_3 = set() if kept is None else set(kept.indices.tolist()), {48, 52, 56, 60}
     assert mode == "periodic" or (of_step_3 <= numbers and not {62, 63} & numbers)
 
     cut = Life(config, harm=("load", signal.SIGKILL))
@@ -338,6 +328,8 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     assert samples_of(cut.run_dir) == {row: sample for row, sample in before.items() if row < 48 or row in numbers}
     assert {row for row in before if row >= 48} - numbers  # some were there to be cut
     assert all(span.step < 3 for span in read_spans(cut.run_dir / "spans.jsonl"))
+
+    assert len(asked(tmp_path)) == num_asked
 
     (tmp_path / "held.json").unlink()
     last = Life(config)
@@ -352,12 +344,70 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     assert {row: samples[row] for row in of_step_3 & numbers} == {row: before[row] for row in of_step_3 & numbers}
     assert all(samples[row]["prompt"] == before[row]["prompt"] for row in before)
     check_kept(kept, trained)
-    asked = asked_by_life(tmp_path)
-    assert len(asked) == 2  # the one in between has asked nobody
-    assert sorted(asked[1]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
+    assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [3]
     assert len(certificate.voided) == 1 and "at step 3, where the run was gone on with" in certificate.voided[0]
+
+
+def test_killed_with_its_trainers_on_two_ranks_a_run_goes_on_with_the_rows_of_its_checkpoint(
+    background: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Every worker in a process of its own."""
+    changes = {"plan": {"train": {"dp": 2}}, "eval": {"path": None}}
+    path, run_dir = write_config(tmp_path, merged(between(tmp_path, MODES["delayed"]), changes)), tmp_path / "test"
+    command = background("train", path)
+    checkpoint = wait_in_step_5(run_dir, is_ahead=True)
+    everyone = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
+    for process in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(everyone[1:], 10)
+    assert command.wait(10) == -signal.SIGKILL
+    kept, num_asked = read_driver(checkpoint).rows, len(asked(tmp_path))
+    assert kept is not None
+    numbers = set(kept.indices.tolist())
+    assert {48, 52, 56, 60} <= numbers and not {62, 63} & numbers
+
+    (tmp_path / "held.json").unlink()
+    last = run_command("train", path, "--resume")
+    assert last.returncode == 0 and "going on from" in last.stdout + last.stderr, last.stdout + last.stderr
+    check_each_once(run_dir)
+    check_spans(run_dir)
+    check_kept(kept, trained_rows(run_dir))
+    lanes = {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "forward_backward" and span.rows}
+    assert lanes == {"trainer/0", "trainer/1"}
+    assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
+    certificate = read_certificate(run_dir)
+    assert certificate is not None and certificate.resumed_at == [3] and len(certificate.voided) == 1
+
+
+def between(folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
+    """A run with an engine that is not deterministic, see `wait_in_step_5`."""
+    engine = {"path": UNSTEADY, "folder": str(folder)}
+    hold(folder, {11: [3], 15: [2, 3], 23: [3]})
+    return tree(folder, mode, {"rollout": {"engine": engine, "num_workers": 2, "num_slots": 8}, "checkpoint": {"every_steps": 3}})
+
+
+def wait_in_step_5(run_dir: Path, *, is_ahead: bool) -> Path:
+    """Until steps 3 and 4 are committed after the checkpoint that is returned, and step 5 is under way.
+
+    `is_ahead`: others than version 3 may make step 3. Then one worker is kept in step 2 until the other one has made step 3 but for
+    two rows of group 15; so the checkpoint has its other rows.
+    """
+
+    def wait_for(*told: int) -> None:
+        wait_until(lambda: run_dir.exists() and set(told) <= samples_of(run_dir).keys(), seconds=90)
+
+    if is_ahead:
+        wait_for(48, 52, 56, 60)  # of each group the first row, which is told of
+    hold(run_dir.parent, {15: [2, 3], 23: [3]})
+    checkpoint = run_dir / "checkpoints" / "step-000003"
+    wait_until(checkpoint.exists, seconds=90)
+    hold(run_dir.parent, {23: [3]})
+    wait_until(lambda: len(rows(run_dir / "metrics.jsonl")) == 5)
+    wait_for(80, 84, 88, 92)
+    return checkpoint
 
 
 def hold(folder: Path, samples: dict[int, list[int]]) -> None:
@@ -379,13 +429,10 @@ def check_kept(kept: Batch | None, trained: dict[int, dict[str, Any]]) -> None:
         assert (trained[row]["response"], trained[row]["logprobs"]) == (digest(response), digest(logprobs)), row
 
 
-def asked_by_life(folder: Path) -> list[list[int]]:
-    """The rows that each life has asked `UnsteadySlots` for, training's."""
-    asked = [line for line in rows(folder / "asked.jsonl") if line["group"] < 1 << 40]
-    lives = dict.fromkeys(line["process"] for line in asked)
-    return [
-        [line["group"] << 2 | sample for line in asked if line["process"] == life for sample in line["samples"]] for life in lives
-    ]
+def asked(folder: Path) -> list[int]:
+    """The rows that `UnsteadySlots` was asked for, training's, in all lives."""
+    lines = [line for line in rows(folder / "asked.jsonl") if line["group"] < 1 << 40]
+    return [line["group"] << 2 | sample for line in lines for sample in line["samples"]]
 
 
 def test_the_first_checkpoint_knows_already_that_engines_are_not_deterministic(tmp_path: Path) -> None:
@@ -513,8 +560,8 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
         assert len({row["prompt"] for row in found}) == len(found) == PROMPTS and len({row["step"] for row in found}) == 1
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
