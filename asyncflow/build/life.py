@@ -26,7 +26,17 @@ from asyncflow.build.connection import JobFile
 from asyncflow.build.model_files import copy_tokenizer
 from asyncflow.build.parts import make_algorithm, queue_schema
 from asyncflow.build.prepare import Prepared
-from asyncflow.build.resume import Resumed, check_fits, cut_back, data_hash, metrics_of, read_driver, to_be_kept, usable
+from asyncflow.build.resume import (
+    Resumed,
+    check_fits,
+    cut_back,
+    data_hash,
+    metrics_of,
+    read_driver,
+    to_be_kept,
+    usable,
+    write_added,
+)
 from asyncflow.build.saving import checkpoints_of
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config, dump
@@ -223,6 +233,7 @@ class Life:
         rows = usable(resumed.rows, queue_schema(self._config))
         if resumed.rows is not None and rows is None:
             self._says(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")
+            resumed = dataclasses.replace(resumed, is_whole=False)
         return dataclasses.replace(resumed, rows=rows)
 
     async def _go_back(self, resumed: Resumed) -> None:
@@ -236,6 +247,8 @@ class Life:
         checkpoints = checkpoints_of(self._config)
         await asyncio.to_thread(checkpoints.forget_after, version)
         await asyncio.to_thread(checkpoints.sweep)
+        if resumed.is_whole:  # not after this life, unless it says so itself
+            await asyncio.to_thread(write_added, checkpoints.added(version), resumed.state)
         now = asyncio.get_running_loop().time()
         rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
         self.rows = {row.pop("step"): row for row in rows}

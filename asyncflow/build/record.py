@@ -53,7 +53,7 @@ class Told:
 
 class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint holds of a record: of the committed steps, in all lives of the run. `resumed_at`: the steps at which it was
-    gone on with."""
+    gone on with; `made_again_at`: those of them where rows had been begun, or may have been, that are made again."""
 
     max_staleness: int = 0
     max_spans: int = 0
@@ -67,6 +67,7 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     why_not_deterministic: str = ""
     has_said_unshared: bool = False
     resumed_at: list[int] = []
+    made_again_at: list[int] = []
 
 
 class RunRecord:
@@ -136,6 +137,7 @@ class RunRecord:
             why_not_deterministic=self._why_not_deterministic(),
             has_said_unshared=self._has_said_unshared,
             resumed_at=self._before.resumed_at,
+            made_again_at=self._before.made_again_at,
         )
 
     @property
@@ -159,6 +161,7 @@ class RunRecord:
             reward_failures=self._reward_failures(),
             why_not_deterministic=self._why_not_deterministic(),
             resumed_at=self._before.resumed_at,
+            made_again_at=self._before.made_again_at,
         )
 
     async def finished(self, version: int) -> None:

@@ -81,11 +81,12 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run goes on from. `rows`: completed ones that were not trained."""
+    """What a run goes on from. `rows`: completed ones that were not trained. `is_whole`: no others had been begun."""
 
     folder: Path
     state: DriverState
     rows: Batch | None
+    is_whole: bool = False
 
     @property
     def steps(self) -> dict[int, dict[int, Prompt]]:
@@ -95,8 +96,11 @@ class Resumed:
     @property
     def record(self) -> RecordState:
         """What the record of the life that begins now is added to."""
-        before = self.state.record
-        return msgspec.structs.replace(before, resumed_at=[*before.resumed_at, self.state.version])
+        before, version = self.state.record, self.state.version
+        # After its last step a run has begun nothing more.
+        is_made_again = not self.is_whole and version < parse_dumped(self.state.config).run.steps
+        made_again_at = [*before.made_again_at, *([version] if is_made_again else [])]
+        return msgspec.structs.replace(before, resumed_at=[*before.resumed_at, version], made_again_at=made_again_at)
 
     @property
     def versions(self) -> list[int]:
@@ -141,25 +145,28 @@ def write_driver(folder: Path, state: DriverState, rows: Sequence[Batch]) -> Non
 
 
 class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What takes the place of a checkpoint's own: prompts were pushed after it was begun. See `DriverState`."""
+    """What takes the place of a checkpoint's own: prompts were pushed after it was begun, perhaps. See `DriverState`, `Resumed`."""
 
     position: int
     pushed: list[SavedPrompt]
     steps: dict[int, dict[int, SavedPrompt]]
+    is_whole: bool = False
 
 
-def write_added(path: Path, state: DriverState) -> None:
-    """What has come after the checkpoint beside which `path` lies was written."""
-    replace(path, msgspec.msgpack.encode(Added(state.position, state.pushed, state.steps)))
+def write_added(path: Path, state: DriverState, *, is_whole: bool = False) -> None:
+    """What has come after the checkpoint beside which `path` lies was written. `is_whole`: the run has ended, and lost no row."""
+    replace(path, msgspec.msgpack.encode(Added(state.position, state.pushed, state.steps, is_whole)))
 
 
 def read_driver(folder: Path, added: Path | None = None) -> Resumed:
     """The driver's part of a whole checkpoint, and what was `added` to it. Raises `RunError` for one of another format."""
     try:
         state = msgspec.msgpack.decode((folder / DRIVER_FILE).read_bytes(), type=DriverState)
+        is_whole = False
         if added is not None and added.exists():
             more = msgspec.msgpack.decode(added.read_bytes(), type=Added)
             state = msgspec.structs.replace(state, position=more.position, pushed=more.pushed, steps=more.steps)
+            is_whole = more.is_whole
         rows = None
         if (folder / ROWS_FILE).exists():
             with (folder / ROWS_FILE).open("rb") as file:
@@ -167,7 +174,7 @@ def read_driver(folder: Path, added: Path | None = None) -> Resumed:
             rows = _joined(batches)
     except (OSError, msgspec.DecodeError, ValueError) as error:
         raise RunError(f"the checkpoint {folder} cannot be read: {error}") from error
-    return Resumed(folder, state, rows)
+    return Resumed(folder, state, rows, is_whole)
 
 
 def _joined(batches: Sequence[Batch]) -> Batch:

@@ -89,6 +89,7 @@ class Saves:
         self._data = ""
         self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
         self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
+        self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this life
         self._has_critic = len(ledger.trained) > 1
         self._came = Signal()
         self.settled = ledger.committed  # the last version of which there is a checkpoint, or will be none
@@ -112,12 +113,16 @@ class Saves:
         self._has_more = True
 
     async def close(self) -> None:
-        """The run stops: prompts that were pushed when its last checkpoint was begun already are kept beside that."""
-        if self._has_more and self.settled == self._version and self._version in self._checkpoints.versions():
+        """The run stops: prompts that were pushed when its last checkpoint was begun already are kept beside that, and, where it
+        matters, that no row is lost."""
+        is_whole = not self._record.is_deterministic and not self._loses_rows()
+        if (self._has_more or is_whole) and self.settled == self._version and self._version in self._checkpoints.versions():
+            path, state = self._checkpoints.added(self._version), self._driver_state()
             try:
-                await asyncio.to_thread(write_added, self._checkpoints.added(self._version), self._driver_state())
+                await asyncio.to_thread(write_added, path, state, is_whole=is_whole)
             except OSError as error:
-                self._says(f"prompts that were pushed after the last checkpoint could not be kept: {error.strerror or error}")
+                what = "prompts that were pushed after the last checkpoint" if self._has_more else "a note that it has all rows"
+                self._says(f"{what} could not be kept: {error.strerror or error}")
 
     @remote
     async def begin(self, version: int) -> list[Manifest]:
@@ -200,7 +205,14 @@ class Saves:
             self._data = await asyncio.to_thread(data_hash, self._source.items)
         state = msgspec.structs.replace(state, data=self._data)
         rows = [] if self._is_made_again_exactly() else await self._completed(steps)
+        self._kept = {row for batch in rows for row in batch.indices.tolist()}
         await asyncio.to_thread(write_driver, self._checkpoints.partial(version), state, rows)
+
+    def _loses_rows(self) -> bool:
+        """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier life."""
+        bits, size = self._queue.schema.group_bits, self._record.shape.group_size
+        begun = {row for group in self._ledger.groups_begun() for row in range(group << bits, (group << bits) + size)}
+        return self._kept is None or not begun <= self._kept
 
     def _admitted(self) -> dict[int, dict[int, Prompt]]:
         """Of steps that are not committed, each with the prompts of its groups."""

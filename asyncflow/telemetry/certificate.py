@@ -100,8 +100,12 @@ class Observed:
         reward_failures: Mapping[str, int],
         why_not_deterministic: str,
         resumed_at: Sequence[int] = (),
+        made_again_at: Sequence[int] = (),
     ) -> Certificate:
-        """The verdict. A response in mid-air goes through at most one installation for each version of promised staleness."""
+        """The verdict. A response in mid-air goes through at most one installation for each version of promised staleness.
+
+        `made_again_at`: those of `resumed_at` where rows had been begun, or may have been, that were made again.
+        """
         timeouts = reward_failures.get("timeout", 0)
         voided = []
         if self.max_staleness > promised_staleness:
@@ -112,6 +116,12 @@ class Observed:
             )
         if rows_redelivered and why_not_deterministic:
             again = f"{rows_redelivered} rows were delivered again to an engine that does not make them again exactly"
+            voided.append(f"{again} ({why_not_deterministic})")
+        if made_again_at and why_not_deterministic:
+            where = ", ".join(map(str, made_again_at))
+            again = (
+                f"at step {where}, where the run was gone on with, rows were made again by an engine that does not do so exactly"
+            )
             voided.append(f"{again} ({why_not_deterministic})")
         if self.rows_dead and timeouts:
             voided.append(f"{self.rows_dead} rows were given up with {timeouts} reward timeouts: the machine's speed decided which")

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from asyncflow.build import saving
 from asyncflow.checkpoint import folder
 from asyncflow.config import parse
@@ -66,6 +68,15 @@ class Life:
         code = self._process.exitcode
         assert code is not None
         return code if code >= 0 else 128 - code
+
+    def kill(self) -> None:
+        """Have it end by SIGKILL at once, with all processes below it."""
+        assert self._process.pid is not None
+        process = psutil.Process(self._process.pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        assert self.end() == 137, self.said()
 
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,15 +16,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
 from asyncflow.build.resume import read_driver
 from asyncflow.telemetry.certificate import read_certificate
+from asyncflow.telemetry.fingerprints import read_fingerprints
 from asyncflow.telemetry.trace import join_pieces, read_spans
 from asyncflow.trainer import Trainer
-from asyncflow.types import RunError
+from asyncflow.types import Batch, RunError
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.lives import Life
@@ -74,8 +79,8 @@ def check_same(run_dir: Path, whole: Path) -> None:
 
 
 def prints(run_dir: Path) -> list[dict[str, Any]]:
-    """The fingerprints, without the order in which groups came."""
-    found = rows(run_dir / "fingerprints.jsonl")
+    """The fingerprints, of all ranks, without the order in which groups came."""
+    found = msgspec.to_builtins(read_fingerprints(run_dir / "fingerprints.jsonl"))
     return [{**step, "groups": sorted(step["groups"], key=lambda group: group["group"])} for step in found]
 
 
@@ -89,7 +94,7 @@ def check_spans(run_dir: Path) -> None:
 
 def check_each_once(run_dir: Path) -> None:
     """No prompt was skipped, and none was trained twice."""
-    steps = rows(run_dir / "fingerprints.jsonl")
+    steps = prints(run_dir)
     trained = Counter(row["row"] for step in steps for group in step["groups"] for row in group["rows"])
     groups = {row >> 2 for row in trained}
     assert [step["step"] for step in steps] == list(range(STEPS))
@@ -239,7 +244,7 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     mode, undisturbed = whole
     engine = {"path": UNSTEADY, "folder": str(tmp_path)}
     config = tree(tmp_path, mode, {"rollout": {"engine": engine}, "checkpoint": {"every_steps": None}})
-    (tmp_path / "held.json").write_text(json.dumps({"10": [2, 3], "11": [0, 1, 2, 3]}))
+    hold(tmp_path, {10: [2, 3], 11: [0, 1, 2, 3]})
     life = Life(config)
     life.wait_for_steps(2)
     wait_until(lambda: {32, 36, 40} <= set(samples_of(life.run_dir)))  # of each group with rows the first one
@@ -251,7 +256,7 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     assert {*range(32, 41)} <= numbers <= {*range(32, 42)}, numbers
     of_version = {int(spans[1]) for spans in kept.ragged("version_spans")}
     assert of_version == {2 if mode["schedule"] == "periodic" else 1}
-    before = samples_of(life.run_dir)
+    before, num_asked = samples_of(life.run_dir), len(asked(tmp_path))
 
     (tmp_path / "held.json").unlink()
     last = Life(config)
@@ -266,19 +271,168 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     }
     assert {row: samples[row] for row in (32, 36, 40)} == {row: before[row] for row in (32, 36, 40)}
     # What is trained of the kept rows has their bits, and nobody was asked for them again; for all others somebody was, once.
-    trained = {row["row"]: row for step in prints(last.run_dir) for group in step["groups"] for row in group["rows"]}
-    for row, response, logprobs in zip(kept.indices.tolist(), *map(kept.ragged, ("response_ids", "rollout_logprobs")), strict=True):
-        assert (trained[row]["response"], trained[row]["logprobs"]) == (digest(response), digest(logprobs)), row
-    asked = [line for line in rows(tmp_path / "asked.jsonl") if line["group"] < 1 << 40]  # training's
-    lives = list(dict.fromkeys(line["process"] for line in asked))
-    first, second = (
-        [line["group"] << 2 | sample for line in asked if line["process"] == life for sample in line["samples"]] for life in lives
-    )
-    assert sorted(first) == [*range(48)]
-    assert sorted(second) == [row for row in range(32, STEPS * PROMPTS * GROUP) if row not in numbers]
+    check_kept(kept, trained_rows(last.run_dir))
+    assert sorted(asked(tmp_path)[:num_asked]) == [*range(48)]
+    assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(32, STEPS * PROMPTS * GROUP) if row not in numbers]
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [2]
     assert certificate.rows_redelivered == 0
+    assert len(certificate.voided) == 1 and "at step 2, where the run was gone on with" in certificate.voided[0]
+
+
+def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_has_not(tmp_path: Path) -> None:
+    """An engine that is not deterministic has made all of step 0, which is made to its end, and nothing more."""
+    engine = {"path": UNSTEADY, "folder": str(tmp_path)}
+    changes = {"rollout": {"engine": engine}, "run": {"steps": 3}, "checkpoint": {"every_steps": None}, "eval": {"path": None}}
+    config = tree(tmp_path, {"schedule": "periodic"}, changes)
+    life = Life(config, harm=("updates500", signal.SIGTERM))
+    assert life.end() == 143 and life.num_steps() == 1, life.said()
+    shutil.copytree(tmp_path / "test", tmp_path / "other")
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and certificate.resumed_at == [1] and not certificate.voided, certificate
+
+    other = merged(config, {"run": {"name": "other"}})
+    life = Life(other)
+    life.wait_for_steps(2)
+    life.kill()  # there is no newer checkpoint: step 1 was made, and is made again
+    last = Life(other)
+    assert last.end() == 0, last.said()
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and certificate.resumed_at == [1], certificate
+    assert len(certificate.voided) == 1 and "at step 1, where the run was gone on with" in certificate.voided[0]
+
+
+BETWEEN = {**MODES, "bounded": {"schedule": {"name": "bounded", "max_staleness": 2}}}
+
+
+@pytest.mark.parametrize("mode", BETWEEN)
+def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first_one(mode: str, tmp_path: Path) -> None:
+    """The next life is killed as soon as its files are cut back."""
+    config = between(tmp_path, BETWEEN[mode])
+    life = Life(config)
+    checkpoint = wait_in_step_5(life.run_dir, is_ahead=mode != "periodic")
+    life.kill()
+    num_asked = len(asked(tmp_path))
+    before = samples_of(life.run_dir)
+    kept = read_driver(checkpoint).rows
+    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name] and (kept is None) == (mode == "periodic")
+    numbers, of_step_3 = set() if kept is None else set(kept.indices.tolist()), {48, 52, 56, 60}
+    assert mode == "periodic" or (of_step_3 <= numbers and not {62, 63} & numbers)
+
+    cut = Life(config, harm=("load", signal.SIGKILL))
+    assert cut.end() == 137 and "going on from" in cut.said(), cut.said()
+    for name in ("metrics.jsonl", "fingerprints.jsonl"):
+        assert [row["step"] for row in rows(cut.run_dir / name)] == [0, 1, 2], name
+    assert samples_of(cut.run_dir) == {row: sample for row, sample in before.items() if row < 48 or row in numbers}
+    assert {row for row in before if row >= 48} - numbers  # some were there to be cut
+    assert all(span.step < 3 for span in read_spans(cut.run_dir / "spans.jsonl"))
+
+    assert len(asked(tmp_path)) == num_asked
+
+    (tmp_path / "held.json").unlink()
+    last = Life(config)
+    assert last.end() == 0, last.said()
+    assert "lack a column" not in last.said() and "passed over" not in last.said()
+    assert [row["step"] for row in rows(last.run_dir / "metrics.jsonl")] == [*range(STEPS)]
+    check_each_once(last.run_dir)
+    check_spans(last.run_dir)
+    # No prompt has changed its place, and what was kept is told of as it was.
+    samples, trained = samples_of(last.run_dir), trained_rows(last.run_dir)
+    assert samples.keys() == {row for row in trained if row % GROUP == 0}
+    assert {row: samples[row] for row in of_step_3 & numbers} == {row: before[row] for row in of_step_3 & numbers}
+    assert all(samples[row]["prompt"] == before[row]["prompt"] for row in before)
+    check_kept(kept, trained)
+    assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
+    certificate = read_certificate(last.run_dir)
+    assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [3]
+    assert len(certificate.voided) == 1 and "at step 3, where the run was gone on with" in certificate.voided[0]
+
+
+def test_killed_with_its_trainers_on_two_ranks_a_run_goes_on_with_the_rows_of_its_checkpoint(
+    background: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Every worker in a process of its own."""
+    changes = {"plan": {"train": {"dp": 2}}, "eval": {"path": None}}
+    path, run_dir = write_config(tmp_path, merged(between(tmp_path, MODES["delayed"]), changes)), tmp_path / "test"
+    command = background("train", path)
+    checkpoint = wait_in_step_5(run_dir, is_ahead=True)
+    everyone = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
+    for process in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(everyone[1:], 10)
+    assert command.wait(10) == -signal.SIGKILL
+    kept, num_asked = read_driver(checkpoint).rows, len(asked(tmp_path))
+    assert kept is not None
+    numbers = set(kept.indices.tolist())
+    assert {48, 52, 56, 60} <= numbers and not {62, 63} & numbers
+
+    (tmp_path / "held.json").unlink()
+    last = run_command("train", path, "--resume")
+    assert last.returncode == 0 and "going on from" in last.stdout + last.stderr, last.stdout + last.stderr
+    check_each_once(run_dir)
+    check_spans(run_dir)
+    check_kept(kept, trained_rows(run_dir))
+    lanes = {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "forward_backward" and span.rows}
+    assert lanes == {"trainer/0", "trainer/1"}
+    assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
+    certificate = read_certificate(run_dir)
+    assert certificate is not None and certificate.resumed_at == [3] and len(certificate.voided) == 1
+
+
+def between(folder: Path, mode: dict[str, Any]) -> dict[str, Any]:
+    """A run with an engine that is not deterministic, see `wait_in_step_5`."""
+    engine = {"path": UNSTEADY, "folder": str(folder)}
+    hold(folder, {11: [3], 15: [2, 3], 23: [3]})
+    return tree(folder, mode, {"rollout": {"engine": engine, "num_workers": 2, "num_slots": 8}, "checkpoint": {"every_steps": 3}})
+
+
+def wait_in_step_5(run_dir: Path, *, is_ahead: bool) -> Path:
+    """Until steps 3 and 4 are committed after the checkpoint that is returned, and step 5 is under way.
+
+    `is_ahead`: others than version 3 may make step 3. Then one worker is kept in step 2 until the other one has made step 3 but for
+    two rows of group 15; so the checkpoint has its other rows.
+    """
+
+    def wait_for(*told: int) -> None:
+        wait_until(lambda: run_dir.exists() and set(told) <= samples_of(run_dir).keys(), seconds=90)
+
+    if is_ahead:
+        wait_for(48, 52, 56, 60)  # of each group the first row, which is told of
+    hold(run_dir.parent, {15: [2, 3], 23: [3]})
+    checkpoint = run_dir / "checkpoints" / "step-000003"
+    wait_until(checkpoint.exists, seconds=90)
+    hold(run_dir.parent, {23: [3]})
+    wait_until(lambda: len(rows(run_dir / "metrics.jsonl")) == 5)
+    wait_for(80, 84, 88, 92)
+    return checkpoint
+
+
+def hold(folder: Path, samples: dict[int, list[int]]) -> None:
+    """Have these of each group not end, see `UnsteadySlots`."""
+    (folder / "held.part").write_text(json.dumps(samples))
+    (folder / "held.part").rename(folder / "held.json")
+
+
+def trained_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """What fingerprints have of each."""
+    return {row["row"]: row for step in prints(run_dir) for group in step["groups"] for row in group["rows"]}
+
+
+def check_kept(kept: Batch | None, trained: dict[int, dict[str, Any]]) -> None:
+    """What was trained of the rows of a checkpoint has their bits."""
+    if kept is None:
+        return
+    for row, response, logprobs in zip(kept.indices.tolist(), *map(kept.ragged, ("response_ids", "rollout_logprobs")), strict=True):
+        assert (trained[row]["response"], trained[row]["logprobs"]) == (digest(response), digest(logprobs)), row
+
+
+def asked(folder: Path) -> list[int]:
+    """The rows that `UnsteadySlots` was asked for, training's, in all lives."""
+    lines = [line for line in rows(folder / "asked.jsonl") if line["group"] < 1 << 40]
+    return [line["group"] << 2 | sample for line in lines for sample in line["samples"]]
 
 
 def test_the_first_checkpoint_knows_already_that_engines_are_not_deterministic(tmp_path: Path) -> None:
@@ -406,8 +560,8 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
         assert len({row["prompt"] for row in found}) == len(found) == PROMPTS and len({row["step"] for row in found}) == 1
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

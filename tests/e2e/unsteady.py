@@ -18,7 +18,7 @@ class UnsteadySlots(SlotEngine):
     """`slots`, told by files in `folder`.
 
     `asked.jsonl` has a line of every request: `process`, `group`, `samples`. `held.json`, where it is there, has samples by group
-    that are not to end.
+    that are not to end, as long as they are there.
     """
 
     def __init__(self, *, folder: str, **options: Any) -> None:
@@ -29,13 +29,19 @@ class UnsteadySlots(SlotEngine):
     async def generate(
         self, prompt_ids: Array, *, samples: list[int], sampling: Sampling, key: SampleKey
     ) -> AsyncGenerator[Response, None]:
-        group, path = key.prompt_index, self._folder / "held.json"
+        group = key.prompt_index
         with (self._folder / "asked.jsonl").open("a") as file:
             file.write(json.dumps({"process": os.getpid(), "group": group, "samples": samples}) + "\n")
-        held = json.loads(path.read_text()).get(str(group), []) if path.exists() else []
-        if ending := [sample for sample in samples if sample not in held]:
-            own = SampleKey(os.getpid(), group)
-            async for response in super().generate(prompt_ids, samples=ending, sampling=sampling, key=own):
-                yield response
-        if len(ending) < len(samples):
-            await asyncio.Event().wait()
+        own, left = SampleKey(os.getpid(), group), samples
+        while left:
+            held = self._held(group)
+            if ending := [sample for sample in left if sample not in held]:
+                async for response in super().generate(prompt_ids, samples=ending, sampling=sampling, key=own):
+                    yield response
+            if left := [sample for sample in left if sample in held]:
+                await asyncio.sleep(0.02)
+
+    def _held(self, group: int) -> list[int]:
+        path = self._folder / "held.json"
+        held: list[int] = json.loads(path.read_text()).get(str(group), []) if path.exists() else []
+        return held

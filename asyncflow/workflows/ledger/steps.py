@@ -282,6 +282,10 @@ class Ledger:
             if self.knows(group):
                 self._begun[group] = min(version, self._begun.get(group, version))
 
+    def groups_begun(self) -> list[int]:
+        """Groups of open steps that are being generated, or have been."""
+        return [group for group in self._begun if self._book_of_group[group][0] == "train"]
+
     def done(self, task: str, rows: Iterable[int]) -> None:
         """These rows have what a task gives them."""
         for row in rows:

@@ -62,6 +62,18 @@ def test_the_drivers_part_comes_back_as_it_was(tmp_path: Path) -> None:
         read_driver(tmp_path / "step")
 
 
+@pytest.mark.parametrize(("steps", "is_whole", "expected"), [(5, False, [1, 2]), (5, True, [1]), (2, False, [1])])
+def test_rows_are_made_again_unless_a_life_has_lost_none_or_had_no_step_left(
+    steps: int, is_whole: bool, expected: list[int], tmp_path: Path
+) -> None:
+    config = dump(parse({**TREE, "run": {"steps": steps}}))
+    written = state(config=config, record=RecordState(resumed_at=[1], made_again_at=[1]))
+    write_driver(tmp_path / "step", written, [])
+    write_added(tmp_path / "step.added", written, is_whole=is_whole)
+    record = read_driver(tmp_path / "step", tmp_path / "step.added").record
+    assert record.resumed_at == [1, 2] and record.made_again_at == expected
+
+
 def test_rows_that_have_some_of_a_tasks_outputs_are_made_again_and_others_go_on() -> None:
     def with_columns(*names: str) -> Batch:
         return Batch(np.array([3], np.int64), np.empty(0, np.int64), {name: np.zeros(1, np.float32) for name in names})
@@ -185,6 +197,8 @@ def test_what_was_added_to_a_checkpoint_takes_its_place(tmp_path: Path) -> None:
     more = state(position=9, pushed=[SavedPrompt([7], {}), SavedPrompt([8], {})], steps={3: {9: SavedPrompt([2], {})}})
     write_added(added, more)
     assert read_driver(tmp_path / "step", added).state == more and read_driver(tmp_path / "step").state == before
+    write_added(added, more, is_whole=True)
+    assert read_driver(tmp_path / "step", added).state == more
     added.write_bytes(added.read_bytes()[:-1])
     with pytest.raises(RunError, match="cannot be read"):
         read_driver(tmp_path / "step", added)

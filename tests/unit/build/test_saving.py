@@ -67,6 +67,32 @@ async def waits(saves: Saves) -> asyncio.Task[None]:
     return writing
 
 
+@pytest.mark.parametrize(
+    ("kept", "is_deterministic", "is_whole"),
+    [({4, 5, 6, 7}, False, True), ({4, 5, 6}, False, False), (None, False, False), ({4, 5, 6, 7}, True, None)],
+)
+def test_a_run_that_ends_says_whether_its_last_checkpoint_has_all_that_was_begun(
+    made: Made, kept: set[int] | None, is_deterministic: bool, is_whole: bool | None
+) -> None:
+    """Where engines make rows again exactly, nobody has to know (None)."""
+
+    async def main() -> None:
+        saves = made()
+        await saves.begin(1)
+        await saves.critic_written(1, "")
+        await saves.written(1)
+        parts = cast(Any, saves)
+        parts._record = SimpleNamespace(is_deterministic=is_deterministic, shape=SimpleNamespace(group_size=4))
+        parts._queue = SimpleNamespace(schema=SimpleNamespace(group_bits=2))
+        parts._ledger, parts._kept = SimpleNamespace(groups_begun=lambda: [1]), kept
+        await saves.close()
+        checkpoints = checkpoints_of(saves._config)
+        assert checkpoints.added(1).exists() == bool(is_whole)
+        assert read_driver(checkpoints.path(1), checkpoints.added(1)).is_whole == bool(is_whole)
+
+    asyncio.run(main())
+
+
 def test_of_a_checkpoint_that_the_drivers_part_spoils_no_file_of_the_critic_stays(
     made: Made, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

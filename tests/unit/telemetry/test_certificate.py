@@ -46,6 +46,11 @@ def test_a_run_that_trained_nothing_has_one_too() -> None:
         (observed(staleness=1), {}, "a row was 1 versions old, and periodic promises 0"),
         (observed(num_spans=2), {}, "a response was made by 2 versions, and periodic promises 1"),
         (observed(), {"rows_redelivered": 3, "why_not_deterministic": "2 threads"}, "3 rows were delivered again"),
+        (
+            observed(),
+            {"made_again_at": [2, 4], "why_not_deterministic": "2 threads"},
+            "at step 2, 4, where the run was gone on with",
+        ),
         (observed(rows_dead=2), {"reward_failures": {"timeout": 4}}, "2 rows were given up with 4 reward timeouts"),
     ],
 )
@@ -59,6 +64,8 @@ def test_what_voids_it_is_named(seen: Observed, changes: dict[str, Any], words: 
     [
         (observed(staleness=2, num_spans=3), {"promised_staleness": 2}),
         (observed(), {"rows_redelivered": 3}),
+        (observed(), {"made_again_at": [2]}),
+        (observed(), {"resumed_at": [2], "why_not_deterministic": "2 threads"}),
         (observed(), {"why_not_deterministic": "2 threads"}),
         (observed(), {"reward_failures": {"timeout": 1}, "rows_redelivered": 1}),
         (observed(rows_dead=2), {"reward_failures": {"raised": 4}}),
