@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 ADAPTERS ?= .venv-adapters
 RAY ?= .venv-ray
 VLLM ?= .venv-vllm
+# Test files that run at once: one after the other they keep one core busy, on average.
+TEST_PROCESSES ?= 2
 
 .PHONY: quickstart test test-adapters test-ray test-vllm soak servers lint types layers unit install install-dev clean
 
@@ -87,7 +89,7 @@ layers: install-dev
 	$(BIN)/lint-imports
 
 unit: install-dev
-	$(BIN)/python -m pytest --durations=20
+	$(BIN)/python -m pytest --durations=20 -n $(TEST_PROCESSES) --dist loadfile
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(VLLM) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
