@@ -57,7 +57,10 @@ def guard(folder: Path) -> None:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # ended between the two questions
+        return False
 
 
 if __name__ == "__main__":

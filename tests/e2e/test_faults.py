@@ -17,6 +17,7 @@ from asyncflow.job import Job, Listener
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.types import RunError
 from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.processes import alive
 
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., "subprocess.Popen[str]"]
@@ -239,7 +240,7 @@ def test_a_killed_worker_that_is_not_to_be_started_again_ends_the_run_with_its_n
     _, errors = command.communicate(timeout=15)
     assert command.returncode == 1
     assert "worker rollout/0" in errors and "SIGKILL" in errors, errors
-    wait_for(lambda: not [p for p in everyone if p.is_running() and p.status() != "zombie"], None, seconds=5)
+    wait_for(lambda: not alive(everyone), None, seconds=5)
     assert (run_dir / "report.html").is_file()
 
 
@@ -250,7 +251,7 @@ def test_a_killed_driver_leaves_no_process(small: Small, tmp_path: Path, backgro
     everyone = processes_of(run_dir)
     assert len(everyone) >= 4  # rollout, trainer, a reward process and its guard
     command.kill()
-    wait_for(lambda: not [p for p in everyone if p.is_running() and p.status() != "zombie"], None, seconds=5)
+    wait_for(lambda: not alive(everyone), None, seconds=5)
 
 
 def test_status_of_a_live_run_and_ctrl_c(small: Small, tmp_path: Path, background: Background) -> None:

@@ -22,6 +22,7 @@ from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
 from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+from tests.processes import alive
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-ray")
 
@@ -66,10 +67,6 @@ def num_steps(run_dir: Path) -> int:
 
 def leaves_of(command: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(command.pid).children(recursive=True)
-
-
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(

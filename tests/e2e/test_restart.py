@@ -21,6 +21,7 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
 from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.processes import alive
 
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., "subprocess.Popen[str]"]
@@ -150,7 +151,7 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
     (line,) = errors.strip().splitlines()
     for words in ("worker rollout/1", "SIGKILL", "1 of 2 rollout workers are left", "weight_sync.min_healthy_workers is 2"):
         assert words in line
-    assert not processes_of(run_dir) and not [p for p in everyone if p.is_running() and p.status() != "zombie"]
+    assert not processes_of(run_dir) and not alive(everyone)
     assert not Path(json.loads((run_dir / "job.json").read_text())["weights_dir"]).exists()
     assert (run_dir / "report.html").is_file()
 

@@ -27,6 +27,7 @@ from asyncflow.engines.rollout.vllm_instance import OwnServer
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import command_line, processes_of, rows, write_config
+from tests.processes import alive
 from tests.vllm.servers import VLLM_PYTHON
 
 pytestmark = pytest.mark.skipif(VLLM_PYTHON is None, reason="ASYNCFLOW_VLLM_PYTHON names no interpreter that has vLLM")
@@ -85,7 +86,7 @@ async def test_an_updated_server_is_a_fresh_one_with_the_new_weights_and_a_kille
         await stream.aclose()
         revived = await probe(engine)
         assert engine.instances[0].num_restarts == 1
-        assert not [process for process in group if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert not alive(group)
     async with opened(fresh_model, version=1) as engine:
         fresh = await probe(engine)
     for made in (updated, revived):

@@ -25,6 +25,7 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.dataloader import Jagged, Padded, StreamBatch, StreamDataLoader
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Ragged, RunError
+from tests.processes import alive
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
 
 open_loader = functools.partial(StreamDataLoader, timeout_seconds=10.0)
@@ -493,7 +494,7 @@ def test_a_consumer_that_is_killed_leaves_nothing(queue: ServedQueue, tmp_path: 
         consumer.wait()
     until(lambda: queue.counts("train") == {"ready": 12})
     psutil.wait_procs(readers, timeout=10)
-    assert not [p for p in readers if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not alive(readers)
 
 
 def test_only_the_loader_needs_torch() -> None:

@@ -41,6 +41,7 @@ from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
 from asyncflow.types import RunError, UserError
 from tests.conftest import MODEL, ROOT
+from tests.processes import alive
 from tests.vllm.servers import fake_python, server_options
 
 PROMPT = np.arange(7, 27)
@@ -102,7 +103,7 @@ def group_of_server(server: VllmServer) -> list[psutil.Process]:
 
 def are_gone(processes: list[psutil.Process], seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + seconds
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+    while alive(processes):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

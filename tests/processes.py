@@ -1,0 +1,19 @@
+"""Processes that a test has seen, and what has become of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import psutil
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that run. One may end at any moment, also between two questions about it."""
+    return [process for process in processes if _is_alive(process)]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
