@@ -239,7 +239,8 @@ class ReplayLife(Life):
             JobFile(str(plan.model.resolve()), prepared.max_context, str(self.weights_dir), first=plan.first, checkpoint=checkpoint)
         )
         folder = plan.checkpoint or self._folder.path
-        return Begun(prepared, Resumed(folder, state, joined([_rows_alone(batch) for batch in plan.batches.values()])))
+        rows = joined([_rows_alone(batch) for batch in plan.batches.values()])
+        return Begun(prepared, Resumed(folder, state, rows, is_whole=True))
 
 
 def _prompts_of(batch: Batch) -> dict[int, Prompt]:
