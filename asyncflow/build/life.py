@@ -247,8 +247,8 @@ class Life:
         checkpoints = checkpoints_of(self._config)
         await asyncio.to_thread(checkpoints.forget_after, version)
         await asyncio.to_thread(checkpoints.sweep)
-        if resumed.is_whole:  # not after this life, unless it says so itself
-            await asyncio.to_thread(write_added, checkpoints.added(version), resumed.state)
+        # Not whole after this life, unless it says so itself.
+        await asyncio.to_thread(write_added, checkpoints.added(version), resumed.state, is_whole=False)
         now = asyncio.get_running_loop().time()
         rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
         self.rows = {row.pop("step"): row for row in rows}

@@ -137,7 +137,7 @@ class RunRecord:
             why_not_deterministic=self._why_not_deterministic(),
             has_said_unshared=self._has_said_unshared,
             resumed_at=self._before.resumed_at,
-            made_again_at=self._before.made_again_at,
+            made_again_at=self._before.made_again_at if self._why_not_deterministic() else [],  # or they are the same again
         )
 
     @property

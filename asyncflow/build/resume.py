@@ -97,9 +97,7 @@ class Resumed:
     def record(self) -> RecordState:
         """What the record of the life that begins now is added to."""
         before, version = self.state.record, self.state.version
-        # After its last step a run has begun nothing more.
-        is_made_again = not self.is_whole and version < parse_dumped(self.state.config).run.steps
-        made_again_at = [*before.made_again_at, *([version] if is_made_again else [])]
+        made_again_at = before.made_again_at if self.is_whole else [*before.made_again_at, version]
         return msgspec.structs.replace(before, resumed_at=[*before.resumed_at, version], made_again_at=made_again_at)
 
     @property
@@ -162,7 +160,7 @@ def read_driver(folder: Path, added: Path | None = None) -> Resumed:
     """The driver's part of a whole checkpoint, and what was `added` to it. Raises `RunError` for one of another format."""
     try:
         state = msgspec.msgpack.decode((folder / DRIVER_FILE).read_bytes(), type=DriverState)
-        is_whole = False
+        is_whole = state.version >= parse_dumped(state.config).run.steps  # after its last step a run has begun nothing more
         if added is not None and added.exists():
             more = msgspec.msgpack.decode(added.read_bytes(), type=Added)
             state = msgspec.structs.replace(state, position=more.position, pushed=more.pushed, steps=more.steps)

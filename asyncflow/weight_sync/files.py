@@ -80,7 +80,8 @@ class VersionFiles:
     def begin(self, version: int, num_bytes: int) -> Array:
         """Where the version's bytes belong: uint8 [num_bytes], of unspecified content; all versions have one size.
 
-        Nothing has changed when it raises: `NoRoom`, or `WeightSyncError` where it has waited for a reader in vain.
+        Nothing has changed when it raises `NoRoom`, or `WeightSyncError` where it has waited for a reader in vain and nothing is
+        retained that could make room.
         """
         if self._spare is None:
             if version in self._kept:  # what is published again is over
@@ -140,11 +141,12 @@ class VersionFiles:
         return another
 
     def _wait_for_readers(self, path: Path, file: _File, no_room: NoRoom) -> None:
-        """Returns with the file locked. Raises `WeightSyncError` at the deadline."""
+        """Returns with the file locked. At the deadline raises `NoRoom` where another file may make room, or `WeightSyncError`."""
         until = time.monotonic() + self._deadline_seconds
         while not file.lock(fcntl.LOCK_EX):
             if time.monotonic() > until:
-                raise WeightSyncError(f"{no_room}; a worker has been reading {path} for {self._deadline_seconds:g} s") from no_room
+                kind = NoRoom if self.retained else WeightSyncError
+                raise kind(f"{no_room}; a worker has been reading {path} for {self._deadline_seconds:g} s") from no_room
             time.sleep(_RETRY_SECONDS)
 
     def _new_file(self, path: Path, num_bytes: int) -> tuple[Path, _File]:

@@ -122,6 +122,9 @@ def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: 
     assert rows(last.run_dir / "metrics.jsonl")[-1].get("run/num_resumes", 0) == sum(
         step < STEPS for step in certificate.resumed_at
     )
+    newest = max((last.run_dir / "checkpoints").glob("step-??????"))
+    record = read_driver(newest).state.record
+    assert record.resumed_at and not record.made_again_at  # by engines that make the same again: no later life has to know
 
 
 def test_terminated_while_a_checkpoint_is_written(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

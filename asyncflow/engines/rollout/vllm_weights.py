@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,13 @@ class ServerWeights:
         """The version in `next_file`."""
         self.next_file = WeightsFile(dtype)
         self._file, self._is_in_file = WeightsFile(dtype), False
-        self._shapes = shapes_of(model_path)
+        self._model_path = model_path
         self._ties_head = bool(json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"))
         self._thread = ComputeThread("vllm weights")
+
+    @cached_property
+    def _shapes(self) -> Shapes:
+        return shapes_of(self._model_path)
 
     @property
     def file(self) -> WeightsFile | None:

@@ -62,14 +62,18 @@ def test_the_drivers_part_comes_back_as_it_was(tmp_path: Path) -> None:
         read_driver(tmp_path / "step")
 
 
-@pytest.mark.parametrize(("steps", "is_whole", "expected"), [(5, False, [1, 2]), (5, True, [1]), (2, False, [1])])
+@pytest.mark.parametrize(
+    ("steps", "is_whole", "expected"),
+    [(5, None, [1, 2]), (5, False, [1, 2]), (5, True, [1]), (2, None, [1]), (2, False, [1, 2])],  # the last was gone on with before
+)
 def test_rows_are_made_again_unless_a_life_has_lost_none_or_had_no_step_left(
-    steps: int, is_whole: bool, expected: list[int], tmp_path: Path
+    steps: int, is_whole: bool | None, expected: list[int], tmp_path: Path
 ) -> None:
     config = dump(parse({**TREE, "run": {"steps": steps}}))
     written = state(config=config, record=RecordState(resumed_at=[1], made_again_at=[1]))
     write_driver(tmp_path / "step", written, [])
-    write_added(tmp_path / "step.added", written, is_whole=is_whole)
+    if is_whole is not None:
+        write_added(tmp_path / "step.added", written, is_whole=is_whole)
     record = read_driver(tmp_path / "step", tmp_path / "step.added").record
     assert record.resumed_at == [1, 2] and record.made_again_at == expected
 

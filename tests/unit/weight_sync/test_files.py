@@ -228,3 +228,22 @@ def test_without_room_beside_what_is_retained_it_is_said_and_there_is_room_when_
     files.retained = {1}
     write(files, 3)
     assert set(named(tmp_path / "w")) == {"weights-1.safetensors", "weights-3.safetensors"}
+
+
+def test_where_it_waits_for_a_reader_in_vain_less_that_is_retained_makes_room_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, reader = VersionFiles(tmp_path / "w", 1, 0.2), FileReader()
+    write(files, 1)
+    files.retained = {1}
+    hold(reader, write(files, 2))
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    with pytest.raises(NoRoom, match="a worker has been reading"):
+        files.begin(3, NUM_BYTES)
+    files.retained = set()
+    write(files, 3)
+    assert set(named(tmp_path / "w")) == {"weights-2.safetensors", "weights-3.safetensors"}
