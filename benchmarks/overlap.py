@@ -1,18 +1,20 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 16 24 32 64 128] [--steps 14] [--modes NAME ...] [--dir FOLDER] [--json FILE]
+    python benchmarks/overlap.py [--slots 16 24 64] [--rounds 2] [--steps 10] [--modes NAME ...] [--dir FOLDER] [--json FILE]
                                  [--median 36] [--sigma 0.85] [--longest 260]
 
 All modes run the same seed and workload: 40 prompts x 8 responses a step, of lognormal length, made by a random model. The first
-two steps and the last two are left out (see whole_runs.py).
+two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago: the
+modes are run in their order and then in the reverse of it, and a figure is of all these rounds, so that such a drift is in both
+sides of a ratio.
 
-periodic. From the synchronous run's spans come, for every step, the moments done_i at which its groups were complete (from when
+periodic. From the synchronous runs' spans come, for every step, the moments done_i at which its groups were complete (from when
 generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
 soon as it is there lasts
 
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 
-which the periodic run's steps, measured from commit to commit, are held against.
+which the periodic runs' steps, measured from commit to commit, are held against.
 
 delayed. Neither side waits for the other but for what the slower one takes, so the busier side is idle for hardly any time. That is
 told where it matters: at the fewest slots with which a step takes at most 5% longer than with the best number of them; more
@@ -25,7 +27,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from figures import Figure, finish, parser, runs_folder
@@ -38,10 +40,29 @@ ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots"}
 WORKER = "rollout/0"
 
 
-def run(folder: Path, model: Path, schedule: str, slots: int, steps: int, lengths: Mapping[str, float], longest: int) -> Run:
+class Rounds(list[Run]):
+    """The runs of one mode with one number of slots."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, the median."""
+        return statistics.median(done.rows[step]["perf/step_seconds"] for done in self for step in done.measured)
+
+    @property
+    def recurrence(self) -> float:
+        """Seconds: the median of x, see the module's head. Of synchronous runs."""
+        return statistics.median(recurrence(done, step) for done in self for step in done.measured)
+
+    def mean(self, share: Callable[[Run], float]) -> float:
+        return statistics.fmean(map(share, self))
+
+
+def run(
+    name: str, folder: Path, model: Path, schedule: str, slots: int, steps: int, lengths: Mapping[str, float], longest: int
+) -> Run:
     return run_real(
         {
-            "run": {"name": f"{schedule}-{slots}", "dir": str(folder), "steps": steps, "overwrite": True},
+            "run": {"name": name, "dir": str(folder), "steps": steps, "overwrite": True},
             "model": {"path": str(model)},
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
@@ -64,35 +85,37 @@ def recurrence(synchronous: Run, step: int) -> float:
 
 def main() -> int:
     arguments = parser(__doc__, has_runs=True)
-    arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 32, 64, 128])
-    arguments.add_argument("--steps", type=int, default=14)
+    arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 64])
+    arguments.add_argument("--rounds", type=int, default=2, help="runs of each mode, the second in reverse order")
+    arguments.add_argument("--steps", type=int, default=10, help="of each run")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
     arguments.add_argument("--median", type=float, default=36.0, help="of the responses' lengths, in tokens")
     arguments.add_argument("--sigma", type=float, default=0.85, help="of their logarithms")
     arguments.add_argument("--longest", type=int, default=260, help="tokens at which a response is cut off")
     given = arguments.parse_args()
     lengths = {"median": given.median, "sigma": given.sigma}
-    runs: dict[tuple[str, int], Run] = {}
-    seconds: dict[tuple[str, int], float] = {}  # of a step, the median
+    runs: dict[tuple[str, int], Rounds] = {}
     print("slots  mode          s a step  recurrence  rollout idle  trainer idle  occupancy  exposed weights  staleness")
     with runs_folder(given.dir) as folder:
         model = make_model(folder / "model")
         for slots in given.slots:
-            for mode in given.modes:
-                runs[mode, slots] = done = run(folder, model, mode, slots, given.steps, lengths, given.longest)
-                seconds[mode, slots] = statistics.median(done.rows[step]["perf/step_seconds"] for step in done.measured)
-                x = bound(runs["synchronous", slots]) if mode == "periodic" and ("synchronous", slots) in runs else None
-                print(
-                    f"{slots:5}  {mode:12}  {seconds[mode, slots]:8.3f}  {'' if x is None else format(x, '.3f'):>10}  "
-                    f"{done.idle(WORKER):12.1%}  {done.idle('trainer/0'):12.1%}  {done.occupancy(WORKER, slots):9.1%}  "
-                    f"{exposed(done):15.2%}  {done.mean('staleness/mean'):9.2f}",
-                    flush=True,
-                )
-    return finish([*periodic_figures(runs, seconds, given.slots), *delayed_figures(runs, seconds, given.slots)], given.json)
+            for turn in range(given.rounds):
+                for mode in given.modes[:: -1 if turn % 2 else 1]:
+                    name = f"{mode}-{slots}-{turn}"
+                    done = run(name, folder, model, mode, slots, given.steps, lengths, given.longest)
+                    runs.setdefault((mode, slots), Rounds()).append(done)
+                    show(mode, slots, done)
+    return finish([*periodic_figures(runs, given.slots), *delayed_figures(runs, given.slots)], given.json)
 
 
-def bound(synchronous: Run) -> float:
-    return statistics.median(recurrence(synchronous, step) for step in synchronous.measured)
+def show(mode: str, slots: int, done: Run) -> None:
+    alone = Rounds([done])
+    x = format(alone.recurrence, ".3f") if mode == "synchronous" else ""
+    print(
+        f"{slots:5}  {mode:12}  {alone.seconds:8.3f}  {x:>10}  {done.idle(WORKER):12.1%}  {done.idle('trainer/0'):12.1%}  "
+        f"{done.occupancy(WORKER, slots):9.1%}  {exposed(done):15.2%}  {done.mean('staleness/mean'):9.2f}",
+        flush=True,
+    )
 
 
 def exposed(done: Run) -> float:
@@ -100,40 +123,44 @@ def exposed(done: Run) -> float:
     return done.share(WORKER, "install") + done.share(WORKER, "weights")
 
 
-def periodic_figures(runs: dict[tuple[str, int], Run], seconds: dict[tuple[str, int], float], slots: list[int]) -> list[Figure]:
+def periodic_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) -> list[Figure]:
     if ("synchronous", slots[0]) not in runs or ("periodic", slots[0]) not in runs:
         return []
-    ratios = {n: seconds["periodic", n] / bound(runs["synchronous", n]) for n in slots}
-    gain = min(seconds["synchronous", n] for n in slots) / min(seconds["periodic", n] for n in slots)
+    ratios = {n: runs["periodic", n].seconds / runs["synchronous", n].recurrence for n in slots}
+    gain = best(runs, "synchronous", slots) / best(runs, "periodic", slots)
     return [
         *(Figure(f"periodic step / recurrence, {n} slots", ratio, "", "<= 1.15") for n, ratio in ratios.items()),
         Figure("best synchronous step / best periodic step", gain, "", ">= 1.3"),
     ]
 
 
-def delayed_figures(runs: dict[tuple[str, int], Run], seconds: dict[tuple[str, int], float], slots: list[int]) -> list[Figure]:
+def delayed_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) -> list[Figure]:
     if ("delayed", slots[0]) not in runs:
         return []
-    best = min(seconds["delayed", n] for n in slots)
-    chosen = min(n for n in slots if seconds["delayed", n] <= 1.05 * best)
+    fastest = best(runs, "delayed", slots)
+    chosen = min(n for n in slots if runs["delayed", n].seconds <= 1.05 * fastest)
     done = runs["delayed", chosen]
+    idle = min(done.mean(lambda run: run.idle(WORKER)), done.mean(lambda run: run.idle("trainer/0")))
+    occupancy = done.mean(lambda run: run.occupancy(WORKER, chosen))
+    over_all = done.mean(lambda run: run.occupancy(WORKER, chosen) * run.share(WORKER, "generate"))
     figures = [
+        Figure(f"delayed, {chosen} slots: idle share of the busier side", idle, "", "<= 0.05"),
+        Figure(f"delayed, {chosen} slots: mean slot occupancy", occupancy, "", ">= 0.85"),
+        Figure(f"delayed, {chosen} slots: the same over all of the time", over_all, ""),
+        Figure(f"delayed, {chosen} slots: exposed weight time / step", done.mean(exposed), "", "<= 0.01"),
         Figure(
-            f"delayed, {chosen} slots: idle share of the busier side", min(done.idle(WORKER), done.idle("trainer/0")), "", "<= 0.05"
-        ),
-        Figure(f"delayed, {chosen} slots: mean slot occupancy", done.occupancy(WORKER, chosen), "", ">= 0.85"),
-        Figure(
-            f"delayed, {chosen} slots: the same over all of the time",
-            done.occupancy(WORKER, chosen) * done.share(WORKER, "generate"),
+            f"delayed, {chosen} slots: publishing / step, on the trainer",
+            done.mean(lambda run: run.share("trainer/0", "publish")),
             "",
         ),
-        Figure(f"delayed, {chosen} slots: exposed weight time / step", exposed(done), "", "<= 0.01"),
-        Figure(f"delayed, {chosen} slots: publishing / step, on the trainer", done.share("trainer/0", "publish"), ""),
     ]
     others = dict.fromkeys(mode for mode, _ in runs if mode != "delayed")
-    return figures + [
-        Figure(f"best {mode} step / best delayed step", min(seconds[mode, n] for n in slots) / best, "") for mode in others
-    ]
+    return figures + [Figure(f"best {mode} step / best delayed step", best(runs, mode, slots) / fastest, "") for mode in others]
+
+
+def best(runs: Mapping[tuple[str, int], Rounds], mode: str, slots: list[int]) -> float:
+    """Seconds of a step, with the best number of slots."""
+    return min(runs[mode, n].seconds for n in slots)
 
 
 if __name__ == "__main__":
