@@ -69,11 +69,12 @@ class Trainer:
         self._call(self._push(rows))
 
     def weight_sync_notify(self, timeout_seconds: float = 60.0) -> int:
-        """Wait until every rollout worker serves the weights of the last committed step; returns their version (AF, section 5).
+        """Have every rollout worker serve the weights of the last committed step now; returns their version (AF, section 5).
 
-        Workers get new weights by themselves, when the schedule lets them: this is for who drives a run from outside and has to
-        know. Under a schedule that is ahead with generating it may take until they have finished what they hold. Raises `RunError`
-        naming the workers that do not serve it in time.
+        Workers get new weights by themselves, when the schedule lets them: this is for who drives a run from outside. They change
+        all at once, in `sub_step` too, where they otherwise do it in turn; but no row is made by a version that its step may not
+        have, so that under a schedule that is ahead with generating they first finish what only the older version may make. Returns
+        when all serve it. Raises `RunError` naming the workers that do not in time.
         """
         return self._call(self._weights_arrived(timeout_seconds))
 
@@ -132,6 +133,7 @@ class Trainer:
         if driver is None:
             raise RunError("this run has stopped")
         version, board = driver.ledger.ledger.committed, driver.board
+        board.call_for(version)
         try:
             await asyncio.wait_for(board.all_serve(version), timeout_seconds)
         except TimeoutError as error:

@@ -46,6 +46,7 @@ class Board:
         self.stale_since: dict[str, float] = {}  # by the board's clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
+        self.called_for = -1
         self.has_been_served = False  # by any worker, even if it has gone
         self.is_stopping = False
         self.is_silent: Callable[[str], bool] = lambda worker: False
@@ -195,6 +196,11 @@ class Board:
         """A worker has gone: nothing is waited for or kept on its behalf."""
         for book in (self._serving, self._installing, self.stale, self.stale_since, self._granted_at):
             book.pop(worker, None)
+        self._signal.notify()
+
+    def call_for(self, version: int) -> None:
+        """See `Fleet.called_for`."""
+        self.called_for = max(self.called_for, version)
         self._signal.notify()
 
     async def all_serve(self, version: int) -> None:

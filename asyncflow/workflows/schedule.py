@@ -64,6 +64,12 @@ class Fleet(Protocol):
         """How long a worker did not generate for its last installation, emptying its slots included; None before there was one."""
         ...
 
+    @property
+    def called_for(self) -> int:
+        """Somebody who drives the run has called for this version: workers change to it all at once, as soon as the interval lets
+        them. -1: nobody has."""
+        ...
+
 
 class Schedule(Protocol):
     """One mode."""

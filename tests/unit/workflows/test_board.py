@@ -331,6 +331,22 @@ async def test_in_sub_step_so_many_workers_change_at_once_and_the_next_when_one_
     assert await second is True and books.board.installing == {B: 1}
 
 
+async def test_in_sub_step_all_change_at_once_to_a_version_that_is_called_for() -> None:
+    books = Books("sub_step", max_installing=1)
+    for worker in (A, B):
+        await books.serves(worker, 0)
+    await books.publish(1)
+    first, second = (books.asks(worker, books.board.may_install(1, 0)) for worker in (A, B))
+    assert await first is True and await waits(second)
+    books.board.call_for(1)
+    assert await second is True and books.board.installing == {A: 1, B: 1}
+    for worker in (A, B):
+        await books.serves(worker, 1)
+    await books.publish(2)  # which nobody has called for
+    first, second = (books.asks(worker, books.board.may_install(2, 1)) for worker in (A, B))
+    assert await first is True and await waits(second)
+
+
 async def test_in_sub_step_nobody_waits_for_the_first_weights_of_one_that_has_begun_again() -> None:
     books = Books("sub_step")
     await books.serves(A, 0)

@@ -43,6 +43,7 @@ class Workers:
     num_beginning: int = 0
     step_seconds: float | None = None
     install_seconds: float | None = None
+    called_for: int = -1
     serving: dict[str, int] = field(init=False)
     installing: dict[str, int] = field(init=False)
 
@@ -180,6 +181,13 @@ def test_workers_change_in_turn_while_the_others_keep_training_supplied(num_inst
     schedule, fleet = SubStep(max_installing=2, watermark_rows=8), Workers(4, num_installing)
     assert schedule.may_install(1, Moment(num_ready=num_ready), fleet) is may
     assert not schedule.may_install(1, Moment(waiting=(0,), num_ready=num_ready), fleet)
+
+
+@pytest.mark.parametrize(("called_for", "may"), [(0, False), (1, True), (2, True)])
+def test_all_change_at_once_to_a_version_that_is_called_for(called_for: int, may: bool) -> None:
+    schedule, fleet = SubStep(max_installing=1, watermark_rows=8), Workers(4, 3, called_for=called_for)
+    assert schedule.may_install(1, Moment(), fleet) is may
+    assert not schedule.may_install(1, Moment(waiting=(0,)), fleet)  # only version 0 may make them
 
 
 @pytest.mark.parametrize(("num_installing", "may"), [(0, True), (1, True), (2, False)])
