@@ -118,7 +118,7 @@ class Job:
             self._cluster,
             driver.devices,
             spec=partial(rollout_worker, config),
-            start=driver.beside,
+            start=driver.beside.start,
             says=listener.says,
         )
         driver.serve("scaling", self.scaling)
@@ -153,7 +153,7 @@ class Job:
         assert self.driver is not None
         over = asyncio.ensure_future(self._cluster.wait(self.driver.health.died, self.driver.health.goes_on_without))
         try:
-            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self.driver.failure, *self._loops}
+            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self.driver.beside.failure, *self._loops}
             while not reached.done() and not interrupted.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -318,7 +318,7 @@ class Job:
 
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps
-        held_out = self.driver.held_out if self.driver is not None else None
+        held_out = self.driver.evaluating.held_out if self.driver is not None else None
         evaluated = held_out is None or not held_out.is_due(steps) or any(row["step"] == steps for row in self.evaluations)
         saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
         has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
@@ -331,7 +331,7 @@ class Job:
             return
         finished = asyncio.ensure_future(driver.ledger.finished())
         over = asyncio.ensure_future(self._cluster.wait(driver.health.died, driver.health.goes_on_without))
-        waiting: set[asyncio.Future[Any]] = {finished, over, driver.failure, *self._loops}  # of which one is the watchdog
+        waiting: set[asyncio.Future[Any]] = {finished, over, driver.beside.failure, *self._loops}  # of which one is the watchdog
         seconds: float | None = self.config.run.stop_grace_seconds
         try:
             while not finished.done() and not over.done():
@@ -369,7 +369,7 @@ class Job:
     def _on_evaluation(self, row: Row) -> None:
         self.evaluations.append(row)
         if self.driver is not None:
-            self.responses = self.driver.held_out.latest
+            self.responses = self.driver.evaluating.held_out.latest
         self.listener.evaluation(row)
         self._changed.notify()
 

@@ -185,7 +185,7 @@ class ReplayJob(Job):
         await super().start()
         assert self.driver is not None
         for step, batch in self._plan.batches.items():
-            self.driver.beside(self._give_up_missing(step, batch))
+            self.driver.beside.start(self._give_up_missing(step, batch))
 
     async def _give_up_missing(self, step: int, batch: Batch) -> None:
         driver, there = self.driver, set(batch.indices.tolist())

@@ -11,14 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from asyncflow.build.beside import Beside
 from asyncflow.build.connection import EVALUATORS_BOARD
+from asyncflow.build.evaluating import Evaluating
 from asyncflow.build.health import Health
 from asyncflow.build.model_files import ModelFiles
 from asyncflow.build.parts import make_storage, num_devices, queue_schema, shape_of, tasks_before_training, unit_options
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState, RunRecord, Told
 from asyncflow.build.rendezvous import Rendezvous
-from asyncflow.build.resume import Resumed, as_prompt, evaluated_versions, left_out_before
+from asyncflow.build.resume import Resumed, as_prompt
 from asyncflow.build.saving import Saves
 from asyncflow.build.scaling import Devices
 from asyncflow.cluster.torchrun import launch_of
@@ -36,10 +38,8 @@ from asyncflow.workflows.board import Board
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
-from asyncflow.workflows.evaluation import EVALUATORS, Evaluations, EvaluatorsBooks, HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import Ledger, LedgerService, Sifted, StepTotals, Update
 from asyncflow.workflows.loop import feed
-from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.samples import EVALUATE_TASK, SELECT_TASK, Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.scored import SKIPPED
@@ -59,8 +59,7 @@ class Driver:
         self.shape = shape_of(config)
         self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
         self.last_progress = self._clock()
-        self._background: set[asyncio.Task[None]] = set()
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.beside = Beside()
         self._first = first = resumed.state.version if resumed is not None else 0
 
         has_key = config.queue.listen is not None or config.weight_sync.needs_key
@@ -68,35 +67,31 @@ class Driver:
         self._signal = signal = Signal()
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
-        has_critic = VALUES_TASK in (tasks := tasks_before_training(config))
-        ledger = Ledger(
-            self.shape.group_bits,
-            tasks,
-            self.schedule.max_staleness,
-            num_ranks=config.layout.dp,
-            groups_per_turn=self.shape.groups_per_turn,
-            first=first,
-            trained=("train", UPDATE_TASK) if has_critic else ("train",),
-            by_step=(VALUES_TASK,) if has_critic else (),
-            epochs=self.shape.epochs,
-            mini_batches=self.shape.mini_batches,
-            chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
-            num_members=self.shape.prompts_per_step,
-            has_evaluators=config.eval.num_workers > 0,
-        )
+        ledger = self._make_ledger()
         books = Books(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
-        self._selection = Selection(self.queue, self.ledger, self.beside)
+        self._selection = Selection(self.queue, self.ledger, self.beside.start)
         self.board = Board(self.schedule, books, signal, self._clock, Crew(config.rollout.num_workers), first=first)
         self.devices = Devices(num_devices(config), self._clock)
         self.record = self._make_record(ledger, told, resumed)
         self.hub = self.record.hub
-        self._evaluated_versions = evaluated_versions(config.run_dir)
-        self.held_out = self._make_held_out(prepared, resumed)
-        self.evaluators = self._make_evaluators(ledger)
-        self._evaluations = self._make_evaluations()
-        self.boards = [self.board, *([self.evaluators] if self.evaluators is not None else [])]
-        self.health = Health(config, self.boards, self.hub, says=told.says, fails=self._failed)
+        self.evaluating = Evaluating(
+            config,
+            self.schedule,
+            self.ledger,
+            self.board,
+            self.queue,
+            self.transfer_queue.controllers,
+            self.record,
+            signal,
+            prepared.held_out,
+            resumed,
+            start=self.beside.start,
+            says=told.says,
+        )
+        evaluators = self.evaluating.evaluators
+        self.boards = [self.board, *([evaluators] if evaluators is not None else [])]
+        self.health = Health(config, self.boards, self.hub, says=told.says, fails=self.beside.fail)
         self.source, self._admissions = self._make_order(prepared, resumed)
         self.saves = Saves(
             config,
@@ -104,13 +99,11 @@ class Driver:
             ledger,
             self.board,
             self.transfer_queue,
-            self.held_out,
+            self.evaluating,
             self.source,
             self._admissions,
             self.record,
             says=told.says,
-            evaluated=self._evaluated_versions,
-            evaluations=self._evaluations,
         )
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
@@ -120,8 +113,8 @@ class Driver:
             "model": ModelFiles(prepared.model, self.progress),
             "rendezvous": Rendezvous(),
         }
-        if self.evaluators is not None:
-            self._own_services[EVALUATORS_BOARD] = self.evaluators
+        if evaluators is not None:
+            self._own_services[EVALUATORS_BOARD] = evaluators
         self._connect()
 
     # -- its parts ----------------------------------------------------------------------------------------------------------
@@ -147,6 +140,25 @@ class Driver:
             callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._looked_again}
         return callbacks
 
+    def _make_ledger(self) -> Ledger:
+        config, tasks = self.config, tasks_before_training(self.config)
+        has_critic = VALUES_TASK in tasks
+        return Ledger(
+            self.shape.group_bits,
+            tasks,
+            self.schedule.max_staleness,
+            num_ranks=config.layout.dp,
+            groups_per_turn=self.shape.groups_per_turn,
+            first=self._first,
+            trained=("train", UPDATE_TASK) if has_critic else ("train",),
+            by_step=(VALUES_TASK,) if has_critic else (),
+            epochs=self.shape.epochs,
+            mini_batches=self.shape.mini_batches,
+            chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
+            num_members=self.shape.prompts_per_step,
+            has_evaluators=config.eval.num_workers > 0,
+        )
+
     def _make_record(self, ledger: Ledger, told: Told, resumed: Resumed | None) -> RunRecord:
         return RunRecord(
             self.config,
@@ -154,49 +166,13 @@ class Driver:
             ledger,
             self.queue,
             self.transfer_queue.controllers,
-            dataclasses.replace(told, failed=self._failed),
-            start=self.beside,
+            dataclasses.replace(told, failed=self.beside.fail),
+            start=self.beside.start,
             now=self._clock,
             progress=self.progress,
             num_devices=self.devices.mean,
             before=resumed.record if resumed is not None else RecordState(),
         )
-
-    def _make_held_out(self, prepared: Prepared, resumed: Resumed | None) -> HeldOut:
-        """The evaluations, but for those of earlier lives, and those that nobody can make any more."""
-        config, first = self.config, self._first
-        again = {0, *(resumed.versions if resumed is not None else ())}
-        # Rollout workers serve none that is older; evaluators do, if its weights are there.
-        oldest = 0 if config.eval.num_workers else first - self.schedule.max_staleness
-        lost = {v for v in range(first) if v not in again or v < oldest}
-        held_out = HeldOut(
-            prepared.held_out,
-            last_version=config.run.steps,
-            every_steps=config.eval.every_steps,
-            samples=config.eval.samples_per_prompt,
-            temperature=config.rollout.temperature,
-            greedy=config.eval.greedy,
-            correct_from=config.eval.correct_from,
-            on_row=self._evaluated,
-            done=self._evaluated_versions | lost,
-        )
-        left_out = [version for version in sorted(lost - self._evaluated_versions) if held_out.is_planned(version)]
-        for version in left_out:
-            self._says(f"version {version} has not been evaluated to the end, and nobody has its weights any more: it is left out")
-        held_out.leave_out(max(0, len(left_out) - left_out_before(config.run_dir)))  # may have told of some that are due again
-        return held_out
-
-    def _make_evaluators(self, ledger: Ledger) -> Board | None:
-        """The board of workers that evaluate alone, if there are any."""
-        if not (size := self.config.eval.num_workers):
-            return None
-        books = EvaluatorsBooks(ledger, self.transfer_queue.controllers, EVALUATE_TASK)
-        return Board(Periodic(), books, self._signal, self._clock, Crew(size, EVALUATORS))
-
-    def _make_evaluations(self) -> Evaluations | None:
-        if self.evaluators is None:
-            return None
-        return Evaluations(self.queue, self.ledger, self.held_out, self.evaluators, self.shape, self._signal, says=self._says)
 
     def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
         """The order of the data, and what enters the queue at each step."""
@@ -216,8 +192,6 @@ class Driver:
         self.ledger.on_committed, self.ledger.on_sifted = self._committed, self._sifted
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
         self.board.on_installed = self.record.installed
-        if self._evaluations is not None:
-            self.board.on_published, self.board.on_no_room = self._evaluations.published, self._evaluations.no_room
 
     # -- what it serves -----------------------------------------------------------------------------------------------------
 
@@ -244,15 +218,15 @@ class Driver:
             board.forget(worker)
         self.hub.left(worker)
         is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
-        if worker.startswith("trainer/") and launch_of(os.environ) and is_needed and not self.failure.done():
-            self.failure.set_exception(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
+        if worker.startswith("trainer/") and launch_of(os.environ) and is_needed:
+            self.beside.fail(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""
         return [
             self.transfer_queue.run(),
             self._feed(),
-            self._evaluations_in_order(),
+            self._evaluate(),
             *([self._selection.run()] if self.shape.max_candidates else []),
         ]
 
@@ -274,22 +248,14 @@ class Driver:
 
     async def settle(self) -> None:
         """Do what is to be done beside the run with storage units that are in processes of their own, while there are any."""
-        if self.config.queue.place == "workers" and self._background:
-            await asyncio.wait(self._background, timeout=self.transfer_queue.places.patience_seconds)
+        if self.config.queue.place == "workers":
+            await self.beside.settle(self.transfer_queue.places.patience_seconds)
 
     async def close(self) -> None:
         """Write what is left and close the files."""
-        await asyncio.gather(*self._background)
-        if self.failure.done():
-            self.failure.exception()  # taken, if it came too late to be why the run ended: else the event loop reports it at exit
+        await self.beside.close()
         await self.transfer_queue.close()
         self.record.close()
-
-    def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside the run, which waits for it at its end; its failure ends the run."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
 
     def progress(self) -> None:
         """Something has moved: the run is not stalled."""
@@ -297,8 +263,11 @@ class Driver:
 
     async def _feed(self) -> None:
         await self._units_there()
-        evaluation = self.held_out if self._evaluations is None else None
-        await feed(self.queue, self.ledger, self.schedule, self._admissions, evaluation, self.shape)
+        await feed(self.queue, self.ledger, self.schedule, self._admissions, self.evaluating.for_feed, self.shape)
+
+    async def _evaluate(self) -> None:
+        await self._units_there()
+        await self.evaluating.run()
 
     async def _units_there(self) -> None:
         """Wait for the storage units that are in processes of their own: rows go to all of them from the start."""
@@ -315,27 +284,10 @@ class Driver:
                 f"{self.config.run_dir / 'logs'}/storage-*.log say what the others do"
             ) from error
 
-    async def _evaluations_in_order(self) -> None:
-        await self._units_there()
-        if self._evaluations is not None:
-            await self._evaluations.run()
-            return
-        for version in self.held_out.versions():
-            await evaluate(self.queue, self.ledger, self.held_out, version)
-
-    def _evaluated(self, row: Row) -> None:
-        if self.ledger.is_stopping:
-            return  # cut short: its figures would be of some prompts only
-        self.beside(self._write_evaluation(row))
-
-    async def _write_evaluation(self, row: Row) -> None:
-        await self.record.evaluated(row)
-        self._evaluated_versions.add(int(row["step"]))
-
     # -- what the books tell ------------------------------------------------------------------------------------------------
 
     def _end_step(self, task: str, step: int) -> None:
-        self.beside(self.queue.end_step(task, step))
+        self.beside.start(self.queue.end_step(task, step))
 
     def _looked_again(self) -> None:
         """The controller has looked at what is asked of it, perhaps since a lease has expired."""
@@ -362,26 +314,16 @@ class Driver:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
             self._says(f"row {letter.row} is given up{attempts}: {letter.error}")
         self.record.rows_died(dead)
-        self.held_out.gave_up(dead)
-        self.beside(self.queue.drop([letter.row for letter in dead]))
+        self.evaluating.held_out.gave_up(dead)
+        self.beside.start(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 
     def _lost(self, unit: int, rows: list[int]) -> None:
-        if not self.failure.done():
-            shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
-            why = f"storage unit {unit} has died and lost {len(rows)} rows ({shown}); a durable queue.storage would have kept them"
-            self.failure.set_exception(RunError(why))
+        shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
+        why = f"storage unit {unit} has died and lost {len(rows)} rows ({shown}); a durable queue.storage would have kept them"
+        self.beside.fail(RunError(why))
 
     def _committed(self, task: str, totals: list[StepTotals], updates: list[Update]) -> None:
         self.record.committed(task, totals, updates)
         if task == self.ledger.ledger.trained[0]:
             self.saves.committed()
-
-    def _failed(self, error: RunError) -> None:
-        if not self.failure.done():
-            self.failure.set_exception(error)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self.failure.done():
-            self.failure.set_exception(error)

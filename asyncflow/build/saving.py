@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Final, Protocol
 import msgspec
 import numpy as np
 
+from asyncflow.build.evaluating import Evaluating
 from asyncflow.build.record import RecordState, RunRecord
 from asyncflow.build.resume import (
     TRAINER_DIR,
@@ -48,7 +49,6 @@ from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import held
 from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
-from asyncflow.workflows.evaluation import Evaluations, HeldOut
 from asyncflow.workflows.ledger import Ledger
 from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.schedule import Schedule
@@ -72,19 +72,16 @@ class Saves:
         ledger: Ledger,
         board: Board,
         queue: TransferQueue,
-        held_out: HeldOut,
+        evaluating: Evaluating,
         source: SeededOrder[Prompt],
         admissions: Admissions,
         record: RunRecord,
         *,
         says: Callable[[str], None],
-        evaluated: set[int],
-        evaluations: Evaluations | None = None,
     ) -> None:
-        """`evaluated`: versions whose evaluations are written, a set that grows. `evaluations`: by workers of their own."""
         self._config, self._schedule, self._ledger, self._board, self._queue = config, schedule, ledger, board, queue
-        self._held_out, self._source, self._admissions, self._record = held_out, source, admissions, record
-        self._says, self._evaluated, self._evaluations = says, evaluated, evaluations
+        self._evaluating, self._source, self._admissions, self._record = evaluating, source, admissions, record
+        self._says = says
         self._checkpoints = checkpoints_of(config)
         self._data = ""
         self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
@@ -140,13 +137,7 @@ class Saves:
         self._own[version] = own = asyncio.ensure_future(self._write_own(version))
         own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
         first = self._schedule.interval(version).high
-        oldest = max(0, version - self._schedule.max_staleness)
-        if self._evaluations is not None:
-            waiting = [each for each in self._evaluations.kept() if each.version < version and each.version not in self._evaluated]
-        else:
-            planned = {v for v in range(oldest, version) if self._held_out.is_planned(v)}
-            waiting = self._board.kept(planned - self._evaluated)
-        manifests = {each.version: each for each in [*waiting, *self._board.kept(range(first, version))]}
+        manifests = {each.version: each for each in [*self._evaluating.waiting(version), *self._board.kept(range(first, version))]}
         return [manifests[each] for each in sorted(manifests)]
 
     @remote

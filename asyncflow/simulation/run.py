@@ -271,7 +271,7 @@ class SimulatedJob(Job):
             self.audit.counts["joined"] += len(after - before)
             self.audit.counts["left"] += len(before - after)
 
-        self.driver.beside(change(self.driver))
+        self.driver.beside.start(change(self.driver))
 
     # -- workers ------------------------------------------------------------------------------------------------------------
 

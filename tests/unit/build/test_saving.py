@@ -49,12 +49,12 @@ def made(tmp_path: Path, said: list[str]) -> Made:
             "ledger": SimpleNamespace(trained=("train", "critic_update"), committed=1, groups=dict),
             "board": SimpleNamespace(kept=lambda versions: []),
             "queue": SimpleNamespace(),
-            "held_out": SimpleNamespace(is_planned=lambda version: False),
+            "evaluating": SimpleNamespace(waiting=lambda version: []),
             "source": SimpleNamespace(position=0, pushed=[], items=[]),
             "admissions": SimpleNamespace(prompts={}, waiting={}, forget=lambda groups: None),
             "record": Record(),
         }
-        return Saves(**parts, says=said.append, evaluated=set())
+        return Saves(**parts, says=said.append)
 
     return make
 
