@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from collections import ChainMap
 from collections.abc import Callable, Coroutine, Mapping
@@ -51,7 +50,7 @@ UNITS_SECONDS: Final = 60.0
 
 
 class Driver:
-    """A run's, from the step on that it has been `resumed` at, or from the start. `told.failed` is the driver's own."""
+    """A run's, from the step on that it has been `resumed` at, or from the start."""
 
     def __init__(self, config: Config, prepared: Prepared, told: Told, resumed: Resumed | None = None) -> None:
         self.config, self._says = config, told.says
@@ -166,8 +165,9 @@ class Driver:
             ledger,
             self.queue,
             self.transfer_queue.controllers,
-            dataclasses.replace(told, failed=self.beside.fail),
+            told,
             start=self.beside.start,
+            fails=self.beside.fail,
             now=self._clock,
             progress=self.progress,
             num_devices=self.devices.mean,

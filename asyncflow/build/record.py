@@ -19,11 +19,12 @@ import msgspec
 import numpy as np
 
 from asyncflow.build.parts import shape_of
+from asyncflow.build.soundness import Soundness
 from asyncflow.config import Config
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub
-from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL, StepMetrics, StepTimes
+from asyncflow.telemetry.metrics import StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -41,14 +42,13 @@ from asyncflow.workflows.signal import Signal
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Who is told: of every trained group by its step, of every committed step with its metrics, of every evaluation; of what is
-    odd; and of what ends the run."""
+    """Who is told: of every trained group by its step, of every committed step with its metrics, of every evaluation; and of what
+    is odd."""
 
     group: Callable[[int], None]
     step: Callable[[int, Mapping[str, float]], None]
     evaluation: Callable[[Row], None]
     says: Callable[[str], None]
-    failed: Callable[[RunError], None] = lambda error: None
 
 
 class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,7 +71,8 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RunRecord:
-    """One run's. `start` runs work beside the run; `now` is the run's clock; `progress` is told that something has moved."""
+    """One run's. `start` runs work beside the run, and `fails` ends it; `now` is the run's clock; `progress` is told that something
+    has moved."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class RunRecord:
         told: Told,
         *,
         start: Callable[[Coroutine[Any, Any, None]], None],
+        fails: Callable[[RunError], None],
         now: Callable[[], float],
         progress: Callable[[], None],
         num_devices: Callable[[float, float], float],
@@ -113,13 +115,17 @@ class RunRecord:
             before.max_staleness, before.max_spans, set(before.overlapped_steps), before.rows_dead, before.skipped_updates
         )
         self._dead_committed = before.rows_dead
-        self._num_unscored: Counter[int] = Counter()
-        in_a_row = (before.skipped_in_a_row, before.critic_skipped_in_a_row)
-        self._skipped_in_a_row = dict(zip(ledger.trained, in_a_row, strict=False))  # updates, by task
-        self._rows: dict[tuple[str, int, int], list[int]] = {}  # by task, step and update, what it has trained
-        self._has_said_unshared = before.has_said_unshared
-        self._has_said_mismatch = False
         self._redelivered = before.rows_redelivered
+        in_a_row = (before.skipped_in_a_row, before.critic_skipped_in_a_row)
+        self._soundness = Soundness(
+            config,
+            ledger,
+            skipped_in_a_row=dict(zip(ledger.trained, in_a_row, strict=False)),
+            has_said_unshared=before.has_said_unshared,
+            reward_failures=self._reward_failures,
+            says=told.says,
+            fails=fails,
+        )
 
     def state(self) -> RecordState:
         """As of the last commit."""
@@ -130,12 +136,12 @@ class RunRecord:
             overlapped_steps=sorted(step for step in observed.overlapped_steps if step < self._ledger.committed),
             rows_dead=self._dead_committed,
             skipped_updates=observed.skipped_updates,
-            skipped_in_a_row=self._skipped_in_a_row[self._ledger.trained[0]],
+            skipped_in_a_row=self._soundness.skipped_in_a_row[self._ledger.trained[0]],
             critic_skipped_in_a_row=self.critic_skipped_in_a_row,
             rows_redelivered=self._redelivered,
             reward_failures=dict(self._reward_failures()),
             why_not_deterministic=self._why_not_deterministic(),
-            has_said_unshared=self._has_said_unshared,
+            has_said_unshared=self._soundness.has_said_unshared,
             resumed_at=self._before.resumed_at,
             made_again_at=self._before.made_again_at if self._why_not_deterministic() else [],  # or they are the same again
         )
@@ -143,7 +149,7 @@ class RunRecord:
     @property
     def critic_skipped_in_a_row(self) -> int:
         """The critic's updates that were skipped since it last made one. It may commit a step after the policy has."""
-        return sum(self._skipped_in_a_row[task] for task in self._ledger.trained[1:])
+        return sum(self._soundness.skipped_in_a_row[task] for task in self._ledger.trained[1:])
 
     @property
     def is_deterministic(self) -> bool:
@@ -200,10 +206,12 @@ class RunRecord:
             step = self._ledger.step_of(letter.group) if letter.group < EVALUATION_GROUPS else None
             if step is None or not letter.error.startswith((NO_REWARD, SKIPPED)):
                 continue
+            metrics = self._metrics.setdefault(step, StepMetrics())
             if letter.error.startswith(SKIPPED):
-                self._metrics.setdefault(step, StepMetrics()).count_rows(skipped=1)
+                metrics.count_rows(skipped=1)
             else:
-                self._not_scored(step, 1, letter.error)
+                metrics.count_rows(unscored=1)
+                self._soundness.not_scored(step, 1, letter.error)
 
     def sifted(self, step: int, sifted: Sifted) -> None:
         """Some of a step's candidates are decided."""
@@ -215,7 +223,7 @@ class RunRecord:
     def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
         """A group's gradient has been added."""
         self._progress()
-        self._rows.setdefault((task, step, update), []).extend(group.rows)
+        self._soundness.consumed(task, step, update, group.rows)
         if task != self._ledger.trained[0]:
             self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), group)
             return
@@ -232,12 +240,9 @@ class RunRecord:
             staleness=group.staleness,
             trained_tokens=group.logical_tokens,
         )
-        self._look_at_parts(step, metrics, group)
+        self._add_parts(step, metrics, group)
         metrics.count_rows(empty=len(group.empty_rows), zero_advantage=group.left_out)
-        if group.empty_rows:
-            rows = ", ".join(map(str, group.empty_rows))
-            self._told.says(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
-        self._look_at_sharing(group)
+        self._soundness.look_at_group(group)
         self._told.group(step)
 
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
@@ -247,7 +252,7 @@ class RunRecord:
             step = of_updates[-1].step
             self._add_updates(self._critic_metrics.setdefault(step, StepMetrics()), updates)
             self._is_final(step)
-            self._check_updates(task, of_updates, updates)
+            self._soundness.committed(task, of_updates, updates)
             return
         totals = of_updates[-1]
         metrics = self._metrics.pop(totals.step, StepMetrics())
@@ -265,7 +270,8 @@ class RunRecord:
         self._started = committed
         self._committed[totals.step] = metrics, times
         self._is_final(totals.step)
-        self._check_updates(task, of_updates, updates)
+        self._observed.skipped_updates += sum(update.is_skipped for update in updates)
+        self._soundness.committed(task, of_updates, updates)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
@@ -293,7 +299,7 @@ class RunRecord:
             is_finite=group.is_finite,
         )
 
-    def _look_at_parts(self, step: int, metrics: StepMetrics, group: Consumed) -> None:
+    def _add_parts(self, step: int, metrics: StepMetrics, group: Consumed) -> None:
         """What each scorer gave, where that is kept. A row for which none gave anything has the value for failures."""
         names, num_rows = self._config.reward.names, len(group.rows)
         if not num_rows or len(group.reward_parts) != num_rows * len(names):
@@ -302,54 +308,13 @@ class RunRecord:
         if len(names) > 1:
             metrics.add_reward_parts(dict(zip(names, parts.T, strict=True)))
         if num_failed := int(np.isnan(parts).all(axis=1).sum()):
-            self._not_scored(step, num_failed, "")
-
-    def _not_scored(self, step: int, count: int, error: str) -> None:
-        """So many more rows of the step could not be scored. Too many of them end the run."""
-        self._metrics.setdefault(step, StepMetrics()).count_rows(unscored=count)
-        self._num_unscored[step] += count
-        num_rows, most = self._ledger.num_groups(step) * self.shape.group_size, self._config.reward.max_failed_fraction
-        if self._num_unscored[step] > most * num_rows:
-            kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(self._reward_failures().items()))
-            last = f"; the last one: {error.removeprefix(NO_REWARD)}" if error else ""
-            self._told.failed(
-                RunError(
-                    f"{self._num_unscored[step]} of the {num_rows} rows of step {step} could not be scored, more than "
-                    f"reward.max_failed_fraction={most:g} (attempts that failed so far: {kinds or 'not yet told'}): mend the "
-                    f"scorer, or raise that{last}"
-                )
-            )
+            metrics.count_rows(unscored=num_failed)
+            self._soundness.not_scored(step, num_failed)
 
     def _keep_sample(self, sample: Mapping[str, Any]) -> None:
         if "reward_parts" in sample:
             sample = {**sample, "reward_parts": dict(zip(self._config.reward.names, sample["reward_parts"], strict=False))}
         self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
-
-    def _look_at_sharing(self, group: Consumed) -> None:
-        """Say once that a shared prompt was not worth it, where it was asked for."""
-        is_shared = group.physical_tokens < group.logical_tokens or not group.logical_tokens  # or none of it was computed
-        if self._has_said_unshared or is_shared or self.shape.rows_per_micro_batch == 1 or len(group.rows) == 1:
-            return
-        self._has_said_unshared = True
-        tokens = f"a prompt of {group.prompt_length} tokens, {len(group.rows)} responses of {group.response_lengths.mean():.0f}"
-        self._told.says(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
-
-    def _look_at_mismatch(self, row: Mapping[str, float]) -> None:
-        """Say once that the two engines do not compute the same."""
-        has_fresh = "mismatch/kl" in row
-        name, most = ("mismatch/kl", LARGE_MISMATCH) if has_fresh else ("policy/rollout_kl", LARGE_ROLLOUT_KL)
-        divergence = row.get(name, 0.0)
-        if self._has_said_mismatch or not divergence > most:  # no number: other lines tell of that
-            return
-        self._has_said_mismatch = True
-        why = "though both have the same version's weights" if has_fresh else "more than a version or two of learning make of it"
-        self._told.says(
-            f"the rollout engine's log-probs are not the train engine's: {name} is {divergence:.2g} nats, above {most:g}, {why}; "
-            f"set rollout.dtype, train.dtype and "
-            f"weight_sync.dtype, which round them, to the same, or to float32; take out "
-            f"what changes the rollout engine's arithmetic, such as quantisation; or correct for it by "
-            f"algorithm.correction=truncated (docs/off_policy.md)"
-        )
 
     def _rows_redelivered(self) -> int:
         """In all lives, but for tasks that only evaluations have: what is said of it is of what was trained."""
@@ -367,42 +332,6 @@ class RunRecord:
         whys = [self._before.why_not_deterministic, *made]
         return next((why for why in whys if why), "")
 
-    def _check_updates(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
-        """Say which of a step's updates were skipped, and why. Too many in a row end the run."""
-        for number, (totals, update) in enumerate(zip(of_updates, updates, strict=True)):
-            rows = self._rows.pop((task, totals.step, number), [])
-            self._skipped_in_a_row[task] = self._skipped_in_a_row[task] + 1 if update.is_skipped else 0
-            if update.is_skipped:
-                which = f"update {number + 1} of {len(updates)} of " if len(updates) > 1 else ""
-                self._skipped(task, f"{which}step {totals.step}", totals, update, rows)
-
-    def _skipped(self, task: str, which: str, totals: StepTotals, update: Update, rows: Sequence[int]) -> None:
-        """`rows`: that were to be trained by the update."""
-        is_policy, non_finite = task == self._ledger.trained[0], totals.non_finite_rows
-        why = f"the gradient of {self._named(rows)} together was not finite"
-        if non_finite:
-            why = f"the loss of rows {', '.join(map(str, non_finite[:8]))} was not finite"
-        if not update.normaliser:
-            why = "nothing was left to train on"
-        self._observed.skipped_updates += is_policy
-        whose = "skipped, the weights" if is_policy else "skipped for the critic, whose weights"
-        self._told.says(f"{which} is {whose} stay as they are: {why}")
-        if self._skipped_in_a_row[task] >= self._config.train.max_skipped_updates:
-            ways_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
-            if not is_policy:
-                ways_out = "lower train.critic.learning_rate, or look at these rows' rewards and values"
-            if not update.normaliser:
-                ways_out = "the messages above say why the rows were given up"
-            updates = "updates" if is_policy else "updates of the critic"
-            told = f"{self._skipped_in_a_row[task]} {updates} in a row were skipped, the last because {why}; {ways_out}"
-            self._told.failed(RunError(told))
-
-    def _named(self, rows: Sequence[int]) -> str:
-        """The first and the last one where they are of neighbouring groups; how many they are, where they are not."""
-        groups = {row >> self.shape.group_bits for row in rows}
-        are_neighbours = groups and max(groups) - min(groups) + 1 == len(groups)
-        return f"rows {min(rows)} to {max(rows)}" if are_neighbours else f"its {len(rows)} rows"
-
     async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
         """The step's row of metrics, once every worker has told what it did until the commit."""
         async with self._finishing:
@@ -417,7 +346,7 @@ class RunRecord:
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             if self._before.resumed_at:
                 row["run/num_resumes"] = len(self._before.resumed_at)
-            self._look_at_mismatch(row)
+            self._soundness.look_at_metrics(row)
             self.hub.log.flush()
             for tracker in self._trackers:
                 tracker.log(step, row)
