@@ -1,4 +1,4 @@
-"""The vLLM servers of one engine: where they come from, which of them is to generate next, and what all are told at once.
+"""The vLLM servers of one engine: where they come from, what they are to be, which is to generate next, what all are told at once.
 
     own_hosts / given_hosts --> Servers --> one Instance (vllm_instance.py) for each
 
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from asyncflow.engines.rollout.vllm_client import VllmClient
@@ -22,18 +23,12 @@ from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.types import UserError
 
 
-def own_hosts(
-    options: Callable[..., ServerOptions],
-    instances: int,
-    devices: Sequence[Sequence[int]] | None,
-    device: str,
-    tensor_parallel: int,
-) -> list[Host]:
-    """Servers that the run starts. `options(devices=...)` are those of one of them."""
-    chosen: Sequence[Sequence[int] | None] = devices_of(device, instances, tensor_parallel, devices)
-    if devices is None and (is_cpu(device) or (instances == 1 and ":" not in device)):
+def own_hosts(options: ServerOptions, instances: int, devices: Sequence[Sequence[int]] | None) -> list[Host]:
+    """Servers that the run starts with these options, but for `devices`: which ones, a list for each; None: one after another."""
+    chosen: Sequence[Sequence[int] | None] = devices_of(options.device, instances, options.tensor_parallel, devices)
+    if devices is None and (is_cpu(options.device) or (instances == 1 and ":" not in options.device)):
         chosen = [None] * instances  # a single instance takes the first of those that it sees
-    return [OwnServer(options(devices=these), f"vLLM {number}") for number, these in enumerate(chosen)]
+    return [OwnServer(replace(options, devices=these), f"vLLM {number}") for number, these in enumerate(chosen)]
 
 
 def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
@@ -42,6 +37,34 @@ def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
     if not key:
         raise UserError(f"rollout.engine.addresses needs the servers' key in the environment variable {key_variable}: set it")
     return [RunningServer(address, key, key_variable) for address in addresses]
+
+
+async def check_settings(client: VllmClient, *, max_context: int, seeded: bool) -> None:
+    """That a server was started as docs/vllm.md says, whoever has started it. Raises `UserError`.
+
+    `max_context`: tokens of the longest prompt and response. `seeded`: requests have a seed.
+    """
+    if not await client.wants_a_key():
+        raise UserError(
+            f"{client.address} answers without a key, so anybody on its machine can change its weights: start it with "
+            f"--middleware asyncflow_vllm.RequireKey (docs/vllm.md)"
+        )
+    settings = await client.settings()
+    if settings.logprobs_mode != "processed_logprobs":
+        raise UserError(
+            f"{client.address} has --logprobs-mode {settings.logprobs_mode}, whose log-probs are not those of the distribution "
+            f"that it samples from: start it with processed_logprobs (docs/vllm.md)"
+        )
+    if settings.max_model_len < max_context:
+        raise UserError(
+            f"{client.address} has --max-model-len {settings.max_model_len}, and this run's prompts and responses have up to "
+            f"{max_context} tokens: start it with so many (docs/vllm.md)"
+        )
+    if seeded and settings.device_type == "cpu" and settings.enable_chunked_prefill:
+        raise UserError(
+            f"{client.address} is on a CPU and cuts long prompts, of which vLLM dies where a request has a seed: start it with "
+            f"--no-enable-chunked-prefill, or set rollout.engine.seeded=false (docs/vllm.md)"
+        )
 
 
 class Servers:

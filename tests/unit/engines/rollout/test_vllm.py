@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -905,7 +904,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         on_cpu = server_options("py", MODEL, device=cpu, devices=[0])
         assert {"--no-enable-chunked-prefill", "--enforce-eager", "--kv-cache-memory-bytes"} <= set(on_cpu.command("/s"))
         assert on_cpu.environment("secret")["OMP_NUM_THREADS"] == "1"
-        hosts = own_hosts(partial(server_options, "py", MODEL), 2, None, cpu, 1)
+        hosts = own_hosts(server_options("py", MODEL, device=cpu), 2, None)
         assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [None, None]
     assert "--enforce-eager" not in command and "--distributed-executor-backend" not in command
     environment = options.environment("secret")
@@ -1069,7 +1068,7 @@ def test_an_engine_sends_from_there(model: Path, python: str, monkeypatch: pytes
     with pytest.raises(UserError, match="as the test"):
         VllmEngine(model, num_slots=2, max_context=64, python=python, transfer="nccl", instances=2, device="cuda:1")
     assert asked[0] == "cuda:3"
-    hosts = own_hosts(partial(server_options, "py", MODEL), 2, None, "cuda:1", 1)
+    hosts = own_hosts(server_options("py", MODEL, device="cuda:1"), 2, None)
     assert [host._options.devices for host in hosts if isinstance(host, OwnServer)] == [[1], [2]]
 
 

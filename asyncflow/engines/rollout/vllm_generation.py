@@ -1,0 +1,164 @@
+"""Responses from vLLM's servers.
+
+    a sample -> the instance with the fewest outstanding tokens -> a free slot of it -> HTTP -> its response
+       ^                                                                  |
+       +---- asked again: its server was lost, or had other weights <-----+
+
+One HTTP request is one sample, so each response is there as soon as it ends; vLLM's prefix cache has the prompt computed once. A
+request carries the version it begins under as the cache's salt: no prompt's keys of older weights are ever taken for a new request,
+cleared or not. What a lost server was generating begins anew, on whichever instance is there.
+
+consumes: prompts, with how many samples of each, and how they are drawn
+waits for: a server; a free slot of it; its gate; its answer
+is unblocked by: these; the loss of the server; who asks, when it leaves; the engine's end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.rollout.noise import stream_keys
+from asyncflow.engines.rollout.vllm_client import Aborted, Refused, ServerLost
+from asyncflow.engines.rollout.vllm_instance import Instance
+from asyncflow.engines.rollout.vllm_servers import Servers
+from asyncflow.engines.rollout.vllm_weights import ServerWeights
+from asyncflow.types import Array, RunError
+
+NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is infinite, or no number
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """What is asked of a server, and the instance that has its tokens, those of its prompt and the most it may get, on its account.
+
+    All samples of a prompt begin on one instance.
+    """
+
+    number: int
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    tokens: int
+    instance: Instance
+
+    def move(self, instance: Instance) -> None:
+        """To another instance."""
+        self.instance.outstanding_tokens -= self.tokens
+        self.instance = instance
+        instance.outstanding_tokens += self.tokens
+
+    def ended(self, _: object) -> None:
+        """It has its response, or nobody waits for one any more."""
+        self.instance.outstanding_tokens -= self.tokens
+
+
+class Generation:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        weights: ServerWeights,
+        begin: Callable[[], Awaitable[None]],
+        *,
+        stop_ids: Sequence[int],
+        seeded: bool,
+        recomputes: bool,
+    ) -> None:
+        """`begin()` connects to the servers, which have `weights` then. `seeded`: each request has a seed from its sample's key.
+        `recomputes`: the keys that a server has of a sequence are computed again when it gets other weights."""
+        self._servers, self._weights, self._begin = servers, weights, begin
+        self._stop_ids, self._seeded, self._recomputes = stop_ids, seeded, recomputes
+        self._open: set[asyncio.Queue[Response | Exception]] = set()
+
+    async def responses(
+        self, prompt_ids: Array, samples: Sequence[int], sampling: Sampling, key: SampleKey
+    ) -> AsyncGenerator[Response, None]:
+        """Of one prompt, int64 [P], in the order in which they end. Leaving it early has the servers drop the others.
+
+        Raises `RunError` when all servers have been lost too often, or do not generate what is asked for, and `RuntimeError` for
+        whatever else ends a sample.
+        """
+        await self._begin()
+        arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
+        asked = {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_new_tokens,
+            "logprobs": 0,  # of the token that was drawn, and of no other
+            "stop_token_ids": self._stop_ids,
+            "ignore_eos": True,  # the end tokens are those above, and no others
+            "detokenize": False,
+        }
+        instance, tokens, ids = await self._servers.least_loaded(), len(prompt_ids) + sampling.max_new_tokens, prompt_ids.tolist()
+        seeds = stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)) >> np.uint64(1)
+        tasks = []
+        for number, seed in zip(samples, seeds.tolist(), strict=True):
+            sample = _Sample(number, ids, {**asked, "seed": seed} if self._seeded else asked, tokens, instance)
+            instance.outstanding_tokens += tokens
+            tasks.append(asyncio.create_task(self._respond(sample, arrived)))
+            tasks[-1].add_done_callback(sample.ended)  # also of one that is given up before it has begun
+        self._open.add(arrived)
+        try:
+            for _ in samples:
+                item = await arrived.get()
+                if isinstance(item, RunError):  # a sentence already
+                    raise item
+                if isinstance(item, Exception):
+                    raise RuntimeError(f"generation ended: {item}") from item
+                yield item
+        finally:
+            self._open.discard(arrived)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _respond(self, sample: _Sample, arrived: asyncio.Queue[Response | Exception]) -> None:
+        """One sample's response, or what ended it."""
+        try:
+            while (response := await self._ask(sample)) is None:
+                if not sample.instance.is_up:
+                    sample.move(await self._servers.least_loaded())
+            arrived.put_nowait(response)
+        except Exception as error:  # whatever it is, who waits must hear of it
+            arrived.put_nowait(error)
+
+    async def _ask(self, sample: _Sample) -> Response | None:
+        """None if it has to be asked for again."""
+        instance = sample.instance
+        async with instance.slot():
+            await instance.gate.wait()
+            if not instance.is_up:
+                return None
+            life, version = instance.life, self._weights.version
+            try:
+                async with instance.until_lost() as client:
+                    made = await client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
+            except Aborted:
+                return None
+            except ServerLost as error:
+                self._servers.lost(instance, life, error)
+                return None
+            except Refused as error:
+                raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
+            first = made.version_spans[0, 1] if len(made.version_spans) else version
+            if first != version and self._weights.version == version:
+                why = ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
+                self._servers.lost(instance, life, why)
+                return None
+            if first != version and not self._recomputes:
+                # It waited there while weights were installed, and began under the new ones with the salt of the old: the keys of
+                # its prompt may be those of the old weights, which its spans do not say.
+                return None
+            instance.num_served += 1
+        logprobs = np.where(made.logprobs <= NO_NUMBER, np.float32(np.nan), made.logprobs)
+        return Response(sample.number, made.token_ids, logprobs, made.version_spans, made.finish_reason)
+
+    def end(self) -> None:
+        """Whoever waits for a response is told that the engine is closed."""
+        for arrived in self._open:
+            arrived.put_nowait(RuntimeError("the rollout engine is closed"))
