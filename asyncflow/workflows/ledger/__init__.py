@@ -1,7 +1,9 @@
-"""The ledger, which owns the steps: a state machine, `steps.py` over `passes.py` and `candidates.py`, and its face `service.py`."""
+"""The ledger, which owns the steps: a state machine, `steps.py` over `book.py`, `passes.py` and `candidates.py`, and its face
+`service.py`."""
 
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted, num_to_admit
+from asyncflow.workflows.ledger.figures import Consumed, StepTotals, Update
 from asyncflow.workflows.ledger.service import LedgerService
-from asyncflow.workflows.ledger.steps import Consumed, Ledger, StepTotals, Update
+from asyncflow.workflows.ledger.steps import Ledger
 
 __all__ = ["Candidates", "Consumed", "Ledger", "LedgerService", "Sifted", "StepTotals", "Update", "num_to_admit"]

@@ -13,7 +13,8 @@ from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted
-from asyncflow.workflows.ledger.steps import Consumed, Ledger, StepTotals, Update
+from asyncflow.workflows.ledger.figures import Consumed, StepTotals, Update
+from asyncflow.workflows.ledger.steps import Ledger
 from asyncflow.workflows.schedule import Progress, Schedule
 from asyncflow.workflows.signal import Signal
 
@@ -108,11 +109,13 @@ class LedgerService:
 
     @remote
     async def may_take(self, step: int, rank: int, ahead: int, task: str = "train") -> None:
-        """Wait until a rank may have one more group of the step (see `Ledger.may_take`), or none is left to take."""
+        """Wait until a rank may have one more group of the step (see `Book.may_take`), or none is left to take."""
 
         def may_it() -> bool:
-            ledger = self.ledger
-            return not ledger.is_open(step) or ledger.is_taken(step, task) or ledger.may_take(step, rank, ahead, task)
+            if not self.ledger.is_open(step):
+                return True
+            book = self.ledger.book(step)
+            return book.is_taken(task) or book.may_take(rank, ahead, task)
 
         await self._until(may_it)
 
@@ -124,7 +127,7 @@ class LedgerService:
 
         `statistics`: what of the group goes into a statistic of the step.
         """
-        is_taken = self.ledger.is_open(step) and self.ledger.offer(step, rank, group, tokens, statistics or [], task)
+        is_taken = self.ledger.is_open(step) and self.ledger.book(step).offer(rank, group, tokens, statistics or [], task)
         self.changed()
         return is_taken
 
@@ -136,11 +139,13 @@ class LedgerService:
         has got them, and none if another was given none, though the last group may have been offered since.
         """
         key = task, step
-        is_there = await self._until(lambda: key in self._has_sums or step in self._is_final or self.ledger.is_taken(step, task))
+        is_there = await self._until(
+            lambda: key in self._has_sums or step in self._is_final or self.ledger.book(step).is_taken(task)
+        )
         if key not in self._has_sums:
             before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
             self._has_sums = before | {key: is_there or self._is_final.get(step, False)}
-        return self.ledger.statistics(step, task) if self._has_sums[key] else None
+        return self.ledger.book(step).sums(task) if self._has_sums[key] else None
 
     @remote
     async def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
@@ -150,31 +155,31 @@ class LedgerService:
         """
 
         def known() -> bool:
-            return not self.ledger.is_open(step) or self.ledger.turn(step, rank, number, task, update) is not None
+            return not self.ledger.is_open(step) or self.ledger.book(step).turn(rank, number, task, update) is not None
 
         def is_known() -> bool:
             if known():
                 return True
             is_stopping = self.is_stopping and not self._is_final.get(step)
             if not is_stopping:
-                self.ledger.ask_turn(step, rank, number, task, update)
+                self.ledger.book(step).ask_turn(rank, number, task, update)
             return is_stopping or self.ledger.is_consumed(step, task, update) or known()
 
         await self._signal.until(is_known)
         self._signal.notify()  # the others, whose turn it is, too
-        return self.ledger.turn(step, rank, number, task, update) if self.ledger.is_open(step) else None
+        return self.ledger.book(step).turn(rank, number, task, update) if self.ledger.is_open(step) else None
 
     @remote
     async def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added a group's gradient."""
-        self.ledger.consume(step, group, task, update)
+        self.ledger.book(step).consume(group, task, update)
         self.on_consumed(task, step, update, group)
         self.changed()
 
     @remote
     async def consume_evaluation(self, version: int, rows: list[int]) -> None:
         """An evaluation has read these rows."""
-        self.ledger.consume_evaluation(version, rows)
+        self.ledger.book(version, "eval").consume_evaluation(rows)
         self.changed()
 
     @remote
@@ -189,7 +194,7 @@ class LedgerService:
 
         def may_be_made() -> bool:
             return not self._progress.unfinished(displaced) and all(
-                self.ledger.is_taken(step, each) for each in self.ledger.trained
+                self.ledger.book(step).is_taken(each) for each in self.ledger.trained
             )
 
         may_go_on = await self._until(lambda: step in self._is_final or may_be_made())

@@ -1,5 +1,7 @@
 """What belongs to which step, and what is committed: a pure state machine. No I/O, no clock, no event loop.
 
+    Ledger ---> a Book for each step that is open, and each evaluation (book.py) ---> a Pass for each of its updates (passes.py)
+
 A step is opened with its groups, its rows are generated, perhaps scored and referred, then consumed by training under leases that
 stay open, and it closes when every member has been consumed or given up. The normaliser is an integer over the members that
 trained. Then the optimiser steps, and the commit makes it final.
@@ -18,92 +20,15 @@ change steps, so that each step keeps as many groups, and the other one only if 
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import chain
-
-import msgspec
-import numpy as np
 
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
+from asyncflow.workflows.ledger.book import Book
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted
+from asyncflow.workflows.ledger.figures import StepTotals
 from asyncflow.workflows.ledger.passes import Pass
-
-
-class Consumed(msgspec.Struct, frozen=True):
-    """A group whose gradient has been added: R rows, the figures that metrics are made of, and its share of the normaliser."""
-
-    rows: list[int]
-    empty_rows: list[int]  # those of them without a token to train on: the mean over responses is not over these
-    prompt_length: int
-    rewards: np.ndarray  # float32 [R]
-    response_lengths: np.ndarray  # int64 [R]
-    truncated: np.ndarray  # uint8 [R]
-    staleness: np.ndarray  # int64 [R], versions
-    num_spans: np.ndarray  # int64 [R], policy versions that made the response
-    loss_sum: float
-    loss_tokens: int
-    computed_tokens: int  # loss tokens whose loss was computed: what `metrics` are sums over
-    logical_tokens: int  # of what was computed
-    physical_tokens: int
-    metrics: Mapping[str, float]
-    is_finite: bool
-    left_out: int = 0  # rows that were not computed
-    reward_parts: np.ndarray = msgspec.field(default_factory=partial(np.empty, 0, np.float32))  # [R * parts], where they are kept
-
-
-class Update(msgspec.Struct, frozen=True):
-    """One optimiser step. `is_skipped`: it could not be made, the weights are as before. `fill_tokens`: as `OptimResult` has it."""
-
-    grad_norm: float
-    learning_rate: float
-    normaliser: int
-    is_skipped: bool
-    fill_tokens: int = 0
-
-
-class StepTotals(msgspec.Struct, frozen=True):
-    """A closed step, or one of its updates: the integers that the gradient may be divided by, and how its rows ended."""
-
-    step: int
-    tokens: int
-    sequences: int
-    dead: int
-    non_finite_rows: list[int]
-
-
-@dataclass(slots=True)
-class _Book:
-    """One step, or one evaluation. `passes`: by task, its updates in order. `part`: the mini-batch of each group. `todo`: the rows
-    that each task has yet to do. `statistics`: of the groups that were offered, by task and group. `taken`: how many each rank has
-    offered, by task. `candidates`: where members are chosen from them."""
-
-    passes: dict[str, list[Pass]]
-    part: dict[int, int] = field(default_factory=dict)
-    todo: dict[str, set[int]] = field(default_factory=dict)
-    last_version: int = 0  # no later one may generate its rows
-    statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    taken: dict[str, Counter[int]] = field(default_factory=dict)
-    dead: int = 0
-    candidates: Candidates | None = None
-
-    @property
-    def num_left(self) -> int:
-        """Members that are not known yet."""
-        return 0 if self.candidates is None else self.candidates.num_left
-
-    @property
-    def members(self) -> dict[int, set[int]]:
-        """Rows that some update has yet to consume, by group."""
-        open_rows: dict[int, set[int]] = {}
-        for one in chain(*self.passes.values()):
-            for group, rows in one.members.items():
-                open_rows.setdefault(group, set()).update(rows)
-        return open_rows
 
 
 class Ledger:
@@ -146,7 +71,7 @@ class Ledger:
         self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
         self._has_evaluators = has_evaluators
         self._group_bits, self._max_staleness = group_bits, max_staleness
-        self._books: dict[tuple[str, int], _Book] = {}
+        self._books: dict[tuple[str, int], Book] = {}
         self._book_of_group: dict[int, tuple[str, int]] = {}
         self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
         self._committed = dict.fromkeys(self.trained, first)
@@ -171,17 +96,32 @@ class Ledger:
         """Of a step, by each task that trains."""
         return self._epochs * self._mini_batches
 
+    def task_before(self, task: str) -> str:
+        """The task whose outputs this one takes."""
+        return self.tasks[self.tasks.index(task) - 1] if task in self.tasks else self.tasks[-1]
+
+    def is_open(self, step: int) -> bool:
+        return ("train", step) in self._books
+
+    def book(self, step: int, purpose: str = "train") -> Book:
+        """What there is to be asked, and to be said, of a step or evaluation while it is open. A `ValueError` where it is not."""
+        if (purpose, step) not in self._books:
+            raise ValueError(f"{purpose} step {step} is not open")
+        return self._books[purpose, step]
+
+    # -- what belongs to which step ---------------------------------------------------------------------------------------
+
     def open(self, metas: Iterable[GroupMeta]) -> None:
         """The groups of a training step, all at once, or of an evaluation. Opening one twice is a `ValueError`."""
         metas = list(metas)
         for key in sorted({(m.purpose, m.step) for m in metas}):
             if key in self._books:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
-            self._books[key] = self._new_book(key[0])
+            self._books[key] = self._new_book(*key)
         self._enter(metas)
-        for (purpose, step), of_book in _by_book(metas).items():
-            if self._books[purpose, step].candidates is None:
-                self._cut(self._books[purpose, step], of_book)
+        for key, of_book in _by_book(metas).items():
+            if self._books[key].candidates is None:
+                self._books[key].cut({meta.group: self._rows(meta) for meta in of_book})
 
     def widen(self, metas: Iterable[GroupMeta]) -> None:
         """More candidates of a step that is open. A `ValueError` where it has its members."""
@@ -198,99 +138,30 @@ class Ledger:
             book = self._books[key]
             if book.candidates is not None:
                 book.candidates.add(meta.group, rows)
-            for task in self.tasks:
-                todo = book.todo.setdefault(task, set())
+            for task, todo in book.todo.items():
                 if book.candidates is None or task not in self._of_members:
                     todo.update(rows)
             book.last_version = max(book.last_version, meta.interval.high)
 
-    def is_settled(self, step: int) -> bool:
-        """Whether the members of the step are known."""
-        return not self.is_open(step) or not self._books["train", step].num_left
-
-    def lacking(self, step: int) -> Candidates | None:
-        """The candidates of a step that has too few of them."""
-        book = self._books.get(("train", step))
-        candidates = book.candidates if book is not None else None
-        return candidates if candidates is not None and candidates.num_missing else None
-
-    def num_groups(self, step: int) -> int:
-        """How many groups the step has, or has had: its members, and candidates that are no surplus."""
-        return sum(key == ("train", step) for key in self._book_of_group.values())
-
-    def judge(self, group: int, *, is_varied: bool) -> None:
-        """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
-        book = self._book(group << self._group_bits)
-        if book is not None and book.candidates is not None:
-            book.candidates.judge(group, is_varied=is_varied)
-
-    def is_member(self, group: int) -> bool:
-        """Whether it has been chosen from the candidates of an open step."""
-        book = self._book(group << self._group_bits)
-        return book is not None and book.candidates is not None and group in book.candidates.members
-
-    def sift(self) -> list[tuple[int, Sifted]]:
-        """By step, what has become certain of its candidates since the last time: members are members from now on, what is
-        degenerate has nothing left to be done to it, and surplus has left its step."""
-        found = []
-        for (_, step), book in self._books.items():
-            if book.candidates is None or (sifted := book.candidates.sift()) is None:
-                continue
-            for group, place in sifted.members.items():
-                self._join(book, group, place, book.candidates.rows[group])
-            for rows in book.todo.values():
-                rows.difference_update(sifted.left)
-            for group in sifted.surplus:
-                del self._book_of_group[group]
-                self._begun.pop(group, None)
-            found.append((step, sifted))
-        return found
-
-    def _join(self, book: _Book, group: int, place: int, rows: Iterable[int]) -> None:
-        """A candidate becomes a member."""
-        book.part[group] = part = place * self._mini_batches // self._num_members
-        for passes in book.passes.values():
-            for one in passes[part :: self._mini_batches]:
-                one.members[group] = set(rows)
-        for task in self._of_members:
-            book.todo[task].update(rows)
-
-    def _new_book(self, purpose: str) -> _Book:
-        updates = dict.fromkeys(self.trained, self.num_updates) if purpose == "train" else {purpose: 1}
+    def _new_book(self, purpose: str, step: int) -> Book:
+        is_training = purpose == "train"
+        updates = dict.fromkeys(self.trained, self.num_updates) if is_training else {purpose: 1}
         ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
-        book = _Book({t: [Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()})
-        if self._chosen_by and purpose == "train":
-            book.candidates = Candidates(self._num_members, has_places=self._mini_batches > 1)
-        return book
-
-    def _cut(self, book: _Book, metas: Sequence[GroupMeta]) -> None:
-        """Mini-batches are neighbours in the order of their numbers, which is that of the data."""
-        parts = self._mini_batches if metas[0].purpose == "train" else 1
-        for position, meta in enumerate(sorted(metas, key=lambda meta: meta.group)):
-            book.part[meta.group] = part = position * parts // len(metas)
-            for passes in book.passes.values():
-                for one in passes[part::parts]:
-                    one.members[meta.group] = self._rows(meta)
+        mini_batches = self._mini_batches if is_training else 1
+        has_candidates = is_training and bool(self._chosen_by)
+        return Book(
+            step,
+            self._group_bits,
+            mini_batches,
+            self._groups_per_turn,
+            passes={t: [Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()},
+            todo={task: set() for task in self.tasks},
+            candidates=Candidates(self._num_members, has_places=mini_batches > 1) if has_candidates else None,
+        )
 
     def _rows(self, meta: GroupMeta) -> set[int]:
         first = meta.group << self._group_bits
         return set(range(first, first + meta.size))
-
-    def begun(self, groups: Iterable[int], version: int) -> None:
-        """Some of these groups' rows are being generated by this version from now on."""
-        for group in groups:
-            if self.knows(group):
-                self._begun[group] = min(version, self._begun.get(group, version))
-
-    def groups_begun(self) -> list[int]:
-        """Groups of open steps that are being generated, or have been."""
-        return [group for group in self._begun if self._book_of_group[group][0] == "train"]
-
-    def done(self, task: str, rows: Iterable[int]) -> None:
-        """These rows have what a task gives them."""
-        for row in rows:
-            if (book := self._book(row)) is not None:
-                book.todo[task].discard(row)
 
     def step_of(self, group: int) -> int:
         """The step that a group is a member of."""
@@ -299,6 +170,18 @@ class Ledger:
     def knows(self, group: int) -> bool:
         """Whether it is of an open step or evaluation."""
         return group in self._book_of_group
+
+    def num_groups(self, step: int) -> int:
+        """How many groups the step has, or has had: its members, and candidates that are no surplus."""
+        return sum(key == ("train", step) for key in self._book_of_group.values())
+
+    def groups(self) -> dict[int, list[int]]:
+        """By open step, the groups that it has had as members, in the order of their numbers."""
+        steps: dict[int, list[int]] = {}
+        for group, (purpose, step) in sorted(self._book_of_group.items()):
+            if purpose == "train":
+                steps.setdefault(step, []).append(group)
+        return steps
 
     def claim(self, step: int, group: int) -> int | None:
         """Have this complete group trained in this step, a member of which it becomes if it was one of a later step.
@@ -315,154 +198,87 @@ class Ledger:
         if not movable:
             return None
         other = max(movable, key=lambda g: (self._begun[g], g))
-        self._exchange(group, later, other, step)
+        self._books["train", later].exchange(group, book, other)
+        self._book_of_group[group], self._book_of_group[other] = ("train", step), ("train", later)
         return other
-
-    def _exchange(self, group: int, of_step: int, other: int, to_step: int) -> None:
-        """The two change steps, and mini-batches."""
-        source, target = self._books["train", of_step], self._books["train", to_step]
-        part_of = {group: target.part[other], other: source.part[group]}
-        for moved, left, entered, to in ((group, source, target, to_step), (other, target, source, of_step)):
-            rows: set[int] = set()
-            for task, passes in left.passes.items():
-                theirs = entered.passes[task][part_of[moved] :: self._mini_batches]
-                for one, other_one in zip(passes[left.part[moved] :: self._mini_batches], theirs, strict=True):
-                    other_one.members[moved] = rows = one.members.pop(moved)
-            for task in self.tasks:
-                entered.todo[task] |= left.todo[task] & rows
-                left.todo[task] -= rows
-            self._book_of_group[moved] = ("train", to)
-        source.part[other], target.part[group] = source.part.pop(group), target.part.pop(other)
 
     def give_up(self, dead: Iterable[DeadRow]) -> None:
         """These rows will never train: they leave their step, and are counted."""
         for letter in dead:
-            book, group = self._book(letter.row), letter.row >> self._group_bits
-            if book is None:
+            if (book := self._book_with(letter.row)) is not None:
+                book.give_up(letter.row)
+
+    def forget(self, purpose: str, step: int) -> None:
+        """Keep nothing of it."""
+        self._books.pop((purpose, step), None)
+        for group in [g for g, key in self._book_of_group.items() if key == (purpose, step)]:
+            del self._book_of_group[group]
+            self._begun.pop(group, None)
+
+    # -- members that are chosen among candidates -------------------------------------------------------------------------
+
+    def is_settled(self, step: int) -> bool:
+        """Whether the members of the step are known."""
+        return not self.is_open(step) or not self._books["train", step].num_left
+
+    def lacking(self, step: int) -> Candidates | None:
+        """The candidates of a step that has too few of them."""
+        book = self._books.get(("train", step))
+        candidates = book.candidates if book is not None else None
+        return candidates if candidates is not None and candidates.num_missing else None
+
+    def judge(self, group: int, *, is_varied: bool) -> None:
+        """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
+        book = self._book_with(group << self._group_bits)
+        if book is not None and book.candidates is not None:
+            book.candidates.judge(group, is_varied=is_varied)
+
+    def is_member(self, group: int) -> bool:
+        """Whether it has been chosen from the candidates of an open step."""
+        book = self._book_with(group << self._group_bits)
+        return book is not None and book.candidates is not None and group in book.candidates.members
+
+    def sift(self) -> list[tuple[int, Sifted]]:
+        """By step, what has become certain of its candidates since the last time: members are members from now on, what is
+        degenerate has nothing left to be done to it, and surplus has left its step."""
+        found = []
+        for (_, step), book in self._books.items():
+            if book.candidates is None or (sifted := book.candidates.sift()) is None:
                 continue
-            is_candidates = book.candidates is not None and book.candidates.give_up(group, letter.row)
-            if not is_candidates and not any(letter.row in one.members.get(group, ()) for one in chain(*book.passes.values())):
-                continue
-            for one in chain(*book.passes.values()):
-                one.remove(group, [letter.row])
-            for rows in book.todo.values():
-                rows.discard(letter.row)
-            book.dead += 1
+            for group, place in sifted.members.items():
+                rows = book.candidates.rows[group]
+                book.join(group, place * self._mini_batches // self._num_members, rows)
+                for task in self._of_members:
+                    book.todo[task].update(rows)
+            for todo in book.todo.values():
+                todo.difference_update(sifted.left)
+            for group in sifted.surplus:
+                del self._book_of_group[group]
+                self._begun.pop(group, None)
+            found.append((step, sifted))
+        return found
 
-    def offer(self, step: int, rank: int, group: int, tokens: int, statistics: Sequence[float] = (), task: str = "train") -> bool:
-        """This rank has a complete group of the step ready to train. False: another had it first, whose lease has expired since."""
-        book = self._open_book("train", step)
-        if group not in book.part:
-            return False
-        mine = book.passes[task][book.part[group] :: self._mini_batches]
-        if group not in mine[0].members or group in mine[0].order:
-            return False
-        for one in mine:
-            one.offer(rank, group, tokens)
-        book.statistics.setdefault(task, {})[group] = list(statistics)
-        book.taken.setdefault(task, Counter())[rank] += 1
-        return True
+    # -- what is done, and what is left to do -----------------------------------------------------------------------------
 
-    def may_take(self, step: int, rank: int, ahead: int, task: str = "train") -> bool:
-        """Whether a rank may have one more group of the step: its part is not full, nor has it so many more than any other. Who
-        keeps what it takes would have most of the step if it were there first, and the others would wait for it in every turn."""
-        book = self._open_book("train", step)
-        ranks, taken = range(len(book.passes[task][0].offered)), book.taken.get(task, Counter[int]())
-        return taken[rank] * len(ranks) < len(book.part) and taken[rank] < min(taken[each] for each in ranks) + ahead
+    def begun(self, groups: Iterable[int], version: int) -> None:
+        """Some of these groups' rows are being generated by this version from now on."""
+        for group in groups:
+            if self.knows(group):
+                self._begun[group] = min(version, self._begun.get(group, version))
 
-    def is_taken(self, step: int, task: str = "train") -> bool:
-        """Whether every group that is left of the step is in the hands of those who train it, or has been."""
-        book = self._open_book("train", step)
-        return not book.num_left and all(one.members.keys() <= one.order.keys() for one in book.passes[task])
+    def groups_begun(self) -> list[int]:
+        """Groups of open steps that are being generated, or have been."""
+        return [group for group in self._begun if self._book_of_group[group][0] == "train"]
 
-    def statistics(self, step: int, task: str = "train") -> list[float]:
-        """The sums, over the groups of the step, of what they were offered with: exact, but for one rounding."""
-        of_groups = self._open_book("train", step).statistics.get(task, {})
-        return [math.fsum(each) for each in zip(*of_groups.values(), strict=True)]
+    def done(self, task: str, rows: Iterable[int]) -> None:
+        """These rows have what a task gives them."""
+        for row in rows:
+            if (book := self._book_with(row)) is not None:
+                book.todo[task].discard(row)
 
-    def ask_turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> None:
-        """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
-        is_all = self.is_settled(step)
-        self._pass(step, task, update).ask_turn(rank, number, most=self._groups_per_turn, is_all=is_all)
-
-    def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
-        """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
-        turns = self._pass(step, task, update).turns
-        return turns[number][rank] if number < len(turns) else None
-
-    def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
-        """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
-        one = self._pass(step, task, update)
-        if foreign := set(group.rows).difference(*one.members.values()):
-            raise ValueError(f"row {min(foreign)} is not an open member of step {step}")
-        self._remove(one, group.rows)
-        one.sequences += len(group.rows) - len(group.empty_rows)
-        one.tokens += group.loss_tokens
-        if not group.is_finite:
-            one.non_finite_rows.extend(group.rows)
-
-    def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
-        """Whether nothing of the update is left to consume."""
-        return step < self._committed[task] or (self.is_settled(step) and not self._pass(step, task, update).members)
-
-    def consume_evaluation(self, version: int, rows: Iterable[int]) -> None:
-        """An evaluation has read these rows; with the last of them nothing of it is kept."""
-        self._remove(self._open_book("eval", version).passes["eval"][0], rows)
-
-    def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals:
-        """The figures of an update that is closed; a `ValueError` while members are missing.
-
-        Those of the step that the task committed last are kept: ranks that make no update together (a held step) may ask later.
-        """
-        if self._last_totals[task] and self._last_totals[task][0].step == step:
-            return self._last_totals[task][update]
-        book, one = self._open_book("train", step), self._pass(step, task, update)
-        if book.num_left:
-            raise ValueError(f"step {step} still waits for {book.num_left} of its members")
-        if one.members:
-            rows = sorted(chain(*one.members.values()))
-            raise ValueError(f"step {step} still waits for {len(rows)} rows, the first of them {rows[0]}")
-        return StepTotals(step, one.tokens, one.sequences, book.dead, one.non_finite_rows)
-
-    def commit(self, step: int, task: str = "train") -> list[StepTotals]:
-        """The step is final for a task: the figures of its updates. Steps commit in order; anything else is a `ValueError`."""
-        totals = [self.totals(step, task, update) for update in range(self.num_updates)]
-        if step != self._committed[task]:
-            raise ValueError(f"step {step} cannot be committed after {self._committed[task]} steps")
-        self._committed[task] += 1
-        self._last_totals[task] = totals
-        if all(committed > step for committed in self._committed.values()):
-            self.forget("train", step)
-        return totals
-
-    def groups(self) -> dict[int, list[int]]:
-        """By open step, the groups that it has had as members, in the order of their numbers."""
-        steps: dict[int, list[int]] = {}
-        for group, (purpose, step) in sorted(self._book_of_group.items()):
-            if purpose == "train":
-                steps.setdefault(step, []).append(group)
-        return steps
-
-    def not_generated(self) -> set[int]:
-        """Rows of open steps that lack something that comes before training, and that a run that is gone on with keeps."""
-        return {row for (purpose, _), book in self._books.items() if purpose == "train" for row in book.todo[self._last_kept]}
-
-    def is_open(self, step: int) -> bool:
-        return ("train", step) in self._books
-
-    def closed(self) -> list[tuple[str, int]]:
-        """(task, step) of what is closed (every member has been consumed or given up, or has what a task gives it step by step)
-        and not yet committed or forgotten."""
-        consumed = [
-            (task, step)
-            for (_, step), book in self._books.items()
-            for task, passes in book.passes.items()
-            if not book.num_left and not any(one.members for one in passes)
-        ]
-        steps = [(step, book) for (purpose, step), book in self._books.items() if purpose == "train"]
-        return consumed + [
-            (task, step) for task in self._by_step for step, book in steps if not book.todo[task] and not book.num_left
-        ]
+    def _book_with(self, row: int) -> Book | None:
+        key = self._book_of_group.get(row >> self._group_bits)
+        return self._books.get(key) if key is not None else None
 
     def is_done(self, task: str, step: int) -> bool:
         """Every row of the step has what the task gives it, or will never have it."""
@@ -471,9 +287,9 @@ class Ledger:
         is_all = task in self._of_candidates or self.is_settled(step)
         return step < self.committed or (is_all and not self._books["train", step].todo[task])
 
-    def task_before(self, task: str) -> str:
-        """The task whose outputs this one takes."""
-        return self.tasks[self.tasks.index(task) - 1] if task in self.tasks else self.tasks[-1]
+    def not_generated(self) -> set[int]:
+        """Rows of open steps that lack something that comes before training, and that a run that is gone on with keeps."""
+        return {row for (purpose, _), book in self._books.items() if purpose == "train" for row in book.todo[self._last_kept]}
 
     def unfinished(self, version: int) -> int:
         """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
@@ -502,28 +318,45 @@ class Ledger:
             if book.candidates is not None and book.num_left
         ]
 
-    def _remove(self, one: Pass, rows: Iterable[int]) -> None:
-        for row in rows:
-            one.remove(row >> self._group_bits, [row])
+    # -- what has been trained --------------------------------------------------------------------------------------------
 
-    def _pass(self, step: int, task: str, update: int) -> Pass:
-        return self._open_book("train", step).passes[task][update]
+    def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
+        """Whether nothing of the update is left to consume."""
+        return step < self._committed[task] or self.book(step).is_consumed(task, update)
 
-    def _book(self, row: int) -> _Book | None:
-        key = self._book_of_group.get(row >> self._group_bits)
-        return self._books.get(key) if key is not None else None
+    def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals:
+        """The figures of an update that is closed; a `ValueError` while members are missing.
 
-    def _open_book(self, purpose: str, step: int) -> _Book:
-        if (purpose, step) not in self._books:
-            raise ValueError(f"{purpose} step {step} is not open")
-        return self._books[purpose, step]
+        Those of the step that the task committed last are kept: ranks that make no update together (a held step) may ask later.
+        """
+        if self._last_totals[task] and self._last_totals[task][0].step == step:
+            return self._last_totals[task][update]
+        return self.book(step).totals(task, update)
 
-    def forget(self, purpose: str, step: int) -> None:
-        """Keep nothing of it."""
-        self._books.pop((purpose, step), None)
-        for group in [g for g, key in self._book_of_group.items() if key == (purpose, step)]:
-            del self._book_of_group[group]
-            self._begun.pop(group, None)
+    def closed(self) -> list[tuple[str, int]]:
+        """(task, step) of what is closed (every member has been consumed or given up, or has what a task gives it step by step)
+        and not yet committed or forgotten."""
+        consumed = [
+            (task, step)
+            for (_, step), book in self._books.items()
+            for task, passes in book.passes.items()
+            if not book.num_left and not any(one.members for one in passes)
+        ]
+        steps = [(step, book) for (purpose, step), book in self._books.items() if purpose == "train"]
+        return consumed + [
+            (task, step) for task in self._by_step for step, book in steps if not book.todo[task] and not book.num_left
+        ]
+
+    def commit(self, step: int, task: str = "train") -> list[StepTotals]:
+        """The step is final for a task: the figures of its updates. Steps commit in order; anything else is a `ValueError`."""
+        totals = [self.totals(step, task, update) for update in range(self.num_updates)]
+        if step != self._committed[task]:
+            raise ValueError(f"step {step} cannot be committed after {self._committed[task]} steps")
+        self._committed[task] += 1
+        self._last_totals[task] = totals
+        if all(committed > step for committed in self._committed.values()):
+            self.forget("train", step)
+        return totals
 
 
 def _by_book(metas: Iterable[GroupMeta]) -> dict[tuple[str, int], list[GroupMeta]]:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
-from asyncflow.workflows.ledger import Candidates, Ledger, Sifted, StepTotals, num_to_admit
-from asyncflow.workflows.ledger.steps import Consumed
+from asyncflow.workflows.ledger import Candidates, Consumed, Ledger, Sifted, StepTotals, num_to_admit
 from tests.builders import meta
 from tests.unit.workflows.test_ledger import BITS, Service, consumed, dead, settled
 
@@ -146,9 +145,9 @@ def test_nothing_of_a_step_closes_before_its_members_are_known() -> None:
     ledger = choosing()
     assert judge(ledger, g0=True)[0][1].members == {0: 0}
     assert ledger.is_member(0) and not ledger.is_member(1)
-    assert ledger.offer(0, 0, 0, 9) and not ledger.offer(0, 0, 1, 9)
-    assert not ledger.is_taken(0)
-    ledger.consume(0, consumed(*rows_of(0)))
+    assert ledger.book(0).offer(0, 0, 9) and not ledger.book(0).offer(0, 1, 9)
+    assert not ledger.book(0).is_taken()
+    ledger.book(0).consume(consumed(*rows_of(0)))
     assert ledger.closed() == [] and not ledger.is_consumed(0)
     with pytest.raises(ValueError, match="step 0 still waits for 1 of its members"):
         ledger.commit(0)
@@ -156,9 +155,9 @@ def test_nothing_of_a_step_closes_before_its_members_are_known() -> None:
         "train step 0: 1 members are not found yet, among 3 candidates, with 6 rows without a response",
     ]
     assert judge(ledger, g1=False, g2=True)[0][1].is_settled
-    assert ledger.is_settled(0) and not ledger.is_taken(0)
-    assert ledger.offer(0, 0, 2, 9) and ledger.is_taken(0)
-    ledger.consume(0, consumed(*rows_of(2), tokens=7))
+    assert ledger.is_settled(0) and not ledger.book(0).is_taken()
+    assert ledger.book(0).offer(0, 2, 9) and ledger.book(0).is_taken()
+    ledger.book(0).consume(consumed(*rows_of(2), tokens=7))
     assert ledger.closed() == [("train", 0)]
     assert ledger.commit(0) == [StepTotals(0, tokens=12, sequences=4, dead=0, non_finite_rows=[])]
     assert ledger._book_of_group == {} and ledger.missing() == []
@@ -211,7 +210,7 @@ def test_surplus_leaves_its_step_and_nothing_is_known_of_it_then() -> None:
     ledger.done("rollout", rows_of(0, 1, 2))
     assert ledger.sift() == [] and ledger._begun == {} and ledger.is_done("rollout", 0)
     for group in (0, 1):
-        ledger.consume(0, consumed(*rows_of(group)))
+        ledger.book(0).consume(consumed(*rows_of(group)))
     assert ledger.commit(0)[0].dead == 0
 
 
@@ -221,11 +220,11 @@ def test_rows_that_are_given_up_leave_candidates_and_members() -> None:
     ((_, sifted),) = judge(ledger, g0=True)
     assert sifted.members == {0: 0} and sifted.degenerate == [1] and sifted.left == []
     with pytest.raises(ValueError, match="row 0 is not an open member"):
-        ledger.consume(0, consumed(0, 1))
+        ledger.book(0).consume(consumed(0, 1))
     judge(ledger, g2=True)
     ledger.give_up([DeadRow(2, 8, "by a task that only members pass")])
-    ledger.consume(0, consumed(1))
-    ledger.consume(0, consumed(9))
+    ledger.book(0).consume(consumed(1))
+    ledger.book(0).consume(consumed(9))
     assert ledger.commit(0) == [StepTotals(0, 10, 2, 4, [])]
 
 
@@ -236,33 +235,33 @@ def test_mini_batches_are_neighbours_among_the_members() -> None:
     judge(ledger, g0=False, g2=False, g3=True, g4=True, g6=True, g5=True)
     for update, (first, second) in enumerate(((1, 3), (4, 5))):
         for group in (first, second):
-            ledger.consume(0, consumed(*rows_of(group)), update=update)
+            ledger.book(0).consume(consumed(*rows_of(group)), update=update)
         assert ledger.is_consumed(0, update=update)
 
 
 def test_a_turn_is_not_cut_short_while_more_members_may_come() -> None:
     ledger = choosing(3, 3, num_ranks=2)
     judge(ledger, g0=True)
-    ledger.offer(0, 0, 0, 9)
+    ledger.book(0).offer(0, 0, 9)
     for rank in range(2):
-        ledger.ask_turn(0, rank, 0)
-    assert ledger.turn(0, 0, 0) is None
+        ledger.book(0).ask_turn(rank, 0)
+    assert ledger.book(0).turn(0, 0) is None
     judge(ledger, g1=True, g2=False)
     ledger.widen([meta(3)])
-    ledger.offer(0, 0, 1, 9)
-    ledger.ask_turn(0, 1, 0)
-    assert ledger.turn(0, 0, 0) is None  # one more is to be found
+    ledger.book(0).offer(0, 1, 9)
+    ledger.book(0).ask_turn(1, 0)
+    assert ledger.book(0).turn(0, 0) is None  # one more is to be found
     judge(ledger, g3=True)
-    ledger.offer(0, 0, 3, 9)
-    ledger.ask_turn(0, 1, 0)
-    assert [ledger.turn(0, rank, 0) for rank in range(2)] == [[0], []]
+    ledger.book(0).offer(0, 3, 9)
+    ledger.book(0).ask_turn(1, 0)
+    assert [ledger.book(0).turn(rank, 0) for rank in range(2)] == [[0], []]
 
 
 def test_an_evaluation_has_no_candidates() -> None:
     ledger = choosing()
     ledger.open([meta(9, purpose="eval")])
     ledger.judge(9, is_varied=False)
-    ledger.consume_evaluation(0, rows_of(9))
+    ledger.book(0, "eval").consume_evaluation(rows_of(9))
     assert ledger.closed() == [("eval", 0)] and ledger.sift() == []
 
 
@@ -301,4 +300,4 @@ def test_what_is_consumed_has_to_be_a_member() -> None:
     ledger = choosing()
     one: Consumed = consumed(*rows_of(0))
     with pytest.raises(ValueError, match="row 0 is not an open member of step 0"):
-        ledger.consume(0, one)
+        ledger.book(0).consume(one)

@@ -44,12 +44,12 @@ def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0), meta(1)])
     assert ledger.is_open(0) and ledger.closed() == []
-    ledger.consume(0, consumed(0, 1, tokens=7))
+    ledger.book(0).consume(consumed(0, 1, tokens=7))
     ledger.give_up(dead(4))
     with pytest.raises(ValueError, match="step 0 still waits for 1 rows, the first of them 5"):
         ledger.totals(0)
     assert ledger.closed() == []
-    ledger.consume(0, consumed(5, tokens=4))
+    ledger.book(0).consume(consumed(5, tokens=4))
     assert ledger.closed() == [("train", 0)]
     assert ledger.totals(0) == StepTotals(0, tokens=11, sequences=3, dead=1, non_finite_rows=[])
 
@@ -57,13 +57,13 @@ def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
 def test_a_row_counts_once_however_often_it_is_given_up_or_consumed() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0, size=3)])
-    ledger.consume(0, consumed(0))
+    ledger.book(0).consume(consumed(0))
     ledger.give_up(dead(0, 1, 1))
     with pytest.raises(ValueError, match="row 0 is not an open member of step 0"):
-        ledger.consume(0, consumed(0, 2))
+        ledger.book(0).consume(consumed(0, 2))
     with pytest.raises(ValueError, match="row 1 is not"):
-        ledger.consume(0, consumed(1))
-    ledger.consume(0, consumed(2))
+        ledger.book(0).consume(consumed(1))
+    ledger.book(0).consume(consumed(2))
     assert ledger.totals(0) == StepTotals(0, 10, 2, 1, [])
 
 
@@ -72,8 +72,12 @@ def test_rows_of_another_step_and_of_no_step_are_refused() -> None:
     ledger.open([meta(0)])
     ledger.open([meta(1, step=1)])
     with pytest.raises(ValueError, match="row 4 is not an open member of step 0"):
-        ledger.consume(0, consumed(4))
-    for question in (lambda: ledger.consume(7, consumed(0)), lambda: ledger.totals(7), lambda: ledger.consume_evaluation(0, [0])):
+        ledger.book(0).consume(consumed(4))
+    for question in (
+        lambda: ledger.book(7).consume(consumed(0)),
+        lambda: ledger.totals(7),
+        lambda: ledger.book(0, "eval").consume_evaluation([0]),
+    ):
         with pytest.raises(ValueError, match="is not open"):
             question()
     ledger.done("rollout", [999])
@@ -93,15 +97,15 @@ def test_a_step_is_opened_once() -> None:
 def test_rows_whose_loss_was_not_finite_are_named() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0), meta(1)])
-    ledger.consume(0, consumed(0, 1, is_finite=False))
-    ledger.consume(0, consumed(4, 5))
+    ledger.book(0).consume(consumed(0, 1, is_finite=False))
+    ledger.book(0).consume(consumed(4, 5))
     assert ledger.totals(0).non_finite_rows == [0, 1]
 
 
 def test_a_row_without_a_token_to_train_on_is_no_response_of_the_mean() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0)])
-    ledger.consume(0, consumed(0, 1, empty=[1]))
+    ledger.book(0).consume(consumed(0, 1, empty=[1]))
     assert ledger.totals(0).sequences == 1
 
 
@@ -109,12 +113,12 @@ def test_steps_commit_in_order_and_once_closed() -> None:
     ledger = Ledger(BITS)
     for step in (0, 1):
         ledger.open([meta(step, step=step)])
-    ledger.consume(1, consumed(4, 5))
+    ledger.book(1).consume(consumed(4, 5))
     with pytest.raises(ValueError, match="step 1 cannot be committed after 0 steps"):
         ledger.commit(1)
     with pytest.raises(ValueError, match="still waits"):
         ledger.commit(0)
-    ledger.consume(0, consumed(0, 1))
+    ledger.book(0).consume(consumed(0, 1))
     assert ledger.commit(0)[0].sequences == 2 and ledger.committed == 1
     assert not ledger.is_open(0)
     assert ledger.is_consumed(0) and ledger.totals(0).sequences == 2  # for a rank that asks when the first one has committed
@@ -146,7 +150,7 @@ def test_every_task_has_its_own_rows_left_and_follows_another() -> None:
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, False, False]
     ledger.done("reward", [1])
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True, False]
-    ledger.consume(0, consumed(0, 1))
+    ledger.book(0).consume(consumed(0, 1))
     ledger.commit(0)
     assert all(ledger.is_done(task, 0) for task in ledger.tasks)
 
@@ -191,11 +195,11 @@ def test_a_complete_group_of_a_later_step_changes_places_with_the_one_begun_last
     complete(ledger, 3)
     complete(ledger, 2)
     assert ledger.claim(0, 3) not in (None, 3)
-    ledger.consume(0, consumed(12, 13))
+    ledger.book(0).consume(consumed(12, 13))
     assert ledger.claim(1, 0) == 0 and ledger.claim(0, 1) is not None  # the later step has group 0 now
-    ledger.consume(0, consumed(8, 9))
+    ledger.book(0).consume(consumed(8, 9))
     assert ledger.closed() == []  # group 1 remains
-    ledger.consume(0, consumed(4, 5))
+    ledger.book(0).consume(consumed(4, 5))
     assert ledger.closed() == [("train", 0)] and ledger.totals(0).sequences == 6
     assert ledger.commit(0) and ledger.missing() == ["train step 1: 6 rows without a response, 6 not consumed (first: 0)"]
 
@@ -208,8 +212,8 @@ def test_all_of_what_a_task_has_yet_to_do_moves_along() -> None:
     assert [ledger.is_done("rollout", step) for step in (0, 1)] == [True, False]
     assert ledger.claim(0, 2) is not None
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True]
-    ledger.consume(0, consumed(0, 1))
-    ledger.consume(0, consumed(8, 9))
+    ledger.book(0).consume(consumed(0, 1))
+    ledger.book(0).consume(consumed(8, 9))
     ledger.commit(0)
     complete(ledger, 3)
     assert [ledger.is_done(task, 1) for task in ledger.tasks] == [True, False]  # it waits for the rewards of group 1
@@ -274,7 +278,7 @@ class FirstCome:
                 if group is None:
                     continue
                 if self.ledger.claim(step, group) is not None:
-                    self.ledger.consume(step, consumed(*self.alive[group]))
+                    self.ledger.book(step).consume(consumed(*self.alive[group]))
                     assert group not in self.trained
                     self.trained[group] = step, step - self.oldest[group]
                 else:
@@ -615,7 +619,7 @@ def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() ->
     ledger.done("reward", rows[6])
     ledger.give_up(dead(rows[7][0]))
     assert ledger.not_generated() == {rows[7][1], *rows[8]}
-    ledger.consume(3, consumed(*rows[6], rows[7][1]))
+    ledger.book(3).consume(consumed(*rows[6], rows[7][1]))
     with pytest.raises(ValueError, match=r"is not open|cannot be committed"):
         ledger.commit(2)
     ledger.commit(3)
@@ -633,15 +637,15 @@ def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
     ledger = Ledger(BITS, epochs=2, mini_batches=2)
     ledger.open([meta(group) for group in (3, 0, 2, 1)])
     assert ledger.num_updates == 4
-    ledger.consume(0, consumed(*rows_of(0), tokens=3))
+    ledger.book(0).consume(consumed(*rows_of(0), tokens=3))
     with pytest.raises(ValueError, match="row 8 is not an open member"):
-        ledger.consume(0, consumed(*rows_of(2)))  # of the second mini-batch
-    ledger.consume(0, consumed(*rows_of(1), tokens=4))
+        ledger.book(0).consume(consumed(*rows_of(2)))  # of the second mini-batch
+    ledger.book(0).consume(consumed(*rows_of(1), tokens=4))
     assert ledger.is_consumed(0) and not ledger.is_consumed(0, "train", 1) and ledger.closed() == []
     assert ledger.totals(0) == StepTotals(0, 7, 4, 0, [])
     for update, groups in ((1, (2, 3)), (2, (0, 1)), (3, (2, 3))):
         assert ledger.closed() == []
-        ledger.consume(0, consumed(*rows_of(*groups), tokens=10 * update), update=update)
+        ledger.book(0).consume(consumed(*rows_of(*groups), tokens=10 * update), update=update)
     assert ledger.closed() == [("train", 0)]
     assert [totals.tokens for totals in ledger.commit(0)] == [7, 10, 20, 30] and ledger.committed == 1
 
@@ -652,7 +656,7 @@ def test_rows_that_are_given_up_leave_every_update() -> None:
     ledger.give_up(dead(0, 4, 5))
     for task in ("train", "critic"):
         for update in range(2):
-            ledger.consume(0, consumed(1), task, update)
+            ledger.book(0).consume(consumed(1), task, update)
             assert ledger.totals(0, task, update) == StepTotals(0, 5, 1, 3, [])
     assert ledger.closed() == [("train", 0), ("critic", 0)]
 
@@ -665,10 +669,10 @@ def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
     ledger.done("rollout", rows_of(2))
     assert ledger.claim(0, 2) == 1  # which was of step 0's second mini-batch, and is of step 1's first now
     for update in (1, 3):
-        ledger.consume(0, consumed(*rows_of(2)), update=update)
+        ledger.book(0).consume(consumed(*rows_of(2)), update=update)
     for update in (0, 2):
-        ledger.consume(1, consumed(*rows_of(1)), update=update)
-        ledger.consume(0, consumed(*rows_of(0)), update=update)
+        ledger.book(1).consume(consumed(*rows_of(1)), update=update)
+        ledger.book(0).consume(consumed(*rows_of(0)), update=update)
     assert ledger.closed() == [("train", 0)] and ledger.missing() == [
         "train step 1: 4 rows without a response, 2 not consumed (first: 12)"
     ]
@@ -684,13 +688,13 @@ def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
     assert ledger.closed() == []
     ledger.done("values", rows_of(0))
     assert ledger.closed() == [("values", 0)]
-    ledger.consume(0, consumed(*rows_of(0)))
+    ledger.book(0).consume(consumed(*rows_of(0)))
     assert ledger.closed() == [("train", 0), ("values", 0)]
     ledger.commit(0)
     assert ledger.committed == 1 and ledger.committed_by("critic") == 0 and ledger.is_open(0)
     with pytest.raises(ValueError, match="still waits for 2 rows"):
         ledger.commit(0, "critic")
-    ledger.consume(0, consumed(*rows_of(0)), "critic")
+    ledger.book(0).consume(consumed(*rows_of(0)), "critic")
     ledger.commit(0, "critic")
     assert ledger.committed_by("critic") == 1 and not ledger.is_open(0)
 
@@ -824,7 +828,7 @@ async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_oth
     await books.service.open([meta(group) for group in range(7)])
 
     def may_take() -> list[bool]:
-        return [books.ledger.may_take(0, rank, 2) for rank in range(3)]
+        return [books.ledger.book(0).may_take(rank, 2) for rank in range(3)]
 
     assert may_take() == [True] * 3
     for group, rank, expected in (
@@ -841,12 +845,12 @@ async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_oth
     assert not await settled(waiting)  # 3 of 7 are its part, rounded up, however far the others get
     await books.service.offer(0, 2, 6, 9)
     await asyncio.wait_for(waiting, 1)  # nothing is left to take
-    assert not books.ledger.may_take(0, 0, 9)
+    assert not books.ledger.book(0).may_take(0, 9)
     await asyncio.wait_for(books.service.may_take(5, 0, 2), 1)  # of a step that is over, neither
 
     books = Service(num_ranks=2, trained=("train", "critic"))  # whose second model has one rank
     await books.service.open([meta(group) for group in range(3)])
     for group in range(3):
-        assert books.ledger.may_take(0, 0, 1, "critic")
+        assert books.ledger.book(0).may_take(0, 1, "critic")
         await books.service.offer(0, 0, group, 9, [], "critic")
-    assert [books.ledger.may_take(0, rank, 1) for rank in range(2)] == [True, True]
+    assert [books.ledger.book(0).may_take(rank, 1) for rank in range(2)] == [True, True]

@@ -397,7 +397,7 @@ async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
         await world.complete(0)
         await asyncio.wait_for(training, 5)
         assert trained == [2.5, 2.5]  # 1 / (1 + 1) + 2 groups
-        assert world.ledger.statistics(0) == [2.0, 2.0]
+        assert world.ledger.book(0).sums() == [2.0, 2.0]
 
 
 async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> None:
