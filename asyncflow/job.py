@@ -30,6 +30,7 @@ from asyncflow.build.prompts import left_out_lines, source_of, tokenize
 from asyncflow.build.record import Told
 from asyncflow.build.rescue import Rescue
 from asyncflow.build.resume import Resumed
+from asyncflow.build.running import Running
 from asyncflow.build.scaling import Scaling
 from asyncflow.build.watch import Watch
 from asyncflow.cluster import CLUSTERS
@@ -87,9 +88,7 @@ class Job:
         self._evaluate_only, self._resume = evaluate_only, resume
         self._life = Life(config, self.listener.says, resume=resume)
         self._interrupted = asyncio.Event()
-        self._has_failed = False
         self._changed = Signal()
-        self._loops: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:
         """Check everything, then start the workers and the loops. Raises `UserError` before anything is started.
@@ -112,6 +111,7 @@ class Job:
         watch = Watch(driver)
         driver.serve("status", watch)
         self._server, self._cluster = self._place(driver, life.weights_dir)
+        self._running = Running(driver, self._cluster, self._interrupted, listener.says)
         self.scaling = Scaling(
             config,
             driver.board,
@@ -127,7 +127,7 @@ class Job:
             driver.board,
             driver.hub,
             config.checkpoint.stop_grace_seconds,
-            has_failed=lambda: self._has_failed,
+            has_failed=lambda: self._running.has_failed,
             has_saved=lambda: life.has_saved,
             says=listener.says,
         )
@@ -135,11 +135,11 @@ class Job:
         self.driver = driver
         await driver.transfer_queue.open()
         await self._open_doors()
-        if not await self._start_workers(self._fleet(life.weights_dir)):
+        if not await self._running.start(self._fleet(life.weights_dir)):
             return
         driver.progress()  # it has not stood still, however long there was no room for them
         self.scaling.begin()
-        self._loops = [asyncio.create_task(loop) for loop in [*driver.loops(), watch.run(), self._begun(driver)]]
+        self._running.begin([*driver.loops(), watch.run(), self._begun(driver)])
 
     async def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until the condition holds, looking again after every step and evaluation. False: interrupted.
@@ -148,25 +148,8 @@ class Job:
         """
         if self._interrupted.is_set():  # perhaps before there were any workers
             return condition()
-        reached = asyncio.ensure_future(self._changed.until(condition))
-        interrupted = asyncio.ensure_future(self._interrupted.wait())
         assert self.driver is not None
-        over = asyncio.ensure_future(self._cluster.wait(self.driver.health.died, self.driver.health.goes_on_without))
-        try:
-            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self.driver.beside.failure, *self._loops}
-            while not reached.done() and not interrupted.done():
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                if over in done and not reached.done():
-                    raise RunError("every worker has ended, but the run has not")
-            return reached.done()
-        except BaseException:
-            self._has_failed = True
-            raise
-        finally:
-            for future in (reached, interrupted, over):
-                future.cancel()
+        return await self._running.until(self._changed.until(condition))
 
     async def run(self) -> bool:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`."""
@@ -196,14 +179,10 @@ class Job:
 
     async def _stop(self, driver: Driver) -> None:
         await driver.stop()
-        await self._finish_step(driver)
+        await self._running.finish_step(self.config.run.stop_grace_seconds)
         grace = self._grace_seconds(driver)
         await self.scaling.stop()
-        for name in await self._cluster.stop(grace, partial(self._settle, driver, grace)):
-            self.listener.says(f"worker {name} did not end within {grace:g} s and was killed")
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self._running.stop(grace, partial(self._settle, driver, grace))
         await self._server.close()
         control_socket(self.config.run_dir).unlink(missing_ok=True)
         if not self._evaluate_only:
@@ -301,21 +280,6 @@ class Job:
             self.listener.says(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
             self._life.tell_workers(msgspec.structs.replace(self._life.job, door=door))
 
-    async def _start_workers(self, fleet: Sequence[WorkerSpec]) -> bool:
-        """False: interrupted before they were all started, for which a cluster may have to wait."""
-        starting = asyncio.ensure_future(self._cluster.start(fleet))
-        interrupted = asyncio.ensure_future(self._interrupted.wait())
-        try:
-            await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                return False
-            await starting
-            return True
-        finally:
-            for future in (starting, interrupted):
-                future.cancel()
-            await asyncio.gather(starting, interrupted, return_exceptions=True)
-
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps
         held_out = self.driver.evaluating.held_out if self.driver is not None else None
@@ -323,32 +287,6 @@ class Job:
         saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
         has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
         return len(self.rows) >= steps and evaluated and saved and has_begun
-
-    async def _finish_step(self, driver: Driver) -> None:
-        """A step whose updates have begun is made to its end, for as long as something moves: half of them is no state that a run
-        could end with. What the workers are given to end in begins after its commit."""
-        if self._has_failed or not driver.ledger.is_finishing:
-            return
-        finished = asyncio.ensure_future(driver.ledger.finished())
-        over = asyncio.ensure_future(self._cluster.wait(driver.health.died, driver.health.goes_on_without))
-        waiting: set[asyncio.Future[Any]] = {finished, over, driver.beside.failure, *self._loops}  # of which one is the watchdog
-        seconds: float | None = self.config.run.stop_grace_seconds
-        try:
-            while not finished.done() and not over.done():
-                done, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                if not done:
-                    self.listener.says("the step whose updates have begun is made to its end: interrupt again to end at once")
-                    seconds = None
-        except asyncio.CancelledError:
-            await self._cluster.stop(0.0)
-            raise
-        except Exception as error:  # whatever it is, the run is to stop
-            self.listener.says(f"the step whose updates had begun was not made to its end: {error}")
-        finally:
-            for future in (finished, over):
-                future.cancel()
 
     def _grace_seconds(self, driver: Driver) -> float:
         """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
@@ -358,7 +296,7 @@ class Job:
             return max(grace, checkpoint.stop_grace_seconds)
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
         is_to_be_read = not driver.has_begun
-        is_hasty = self._has_failed or self.ended_by == signal.SIGINT
+        is_hasty = self._running.has_failed or self.ended_by == signal.SIGINT
         return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
 
     def _on_step(self, step: int, row: Mapping[str, float]) -> None:
