@@ -222,7 +222,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
     Yields its address, which the environment now has the token for.
     """
-    from asyncflow.cluster.ray_cluster import _ALONE
+    from asyncflow.cluster.ray_connection import _ALONE
     from asyncflow.cluster.ray_host import write_private
 
     scratch = Path("/tmp") / f"asyncflow-ray-test-{os.getpid()}"

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from asyncflow.cluster import base, ray_cluster, ray_host
+from asyncflow.cluster import base, ray_cluster, ray_connection, ray_host, ray_places, ray_process
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.ray_cluster import RayCluster
 from asyncflow.cluster.ray_host import Host, Letter
@@ -130,7 +130,7 @@ def test_the_environment_of_a_worker_here_and_elsewhere(own_cluster: RayCluster,
     for name in ("MY_CHOICE", "NCCL_DEBUG", "A_SECRET", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "1")
     worker = WorkerSpec("trainer/3", "e", {"LOCAL_RANK": "3", "RANK": "3"})
-    place = ray_cluster._Place(worker, ray_cluster._Pool(None, set()), 0, {"CPU": 1.0})
+    place = ray_places.Place(worker, ray_places._Pool(None, set()), 0, {"CPU": 1.0})
     here = own_cluster._environment(place, is_abroad=False)
     assert here["A_SECRET"] == here["MY_CHOICE"] == "1" and here["LOCAL_RANK"] == "3"
     elsewhere = own_cluster._environment(place, is_abroad=True)
@@ -282,8 +282,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A cluster of one node that the tests join, each for itself."""
     folder = tmp_path_factory.mktemp("ray")
     scratch = Path("/tmp") / f"asyncflow-ray-test-{os.getpid()}"  # a socket's path is short
-    ray_host.write_private(scratch, {"token": ray_cluster._token().encode()})
-    os.environ.update(ray_cluster._ALONE, RAY_AUTH_TOKEN_PATH=str(scratch / "token"))
+    ray_host.write_private(scratch, {"token": ray_connection._token().encode()})
+    os.environ.update(ray_connection._ALONE, RAY_AUTH_TOKEN_PATH=str(scratch / "token"))
     command = [sys.executable, "-m", "asyncflow.cluster.ray_guard", str(scratch)]
     with (folder / "log").open("wb") as log:
         guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
@@ -390,7 +390,8 @@ async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluste
 async def test_a_host_that_hangs_does_not_outlive_its_cluster_s_stop(
     cluster: RayCluster, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 2.0)
+    for module in (ray_connection, ray_places, ray_process, ray_cluster):
+        monkeypatch.setattr(module, "HOST_SECONDS", 2.0)
     await cluster.start([spec(run_dir, "stays")])
     worker = await own_pid(run_dir)
     host = psutil.Process(worker).parent()
@@ -427,7 +428,7 @@ async def test_who_leaves_is_not_missed_and_who_joins_is_watched(cluster: RayClu
 
 @needs_ray
 async def test_in_a_cluster_with_room_for_two_another_comes_when_one_has_left(run_dir: Path, address: str) -> None:
-    half = {"rollout": {"CPU": ray_cluster.LOCAL_CPUS // 2}}
+    half = {"rollout": {"CPU": ray_connection.LOCAL_CPUS // 2}}
     cluster = RayCluster(run_dir, address=address, start_seconds=60.0, resources=half)
     (run_dir / "rollout").mkdir()
     try:
@@ -475,14 +476,14 @@ async def test_a_cluster_that_is_not_there_is_said_at_once(run_dir: Path) -> Non
 async def test_a_cluster_of_its_own_is_closed_to_others_and_leaves_nothing(run_dir: Path) -> None:
     cluster = RayCluster(run_dir)
     await cluster.start([spec(run_dir, "stays")])
-    guard = cluster._guard
+    guard = cluster._connection._guard
     assert guard is not None
     everyone = psutil.Process(guard.pid).children(recursive=True)
     names = {process.name() for process in everyone}
     assert {"gcs_server", "raylet"} <= names
     doors = [door for p in everyone for door in p.net_connections("inet") if door.status == psutil.CONN_LISTEN]
     assert doors and not [door for door in doors if door.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
-    token = (cluster._scratch or Path()) / "token"
+    token = (cluster._connection._scratch or Path()) / "token"
     assert token.stat().st_mode & 0o077 == 0
     secret = token.read_text()
     assert not [p for p in [*everyone, psutil.Process(guard.pid)] if secret in " ".join(p.cmdline())]

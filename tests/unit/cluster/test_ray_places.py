@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
-from asyncflow.cluster import base, ray_cluster
+from asyncflow.cluster import base, ray_cluster, ray_connection, ray_places, ray_process
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.ray_cluster import RayCluster
 from asyncflow.types import RunError, UserError
+
+USERS = (ray_connection, ray_places, ray_process, ray_cluster)
+"""Who uses Ray, and waits for it."""
 
 
 class RayError(Exception):
@@ -158,13 +161,15 @@ Make = Callable[..., tuple[RayCluster, Ray]]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     (tmp_path / "config.yaml").write_text("model: {path: m}\ndata: {path: d}\n")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(ray_cluster, "ASK_SECONDS", 0.01)
+    for module in (ray_places, ray_process):
+        monkeypatch.setattr(module, "ASK_SECONDS", 0.01)
     monkeypatch.setattr(base, "RESTART_SECONDS", (0.01, 0.01))
 
     def make(room: int, **options: Any) -> tuple[RayCluster, Ray]:
         ray, cluster = Ray(room), RayCluster(tmp_path, **options)
-        monkeypatch.setattr(ray_cluster, "_ray", lambda: ray)
-        cluster._node, cluster._is_ours = "here", True
+        for module in USERS:
+            monkeypatch.setattr(module, "import_ray", lambda: ray)
+        cluster._connection.node, cluster._connection._is_ours = "here", True
         return cluster, ray
 
     return make
@@ -181,7 +186,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def ends(cluster: RayCluster, name: str) -> None:
-    cluster._places[name].host.ended.set_result(0)
+    cluster._places.by_name[name].host.ended.set_result(0)
     assert await asyncio.wait_for(cluster.end(name, 5.0), 5.0)
 
 
@@ -189,10 +194,10 @@ async def test_who_joins_takes_the_place_of_one_that_has_left(make: Make) -> Non
     cluster, ray = make(2, start_seconds=0.5)
     await cluster.start(rollouts(0, 1))
     for name in ("rollout/1", "rollout/0", "rollout/1"):  # again and again
-        bundle = cluster._places[name].bundle
+        bundle = cluster._places.by_name[name].bundle
         await ends(cluster, name)
         await cluster.start(rollouts(int(name[-1])))
-        assert cluster._places[name].bundle == bundle
+        assert cluster._places.by_name[name].bundle == bundle
     assert len(ray.groups) == 1 and ray.room == 0 and not ray.removed
     assert await cluster.stop(0.0) == ["rollout/0", "rollout/1"]
     assert ray.removed == ray.groups and ray.room == 2
@@ -217,7 +222,7 @@ async def test_a_place_that_comes_free_while_one_waits_for_room_is_taken(make: M
     await until(lambda: len(ray.groups) == 2)
     await ends(cluster, "rollout/1")
     await asyncio.wait_for(joining, 2.0)
-    assert cluster._places["rollout/2"].bundle == 1 and ray.removed == ray.groups[1:] and ray.room == 0
+    assert cluster._places.by_name["rollout/2"].bundle == 1 and ray.removed == ray.groups[1:] and ray.room == 0
     await cluster.stop(0.0)
 
 
@@ -259,13 +264,13 @@ async def test_who_is_called_back_while_waiting_for_room_leaves_no_group(make: M
 async def test_one_that_leaves_when_the_cluster_is_stopped_has_left_before_ray_goes(make: Make) -> None:
     cluster, ray = make(2)
     await cluster.start(rollouts(0, 1))
-    leaver = cluster._places["rollout/1"].host
+    leaver = cluster._places.by_name["rollout/1"].host
     leaver.ended.set_result(0)
     await until(lambda: cluster._children["rollout/1"].process.returncode == 0)
     ray.may_answer.clear()
     ending = asyncio.create_task(cluster.end("rollout/1", 5.0))
     await until(lambda: "leave" in leaver.calls)
-    cluster._places["rollout/0"].host.ended.set_result(0)
+    cluster._places.by_name["rollout/0"].host.ended.set_result(0)
     stopping = asyncio.create_task(cluster.stop(5.0))
     await asyncio.sleep(0.05)
     assert ray.is_up and not stopping.done()
@@ -278,7 +283,7 @@ async def test_one_that_is_being_started_again_when_it_leaves_is_gone_when_it_ha
     cluster, ray = make(2)
     await cluster.start(rollouts(0, 1, max_restarts=3))
     waiting = asyncio.create_task(cluster.wait(lambda *death: None))
-    host = cluster._places["rollout/1"].host
+    host = cluster._places.by_name["rollout/1"].host
     await until(lambda: "listen" in host.calls)
     ray.may_answer.clear()
     num_calls = len(host.calls)
@@ -286,11 +291,11 @@ async def test_one_that_is_being_started_again_when_it_leaves_is_gone_when_it_ha
     await until(lambda: len(host.calls) > num_calls)  # it is being started again
     ending = asyncio.create_task(cluster.end("rollout/1", 5.0))
     await asyncio.sleep(0.05)
-    assert not ending.done() and "rollout/1" in cluster._places
+    assert not ending.done() and "rollout/1" in cluster._places.by_name
     ray.may_answer.set()
     await asyncio.wait_for(ending, 5.0)
     assert host.ended.done() and host.calls[-2:] == ["leave", "killed"] and not waiting.done()
-    assert cluster._pools[0].free == [1]
+    assert cluster._places._pools[0].free == [1]
     await cluster.stop(0.0)
     await asyncio.wait([waiting])
 
@@ -304,7 +309,7 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     async def give_up() -> None:
         given_up.append(True)
 
-    process = ray_cluster._Process(actor, 1, tmp_path / "log", give_up, is_here=True)
+    process = ray_process.RayProcess(actor, 1, tmp_path / "log", give_up, is_here=True)
     await until(lambda: actor.calls.count("listen") == 4)
     assert process.returncode is None
     actor.errors = [ActorUnavailableError("the network is down")]
@@ -315,7 +320,7 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
 
 async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, ray = make(1)
-    monkeypatch.setattr(ray_cluster, "UNAVAILABLE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_process, "UNAVAILABLE_SECONDS", 0.1)
     actor = Actor(ray, (Group(ray, []), 0))
     actor.errors = [ActorUnavailableError("the network is down")] * 10_000
     given_up: list[bool] = []
@@ -323,8 +328,8 @@ async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pyt
     async def give_up() -> None:
         given_up.append(True)
 
-    process = ray_cluster._Process(actor, 1, tmp_path / "log", give_up, is_here=True)
-    assert await asyncio.wait_for(process.wait(), 5.0) == ray_cluster.LOST_STATUS
+    process = ray_process.RayProcess(actor, 1, tmp_path / "log", give_up, is_here=True)
+    assert await asyncio.wait_for(process.wait(), 5.0) == ray_process.LOST_STATUS
     assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and given_up
 
 
@@ -332,7 +337,7 @@ async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cluster, ray = make(1)
-    monkeypatch.setattr(ray_cluster, "UNAVAILABLE_SECONDS", 1.0)
+    monkeypatch.setattr(ray_process, "UNAVAILABLE_SECONDS", 1.0)
     await cluster.start(rollouts(0, max_restarts=1))
     deaths: list[str] = []
     waiting = asyncio.create_task(cluster.wait(lambda name, why, is_given_up: deaths.append(why)))
@@ -348,7 +353,8 @@ async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(
 
 async def test_a_host_that_hangs_does_not_keep_the_cluster_from_stopping(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, ray = make(2)
-    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 0.2)
+    for module in USERS:
+        monkeypatch.setattr(module, "HOST_SECONDS", 0.2)
     await cluster.start(rollouts(0, 1))
     hung, other = ray.actors
     await until(lambda: "listen" in hung.calls)
@@ -374,7 +380,7 @@ async def test_no_group_is_asked_of_a_head_that_is_gone(make: Make, monkeypatch:
     async def answers(address: str) -> bool:
         return False
 
-    monkeypatch.setattr(ray_cluster, "_answers", answers)
+    monkeypatch.setattr(ray_connection, "_answers", answers)
     with pytest.raises(RunError, match=r"the head of the Ray cluster at .* does not answer"):
         await cluster.start(rollouts(0))
     assert ray.groups == []
@@ -414,7 +420,7 @@ async def test_trainers_on_several_nodes_are_told_so_and_the_first_one_stays(abr
     await cluster.start([*trainers(3), *rollouts(0)])
     here = {"ray.io/node-id": "here"}
     assert ray.labels == [[here, {}, {}], [here]]  # rollouts have no door to weights elsewhere
-    environments = [cluster._environment(cluster._places[f"trainer/{rank}"], is_abroad=rank > 0) for rank in range(3)]
+    environments = [cluster._environment(cluster._places.by_name[f"trainer/{rank}"], is_abroad=rank > 0) for rank in range(3)]
     assert [(e["LOCAL_WORLD_SIZE"], e["STORE"]) for e in environments] == [("1", "driver"), ("2", "driver"), ("2", "driver")]
     await cluster.stop(0.0)
 
@@ -422,7 +428,7 @@ async def test_trainers_on_several_nodes_are_told_so_and_the_first_one_stays(abr
 async def test_trainers_that_are_all_here_are_as_they_are_locally(abroad: Make) -> None:
     cluster, _ = abroad(2)
     await cluster.start(trainers(2))
-    environments = [cluster._environment(cluster._places[f"trainer/{rank}"], is_abroad=False) for rank in range(2)]
+    environments = [cluster._environment(cluster._places.by_name[f"trainer/{rank}"], is_abroad=False) for rank in range(2)]
     assert [(e["LOCAL_WORLD_SIZE"], e["STORE"]) for e in environments] == [("2", "a file")] * 2
     await cluster.stop(0.0)
 
@@ -458,15 +464,15 @@ async def test_where_the_cluster_is_decides_who_may_go_elsewhere(
     async def answers(address: str) -> bool:
         return True
 
-    monkeypatch.setattr(ray_cluster, "_answers", answers)
+    monkeypatch.setattr(ray_connection, "_answers", answers)
     for address in (None, "auto"):
         for head, labels in (("127.0.0.1:6379", None), ("10.0.0.1:6379", [{"ray.io/node-id": "here"}])):
             cluster, ray = make(1, address=address)
             ray.is_initialized = lambda: True  # type: ignore[attr-defined]
             context = SimpleNamespace(get_node_id=lambda: "here", gcs_address=head)
             ray.get_runtime_context = lambda context=context: context  # type: ignore[attr-defined]
-            monkeypatch.setitem(ray_cluster.sys.modules, "ray", ray)  # type: ignore[attr-defined]
-            cluster._node = ""
+            monkeypatch.setitem(ray_connection.sys.modules, "ray", ray)  # type: ignore[attr-defined]
+            cluster._connection.node = ""
             await cluster.start([WorkerSpec("reward", "m:f", needs={"CPU": 1.0})])
             assert ray.labels == [labels]
             await cluster.stop(0.0)
@@ -475,7 +481,7 @@ async def test_where_the_cluster_is_decides_who_may_go_elsewhere(
 async def test_who_is_needed_by_others_is_ended_after_them(make: Make) -> None:
     cluster, ray = make(2)
     await cluster.start([WorkerSpec("storage/0", "m:f", needs={"CPU": 1.0}, outlives_others=True), *rollouts(0)])
-    unit, worker = (cluster._places[name].host for name in ("storage/0", "rollout/0"))
+    unit, worker = (cluster._places.by_name[name].host for name in ("storage/0", "rollout/0"))
     seen: list[bool] = []
 
     async def settle() -> None:
@@ -490,7 +496,7 @@ async def test_who_is_needed_by_others_is_started_again_while_the_cluster_stops(
     unit = WorkerSpec("storage/0", "m:f", needs={"CPU": 1.0}, outlives_others=True, max_restarts=3)
     await cluster.start([unit, *rollouts(0, max_restarts=3)])
     waiting = asyncio.create_task(cluster.wait(lambda *death: None))
-    hosts = [cluster._places[name].host for name in ("storage/0", "rollout/0")]
+    hosts = [cluster._places.by_name[name].host for name in ("storage/0", "rollout/0")]
     await until(lambda: all("listen" in host.calls for host in hosts))
 
     async def settle() -> None:
@@ -512,16 +518,16 @@ async def test_a_cluster_of_one_s_own_leaves_the_environment_as_it_was(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
     before = dict(os.environ)
-    monkeypatch.setattr(ray_cluster, "_was_imported_alone", True)
-    monkeypatch.setattr(ray_cluster.sys, "executable", "/bin/false" if seconds == 30.0 else "/bin/cat")  # type: ignore[attr-defined]
-    monkeypatch.setattr(ray_cluster, "HOST_SECONDS", 1.0)
+    monkeypatch.setattr(ray_connection, "_was_imported_alone", True)
+    monkeypatch.setattr(ray_connection.sys, "executable", "/bin/false" if seconds == 30.0 else "/bin/cat")  # type: ignore[attr-defined]
+    monkeypatch.setattr(ray_connection, "HOST_SECONDS", 1.0)
     why = "Ray has ended instead of starting" if seconds == 30.0 else "Ray did not start within 0.2 s"
     real = asyncio.create_subprocess_exec
     monkeypatch.setattr(asyncio, "create_subprocess_exec", lambda program, *arguments, **options: real(program, **options))
     with pytest.raises(RunError, match=why):
-        await cluster._begin_cluster()
+        await cluster._connection._begin_cluster(cluster._options.start_seconds)
     assert os.environ["RAY_AUTH_TOKEN_PATH"] and "RAY_AUTH_TOKEN" not in os.environ
-    cluster._is_ours = False
+    cluster._connection._is_ours = False
     await cluster.stop(0.0)
     assert dict(os.environ) == before
 
@@ -530,12 +536,12 @@ async def test_a_cluster_without_a_token_is_joined_with_a_warning(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cluster, ray = make(1, address="auto")
-    monkeypatch.delitem(ray_cluster.sys.modules, "ray", raising=False)  # type: ignore[attr-defined]
+    monkeypatch.delitem(ray_connection.sys.modules, "ray", raising=False)  # type: ignore[attr-defined]
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "1")
     ray.init = lambda address, **options: None  # type: ignore[attr-defined]
     ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "here", gcs_address="")  # type: ignore[attr-defined]
     for mode, is_warned in (("token", False), ("disabled", True)):
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
         caplog.clear()
-        await cluster._connect()
+        await cluster._connection.connect(cluster._options)
         assert ("RAY_AUTH_MODE=disabled: whoever reaches the Ray cluster at auto runs code on it" in caplog.text) == is_warned
