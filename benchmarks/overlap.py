@@ -4,9 +4,9 @@
                                  [--median 36] [--sigma 0.85] [--longest 260]
 
 All modes run the same seed and workload: 40 prompts x 8 responses a step, of lognormal length, made by a random model. The first
-two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago: the
-modes are run in their order and then in the reverse of it, and a figure is of all these rounds, so that such a drift is in both
-sides of a ratio.
+two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago: all
+runs are made in their order and then in the reverse of it, and a figure is the mean of its rounds' medians, so that a steady drift
+is in both sides of a ratio.
 
 periodic. From the synchronous runs' spans come, for every step, the moments done_i at which its groups were complete (from when
 generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
@@ -45,16 +45,16 @@ class Rounds(list[Run]):
 
     @property
     def seconds(self) -> float:
-        """Of a step, the median."""
-        return statistics.median(done.rows[step]["perf/step_seconds"] for done in self for step in done.measured)
+        """Of a step: the mean of the rounds' medians."""
+        return self.mean(lambda done: statistics.median(done.rows[step]["perf/step_seconds"] for step in done.measured))
 
     @property
     def recurrence(self) -> float:
-        """Seconds: the median of x, see the module's head. Of synchronous runs."""
-        return statistics.median(recurrence(done, step) for done in self for step in done.measured)
+        """Seconds, of synchronous runs: x of the module's head, the mean of the rounds' medians."""
+        return self.mean(lambda done: statistics.median(recurrence(done, step) for step in done.measured))
 
-    def mean(self, share: Callable[[Run], float]) -> float:
-        return statistics.fmean(map(share, self))
+    def mean(self, figure: Callable[[Run], float]) -> float:
+        return statistics.fmean(map(figure, self))
 
 
 def run(
@@ -86,7 +86,7 @@ def recurrence(synchronous: Run, step: int) -> float:
 def main() -> int:
     arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 64])
-    arguments.add_argument("--rounds", type=int, default=2, help="runs of each mode, the second in reverse order")
+    arguments.add_argument("--rounds", type=int, default=2, help="of all runs, every second one in reverse order")
     arguments.add_argument("--steps", type=int, default=10, help="of each run")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
     arguments.add_argument("--median", type=float, default=36.0, help="of the responses' lengths, in tokens")
@@ -98,13 +98,12 @@ def main() -> int:
     print("slots  mode          s a step  recurrence  rollout idle  trainer idle  occupancy  exposed weights  staleness")
     with runs_folder(given.dir) as folder:
         model = make_model(folder / "model")
-        for slots in given.slots:
-            for turn in range(given.rounds):
-                for mode in given.modes[:: -1 if turn % 2 else 1]:
-                    name = f"{mode}-{slots}-{turn}"
-                    done = run(name, folder, model, mode, slots, given.steps, lengths, given.longest)
-                    runs.setdefault((mode, slots), Rounds()).append(done)
-                    show(mode, slots, done)
+        order = [(mode, slots) for slots in given.slots for mode in given.modes]
+        for turn in range(given.rounds):
+            for mode, slots in order[:: -1 if turn % 2 else 1]:
+                done = run(f"{mode}-{slots}-{turn}", folder, model, mode, slots, given.steps, lengths, given.longest)
+                runs.setdefault((mode, slots), Rounds()).append(done)
+                show(mode, slots, done)
     return finish([*periodic_figures(runs, given.slots), *delayed_figures(runs, given.slots)], given.json)
 
 
@@ -140,9 +139,9 @@ def delayed_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) ->
     fastest = best(runs, "delayed", slots)
     chosen = min(n for n in slots if runs["delayed", n].seconds <= 1.05 * fastest)
     done = runs["delayed", chosen]
-    idle = min(done.mean(lambda run: run.idle(WORKER)), done.mean(lambda run: run.idle("trainer/0")))
-    occupancy = done.mean(lambda run: run.occupancy(WORKER, chosen))
-    over_all = done.mean(lambda run: run.occupancy(WORKER, chosen) * run.share(WORKER, "generate"))
+    idle = min(done.mean(lambda one: one.idle(WORKER)), done.mean(lambda one: one.idle("trainer/0")))
+    occupancy = done.mean(lambda one: one.occupancy(WORKER, chosen))
+    over_all = done.mean(lambda one: one.occupancy(WORKER, chosen) * one.share(WORKER, "generate"))
     figures = [
         Figure(f"delayed, {chosen} slots: idle share of the busier side", idle, "", "<= 0.05"),
         Figure(f"delayed, {chosen} slots: mean slot occupancy", occupancy, "", ">= 0.85"),
@@ -150,7 +149,7 @@ def delayed_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) ->
         Figure(f"delayed, {chosen} slots: exposed weight time / step", done.mean(exposed), "", "<= 0.01"),
         Figure(
             f"delayed, {chosen} slots: publishing / step, on the trainer",
-            done.mean(lambda run: run.share("trainer/0", "publish")),
+            done.mean(lambda one: one.share("trainer/0", "publish")),
             "",
         ),
     ]

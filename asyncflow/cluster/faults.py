@@ -46,6 +46,8 @@ class Faults:
     """By worker, those that are waited for, and for nothing."""
     resizes: tuple[Resize, ...] = ()
     """Rollout workers that join and leave."""
+    calls: tuple[float, ...] = ()
+    """When somebody calls for the weights of the last committed step."""
 
     @classmethod
     def drawn(
@@ -77,11 +79,13 @@ class Faults:
         most = max((resize.size for resize in resizes), default=0)
         joiners = [name for i in range(1, most) if (name := f"rollout/{i}") not in workers]
         hangs = _drawn_hangs(random.Random(f"{seed}/hangs"), [*mortals, *joiners])
-        mortals = joiners
+        mortals, others = joiners, random.Random(f"{seed}/calls")
+        calls = tuple(sorted(others.uniform(begin_seconds, end_seconds) for _ in range(others.choice((0, 1, 5)))))
         return replace(
             plan,
             hanging_fetches=hangs,
             resizes=resizes,
+            calls=calls,
             slow={**plan.slow, **{worker: rng.uniform(1.5, 8.0) for worker in mortals if rng.random() < 0.25}},
             deaths=plan.deaths + tuple((time, rng.choice(mortals)) for time in times(4) if mortals),
             stalls=plan.stalls

@@ -72,7 +72,8 @@ class RayConnection:
     async def connect(self, options: RayOptions) -> None:
         """Be a driver of Ray's, in a cluster that is there, or in one that is started for this run.
 
-        Raises `UserError` where the one that is there cannot be joined, `RunError` where the other one does not start.
+        Raises `UserError` where it cannot be joined, or where this process has imported Ray with settings for other machines;
+        `RunError` where the one for this run does not start.
         """
         address, loaded = options.address, sys.modules.get("ray")
         if loaded is None or not loaded.is_initialized():

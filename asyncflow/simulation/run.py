@@ -250,6 +250,8 @@ class SimulatedJob(Job):
         self._simulated = SimulatedCluster(wire, mains, self._faults)
         for resize in self._faults.resizes:
             self._virtual.call_at(resize.when, self._change_size, resize)
+        for when in self._faults.calls:
+            self._virtual.call_at(when, self._call_for_weights)
         return cast(Server, wire), self._simulated
 
     def _rescue_model(self, driver: Driver) -> None:
@@ -272,6 +274,10 @@ class SimulatedJob(Job):
             self.audit.counts["left"] += len(before - after)
 
         self.driver.beside.start(change(self.driver))
+
+    def _call_for_weights(self) -> None:
+        if self.driver is not None:
+            self.driver.board.call_for(self.driver.ledger.ledger.committed)
 
     # -- workers ------------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class SubStep(Periodic):
     def may_install(self, version: int, progress: Progress, fleet: Fleet) -> bool:
         if progress.unleased(version - 1):  # an evaluation, say, that is to be of the version before
             return False
-        if version <= fleet.called_for:
+        if version == fleet.called_for:
             return True
         # Who has just begun serves nothing yet, so it takes no supply away, and its first weights may be long in coming.
         num_changing = sum(worker in fleet.serving for worker in fleet.installing)

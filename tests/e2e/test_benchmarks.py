@@ -37,7 +37,7 @@ def benchmark(command: str, **environment: str) -> str:
     ("command", "names"),
     [
         (SLEEPING, {f"{case}-{mode}" for case in ("balanced", "few-wide") for mode in ("delayed", "sub_step")}),
-        (REAL, {"delayed-64"}),
+        (REAL, {"delayed-64-0", "delayed-64-1"}),
     ],
 )
 def test_every_report_stays_where_it_is_asked_to(command: str, names: set[str], tmp_path: Path) -> None:

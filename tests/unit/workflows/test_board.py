@@ -342,9 +342,13 @@ async def test_in_sub_step_all_change_at_once_to_a_version_that_is_called_for() 
     assert await second is True and books.board.installing == {A: 1, B: 1}
     for worker in (A, B):
         await books.serves(worker, 1)
-    await books.publish(2)  # which nobody has called for
+    await books.publish(2)
+    books.board.call_for(3)  # which is not there yet, and is not what they wait for
     first, second = (books.asks(worker, books.board.may_install(2, 1)) for worker in (A, B))
     assert await first is True and await waits(second)
+    await books.publish(3)
+    assert await second is False  # it has another target by now
+    assert await books.asks(B, books.board.may_install(3, 1)) is True
 
 
 async def test_in_sub_step_nobody_waits_for_the_first_weights_of_one_that_has_begun_again() -> None:

@@ -183,7 +183,7 @@ def test_workers_change_in_turn_while_the_others_keep_training_supplied(num_inst
     assert not schedule.may_install(1, Moment(waiting=(0,), num_ready=num_ready), fleet)
 
 
-@pytest.mark.parametrize(("called_for", "may"), [(0, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("called_for", "may"), [(0, False), (1, True), (2, False)])
 def test_all_change_at_once_to_a_version_that_is_called_for(called_for: int, may: bool) -> None:
     schedule, fleet = SubStep(max_installing=1, watermark_rows=8), Workers(4, 3, called_for=called_for)
     assert schedule.may_install(1, Moment(), fleet) is may
