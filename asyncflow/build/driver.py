@@ -90,7 +90,7 @@ class Driver:
         )
         evaluators = self.evaluating.evaluators
         self.boards = [self.board, *([evaluators] if evaluators is not None else [])]
-        self.health = Health(config, self.boards, self.hub, says=told.says, fails=self.beside.fail)
+        self.health = Health(config, self.boards, self.hub, signal, says=told.says, fails=self.beside.fail)
         self.source, self._admissions = self._make_order(prepared, resumed)
         self.saves = Saves(
             config,
@@ -134,9 +134,9 @@ class Driver:
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
         callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._gave_up}
         if task == EVALUATE_TASK:
-            callbacks |= {"on_lost": self._lost, "on_change": self._looked_again}
+            callbacks |= {"on_lost": self._lost, "on_change": self._signal.notify}
         if task == "rollout":
-            callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._looked_again}
+            callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._signal.notify}
         return callbacks
 
     def _make_ledger(self) -> Ledger:
@@ -227,6 +227,7 @@ class Driver:
             self.transfer_queue.run(),
             self._feed(),
             self._evaluate(),
+            self.health.run(),
             *([self._selection.run()] if self.shape.max_candidates else []),
         ]
 
@@ -288,11 +289,6 @@ class Driver:
 
     def _end_step(self, task: str, step: int) -> None:
         self.beside.start(self.queue.end_step(task, step))
-
-    def _looked_again(self) -> None:
-        """The controller has looked at what is asked of it, perhaps since a lease has expired."""
-        self.health.look_around()
-        self._signal.notify()
 
     def _begun(self, lease: Lease, want: Want) -> None:
         if want.installed is not None:

@@ -1,7 +1,8 @@
 """Which rollout workers and evaluators serve: what is said of those that do not, and the run's end when too few of them are left.
 
 consumes: deaths, weights that could not be had, reports that do not come
-waits for: `weight_sync.deadline_seconds`, in which a worker may find its weights after all
+waits for: `weight_sync.deadline_seconds`, in which a worker may find its weights after all; half of `queue.lease_seconds`, in which
+           it reports
 is unblocked by: the clock
 """
 
@@ -15,15 +16,24 @@ from asyncflow.telemetry.hub import Hub
 from asyncflow.types import RunError
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.evaluation import EVALUATORS
+from asyncflow.workflows.signal import Signal
 
 
 class Health:
-    """One run's. `boards`: of each pool. `fails` ends the run, if it has not ended for another reason."""
+    """One run's. `boards`: of each pool; `signal`: theirs. `fails` ends the run, if it has not ended for another reason."""
 
     def __init__(
-        self, config: Config, boards: Sequence[Board], hub: Hub, *, says: Callable[[str], None], fails: Callable[[RunError], None]
+        self,
+        config: Config,
+        boards: Sequence[Board],
+        hub: Hub,
+        signal: Signal,
+        *,
+        says: Callable[[str], None],
+        fails: Callable[[RunError], None],
     ) -> None:
-        self._config, self._hub, self._says, self._fails = config, hub, says, fails
+        self._config, self._hub, self._signal, self._says, self._fails = config, hub, signal, says, fails
+        self._silent_seconds = config.queue.lease_seconds / 2
         self._boards = {board.crew.pool: board for board in boards}
         self._silent: set[str] = set()
         self._told: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
@@ -48,19 +58,27 @@ class Health:
         board = self._board(worker)
         return board is not None and board.has_been_served
 
-    def look_around(self) -> None:
-        """Say of who has become silent that he has."""
+    async def run(self) -> None:
+        """For ever. Who has become silent is told of, and nobody waits for its turn to be over: it may hold no rows, whose lease
+        would end."""
+        while True:
+            await asyncio.sleep(self._silent_seconds / 4)
+            self._look_around()
+
+    def _look_around(self) -> None:
         silent = {worker for worker in self._hub.states if self._board(worker) is not None and self._is_silent(worker)}
         for worker in silent - self._silent:
             self._says(f"worker {worker} says nothing any more: what it holds is given to others")
-        self._silent = silent
+        if silent != self._silent:
+            self._silent = silent
+            self._signal.notify()
 
     def _board(self, worker: str) -> Board | None:
         """That of its pool; None for a pool that has none."""
         return self._boards.get(worker.partition("/")[0])
 
     def _is_silent(self, worker: str) -> bool:
-        return self._hub.is_silent(worker, self._config.queue.lease_seconds / 2)
+        return self._hub.is_silent(worker, self._silent_seconds)
 
     def _stale(self, worker: str, why: str) -> None:
         """A worker could not get its weights. It tries again every other second: a reason is said once, until it has them."""

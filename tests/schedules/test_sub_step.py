@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 
 from asyncflow.cluster.faults import Faults, Hangs
@@ -65,3 +68,12 @@ def test_one_that_begins_again_and_whose_weights_do_not_come_keeps_nobody_from_t
     assert hanging.counts["hanging fetches"] > 0
     assert staleness(hanging) < 0.75
     assert max(row["perf/step_seconds"] for row in hanging.rows.values()) < 30.0  # half of a fetch that hangs
+
+
+@pytest.mark.parametrize("called", [(), (8.0, 16.0)], ids=["in turn", "all at once"])
+@pytest.mark.parametrize("moment", range(5, 9))
+def test_one_that_stands_still_in_its_turn_keeps_nobody_from_changing(moment: int, called: tuple[float, ...]) -> None:
+    """It holds no rows then, so no lease ends that would have anybody look around."""
+    costs = msgspec.structs.replace(COSTS, install_seconds=2.0)
+    still = run_of("sub_step", Faults(stalls=((20.0 + moment, "rollout/1", math.inf),), calls=called), costs=costs)
+    assert still.seconds < 300.0

@@ -33,9 +33,10 @@ class World:
         tree = {"model": {"path": "none"}, "data": {"path": "none"}, "rollout": {"num_workers": 2}}
         config = parse(tree | {"weight_sync": {"min_healthy_workers": needed, "deadline_seconds": 60}})
         schedule = build("schedule", "delayed", {}, SCHEDULES)
-        self.board = Board(schedule, object(), Signal(), self.loop.time, Crew(2))  # type: ignore[arg-type]
-        hub: Any = None  # who is silent is nothing to this
-        self.health = Health(config, [self.board], hub, says=self.said.append, fails=self.failures.append)
+        self.signal, self.silent = Signal(), set[str]()
+        self.board = Board(schedule, object(), self.signal, self.loop.time, Crew(2))  # type: ignore[arg-type]
+        hub: Any = SimpleNamespace(states=dict.fromkeys((A, B, "trainer/0")), is_silent=lambda worker, _: worker in self.silent)
+        self.health = Health(config, [self.board], hub, self.signal, says=self.said.append, fails=self.failures.append)
 
     async def fails(self, worker: str, why: str) -> None:
         await self._as(worker, self.board.failed(why))
@@ -111,12 +112,33 @@ def test_the_run_goes_on_while_enough_others_have_weights() -> None:
     world.run(main())
 
 
+def test_whoever_becomes_silent_or_is_heard_again_is_told_of_though_nothing_else_happens() -> None:
+    world = World(needed=1)
+
+    async def main() -> None:
+        looking, waiting = (
+            asyncio.create_task(work) for work in (world.health.run(), world.signal.until(lambda: bool(world.silent)))
+        )
+        await asyncio.sleep(30.0)
+        assert not world.said and not waiting.done()
+        world.silent = {A, "trainer/0"}  # leases last 120 s, and whoever says nothing for 60 s is silent
+        await asyncio.wait_for(waiting, 16.0)
+        heard = asyncio.create_task(world.signal.until(lambda: not world.silent))
+        await asyncio.sleep(60.0)
+        assert world.said == [f"worker {A} says nothing any more: what it holds is given to others"] and not heard.done()
+        world.silent = set()
+        await asyncio.wait_for(heard, 16.0)
+        looking.cancel()
+
+    world.run(main())
+
+
 async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served() -> None:
     config = parse({"model": {"path": "none"}, "data": {"path": "none"}, "weight_sync": {"min_healthy_workers": 1}})
     board = Board(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, Crew(2))  # type: ignore[arg-type]
     said, failures = list[str](), list[RunError]()
     hub: Any = None
-    health = Health(config, [board], hub, says=said.append, fails=failures.append)
+    health = Health(config, [board], hub, Signal(), says=said.append, fails=failures.append)
     assert not health.goes_on_without("rollout/1")
     client_name.set("rollout/0")
     await board.installed(0)
@@ -146,7 +168,7 @@ async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
         [none], last_version=0, every_steps=None, samples=1, temperature=1.0, greedy=False, on_row=lambda row: None, done=done
     )
     ledger: Any = SimpleNamespace(is_stopping=False)
-    health = Health(config, [board], none, says=said.append, fails=failures.append)
+    health = Health(config, [board], none, signal, says=said.append, fails=failures.append)
     await Evaluations(none, ledger, plan, board, none, signal, says=said.append).run()
     client_name.set(f"{EVALUATORS}/0")
     assert await board.next_target(0) is None, "it has nothing more to do"
