@@ -14,7 +14,9 @@ soon as it is there lasts
 
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 
-which the periodic runs' steps, measured from commit to commit, are held against.
+which the periodic runs' steps, measured from commit to commit, are held against. Where two cores are threads of one, or others use
+the machine, each half is slower beside the other than alone, which no schedule can change: so it is told, too, how much slower, and
+what the steps are to the recurrence with the periodic runs' own moments and times.
 
 delayed. Neither side waits for the other but for what the slower one takes, so the busier side is idle for hardly any time. That is
 told where it matters: at the fewest slots with which a step takes at most 5% longer than with the best number of them; more
@@ -50,7 +52,7 @@ class Rounds(list[Run]):
 
     @property
     def recurrence(self) -> float:
-        """Seconds, of synchronous runs: x of the module's head, the mean of the rounds' medians."""
+        """Seconds: x of the module's head, the mean of the rounds' medians."""
         return self.mean(lambda done: statistics.median(recurrence(done, step) for step in done.measured))
 
     def mean(self, figure: Callable[[Run], float]) -> float:
@@ -73,11 +75,11 @@ def run(
     )
 
 
-def recurrence(synchronous: Run, step: int) -> float:
-    """x of the module's head."""
-    groups = [span for span in synchronous.spans if span.task == "generate_group" and span.step == step]
+def recurrence(done: Run, step: int) -> float:
+    """x of the module's head, with this run's moments and times."""
+    groups = [span for span in done.spans if span.task == "generate_group" and span.step == step]
     began = min(span.start for span in groups)
-    train, x = synchronous.seconds("forward_backward", step), 0.0
+    train, x = done.seconds("forward_backward", step), 0.0
     for span in sorted(groups, key=lambda span: span.end):
         x = max(x, span.end - began) + train[span.group]
     return x
@@ -117,6 +119,11 @@ def show(mode: str, slots: int, done: Run) -> None:
     )
 
 
+def training(done: Run) -> float:
+    """Seconds of a step in which gradients are computed, the median: the same work in both modes."""
+    return statistics.median(sum(done.seconds("forward_backward", step).values()) for step in done.measured)
+
+
 def exposed(done: Run) -> float:
     """Share of the window that the rollout worker installs weights, or waits for them once they are made."""
     return done.share(WORKER, "install") + done.share(WORKER, "weights")
@@ -127,8 +134,12 @@ def periodic_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) -
         return []
     ratios = {n: runs["periodic", n].seconds / runs["synchronous", n].recurrence for n in slots}
     gain = best(runs, "synchronous", slots) / best(runs, "periodic", slots)
+    own = {n: runs["periodic", n].seconds / runs["periodic", n].recurrence for n in slots}
+    slower = {n: runs["periodic", n].mean(training) / runs["synchronous", n].mean(training) for n in slots}
     return [
         *(Figure(f"periodic step / recurrence, {n} slots", ratio, "", "<= 1.15") for n, ratio in ratios.items()),
+        *(Figure(f"periodic step / recurrence of its own times, {n} slots", ratio, "") for n, ratio in own.items()),
+        *(Figure(f"training beside generation / alone, {n} slots", ratio, "") for n, ratio in slower.items()),
         Figure("best synchronous step / best periodic step", gain, "", ">= 1.3"),
     ]
 
