@@ -14,9 +14,9 @@ soon as it is there lasts
 
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 
-which the periodic runs' steps, measured from commit to commit, are held against. Where two cores are threads of one, or others use
-the machine, each half is slower beside the other than alone, which no schedule can change: so it is told, too, how much slower, and
-what the steps are to the recurrence with the periodic runs' own moments and times.
+which the periodic runs' steps, measured from commit to commit, are held against. On two cores each half is slower beside the other
+than alone: the driver, the workers' event loops and the reward worker compute on the same cores, a few tenths of a second a step.
+So it is told, too, how much slower, and what the steps are to the recurrence with the periodic runs' own moments and times.
 
 delayed. Neither side waits for the other but for what the slower one takes, so the busier side is idle for hardly any time. That is
 told where it matters: at the fewest slots with which a step takes at most 5% longer than with the best number of them; more
