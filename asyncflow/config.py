@@ -128,7 +128,8 @@ class RewardConfig(Section):
     num_workers: PositiveInt = 1
     """Reward processes beside each rollout worker, or below the one that scores: so many responses are scored at once."""
     deadline_seconds: PositiveFloat = 10.0
-    """A scorer that has not answered by then is killed, and its row fails."""
+    """A scorer that has not answered by then is killed, and its row fails. With a reward model that answers nobody for so long, the
+    rows that wait for it fail."""
     memory_bytes: PositiveInt = 1 << 30
     """What a reward process may allocate beyond its start."""
     output_bytes: PositiveInt = 1 << 20

@@ -47,7 +47,7 @@ async def scoring(run: Connection, name: str) -> AsyncIterator[Callable[[Sample]
             run.reporter.recorder.enter("load")
             engine = await asyncio.to_thread(_reward_model, config.model)
             stack.push_async_callback(engine.close)
-            scorings.append(by_model(_computing(engine, run, config.model), config.model.path, failures))
+            scorings.append(by_model(_computing(engine, run, config.model), config.model.path, failures, config.deadline_seconds))
         run.reporter.reward_failures = failures
         weights = [part.weight for part in config.parts.values()] + ([] if config.model is None else [config.model.weight])
         score = scorings[0] if len(scorings) == 1 and config.model is None else _all_of(scorings, weights)

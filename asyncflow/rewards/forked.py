@@ -4,9 +4,9 @@ consumes: a sample
 waits for: the child's answer, at most `deadline_seconds`
 is unblocked by: the answer, the child's end, too much of output, or the deadline
 
-Whatever scoring did, to modules, to globals, to a cache, is gone with the child. So are processes that it started: the child has a
-process group of its own, and who left that becomes a child of this process when its parent ends. What the child prints is kept
-here, the end of it, as its last words.
+Whatever scoring did, to modules, to globals, to a cache, is gone with the child. So are its temporary files, and processes that it
+started: the child has a process group of its own, and who left that becomes a child of this process when its parent ends. What the
+child prints is kept here, the end of it, as its last words.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -50,24 +51,25 @@ def in_child(
     answers, answer = os.pipe()
     words, word = os.pipe()
     own = os.getpid()
-    child = os.fork()
-    if child == 0:
-        for descriptor in (answers, words, *not_for_child):
-            os.close(descriptor)
-        _score(work, limits, own, answer, word)
-    os.close(answer)
-    os.close(word)
-    with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: whoever comes first
-        os.setpgid(child, child)
-    watch = _Watch(child, answers, words, limits, who)
-    try:
-        return watch.reply()
-    finally:
-        watch.end()
-        end_children(spared)
+    with tempfile.TemporaryDirectory(prefix="asyncflow-sample-", ignore_cleanup_errors=True) as folder:
+        child = os.fork()
+        if child == 0:
+            for descriptor in (answers, words, *not_for_child):
+                os.close(descriptor)
+            _score(work, limits, own, answer, word, folder)
+        os.close(answer)
+        os.close(word)
+        with contextlib.suppress(PermissionError, ProcessLookupError):  # the child does it too: whoever comes first
+            os.setpgid(child, child)
+        watch = _Watch(child, answers, words, limits, who)
+        try:
+            return watch.reply()
+        finally:
+            watch.end()
+            end_children(spared)
 
 
-def _score(work: Callable[[], Reply], limits: Limits, parent: int, answer: int, word: int) -> None:
+def _score(work: Callable[[], Reply], limits: Limits, parent: int, answer: int, word: int, folder: str) -> None:
     """The child. It never returns: what comes after the fork is its parent's to do."""
     status = 1
     try:
@@ -77,6 +79,7 @@ def _score(work: Callable[[], Reply], limits: Limits, parent: int, answer: int, 
         os.dup2(word, 2)
         limit_memory(limits.memory_bytes)
         limit_output(limits.output_bytes)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
         own = os.getpid()
         reply = frame(work())
         if os.getpid() == own:  # else it is a child that the scorer forked and that came back: the answer is not its to give

@@ -1,4 +1,8 @@
-"""What a reward pool and its workers say to each other: a 4-byte big-endian length and a msgpack message."""
+"""What a reward pool and its workers say to each other: a 4-byte big-endian length and a msgpack message.
+
+Before each goes a token: a question's is drawn at random, and its answer has the same. A scorer that gets hold of the pipe can so
+give an answer to its own sample, but to no other.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import msgspec
 from asyncflow.rewards.base import Part, Sample
 
 MAX_FRAME_BYTES = 1 << 28
+TOKEN_BYTES = 8
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):

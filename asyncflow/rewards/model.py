@@ -2,7 +2,7 @@
 
 consumes: a sample
 waits for: the reward processes and the model's engine, side by side
-is unblocked by: both
+is unblocked by: both; the model's deadline
 """
 
 from __future__ import annotations
@@ -16,18 +16,41 @@ from asyncflow.rewards.base import RewardFailure, Sample, Score, weighted
 from asyncflow.rewards.delays import Scoring
 
 
-def by_model(compute: Callable[[Sample], Awaitable[float]], path: str, failures: Counter[str]) -> Scoring:
-    """A score of one part, what `compute` gives. What it refuses by a `ValueError`, or has no number for, fails, and is counted."""
+def by_model(compute: Callable[[Sample], Awaitable[float]], path: str, failures: Counter[str], deadline_seconds: float) -> Scoring:
+    """A score of one part, what `compute` gives. A sample fails, and is counted, for which it raises, runs out of memory or has no
+    finite number, and while which the model answers nobody for `deadline_seconds`: it computes one after another."""
+    clock = asyncio.get_running_loop().time
+    answered = clock()
+
+    async def answer(sample: Sample) -> float:
+        nonlocal answered
+        began, computing = clock(), asyncio.ensure_future(compute(sample))
+        try:
+            while not computing.done():
+                left = max(began, answered) + deadline_seconds - clock()
+                if left <= 0:
+                    raise TimeoutError
+                await asyncio.wait([computing], timeout=left)
+        finally:
+            computing.cancel()  # nothing, if it is done
+        answered = clock()
+        return computing.result()
+
+    def failed(kind: str, what: str) -> RewardFailure:
+        failures[kind] += 1
+        return RewardFailure(kind, f"reward model {path} {what}")
 
     async def score(sample: Sample) -> Score:
         try:
-            value = await compute(sample)
-        except ValueError as error:
-            failures["raised"] += 1
-            raise RewardFailure("raised", f"reward model {path}: {error}") from error
+            value = await answer(sample)
+        except TimeoutError:
+            raise failed("timeout", f"answered nobody for {deadline_seconds:g} s (reward.deadline_seconds)") from None
+        except MemoryError as error:
+            raise failed("memory", f"ran out of memory: {error}") from error
+        except Exception as error:  # as of a scorer: any exception fails the sample, and the sample's owner is told
+            raise failed("raised", f"raised {type(error).__name__}: {error}") from error
         if not math.isfinite(value):
-            failures["invalid"] += 1
-            raise RewardFailure("invalid", f"reward model {path} returned {value}, which is no finite number")
+            raise failed("invalid", f"returned {value}, which is no finite number")
         return Score(value, (value,))
 
     return score

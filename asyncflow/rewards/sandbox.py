@@ -25,7 +25,7 @@ import msgspec
 
 from asyncflow.rewards import guard
 from asyncflow.rewards.base import Part, RewardFailure, Sample, Score
-from asyncflow.rewards.messages import MAX_FRAME_BYTES, Broken, Failed, Ready, Reply, Scored, Setup, frame
+from asyncflow.rewards.messages import MAX_FRAME_BYTES, TOKEN_BYTES, Broken, Failed, Ready, Reply, Scored, Setup, frame
 from asyncflow.types import RunError, UserError
 
 LAST_WORDS_BYTES = 4096
@@ -48,6 +48,7 @@ class Worker(asyncio.SubprocessProtocol):
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()  # the exit status, minus the signal's number if one ended it
         self._reply: asyncio.Future[Reply] | None = None
+        self._token = b""  # of what was asked last
         self._received = bytearray()
         self._last_words = bytearray()
         self._open_pipes = {1, 2}
@@ -89,8 +90,8 @@ class Worker(asyncio.SubprocessProtocol):
             await asyncio.shield(self.ended)
             raise _Ended
         self._last_words.clear()
-        self._reply = loop.create_future()
-        self._stdin.write(question)
+        self._reply, self._token = loop.create_future(), os.urandom(TOKEN_BYTES)
+        self._stdin.write(self._token + question)
         # A timer, not asyncio.timeout: an answer that came in time counts even where this loop was too busy to look.
         timer = loop.call_later(seconds, self._settle, TimeoutError())
         try:
@@ -115,17 +116,20 @@ class Worker(asyncio.SubprocessProtocol):
             del self._last_words[:-LAST_WORDS_BYTES]
             return
         self._received += data
-        length = int.from_bytes(self._received[:4], "big")
-        if len(self._received) < 4 + min(length, MAX_FRAME_BYTES):
+        head = TOKEN_BYTES + 4
+        length = int.from_bytes(self._received[TOKEN_BYTES:head], "big")
+        if len(self._received) < head + min(length, MAX_FRAME_BYTES):
             return
+        is_asked_for = self._received[:TOKEN_BYTES] == self._token
         try:
-            reply = _decoder.decode(memoryview(self._received)[4:])
+            reply = _decoder.decode(memoryview(self._received)[head:])
         except msgspec.DecodeError:  # only a scorer that wrote into pipes it was not given can bring this about
             self.is_garbled = True
             self._kill_all()
             return
         self._received.clear()
-        self._settle(reply)
+        if is_asked_for:  # else the answer of a sample before, which had given itself one
+            self._settle(reply)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         self._open_pipes.discard(fd)

@@ -29,7 +29,7 @@ import msgspec
 
 from asyncflow.rewards.base import Part, Sample, weighted
 from asyncflow.rewards.forked import Limits, in_child
-from asyncflow.rewards.messages import Broken, Failed, Message, Ready, Reply, Scored, Setup, frame
+from asyncflow.rewards.messages import TOKEN_BYTES, Broken, Failed, Message, Ready, Reply, Scored, Setup, frame
 from asyncflow.rewards.processes import adopt_orphans, children, die_with_parent, limit_memory, limit_output
 from asyncflow.rewards.signatures import Adapted, adapted
 from asyncflow.user_file import import_file
@@ -140,10 +140,12 @@ def private_pipes() -> tuple[BinaryIO, BinaryIO]:
     return os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
 
 
-def _receive(requests: BinaryIO, decoder: msgspec.msgpack.Decoder[Message]) -> Message | None:
-    """The next message, None at the end of the pipe."""
-    head = requests.read(4)
-    return decoder.decode(requests.read(int.from_bytes(head, "big"))) if len(head) == 4 else None
+def _receive(requests: BinaryIO, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[bytes, Message] | None:
+    """The next message and its token, None at the end of the pipe."""
+    head = requests.read(TOKEN_BYTES + 4)
+    if len(head) < TOKEN_BYTES + 4:
+        return None
+    return head[:TOKEN_BYTES], decoder.decode(requests.read(int.from_bytes(head[TOKEN_BYTES:], "big")))
 
 
 def main() -> None:
@@ -151,19 +153,20 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     requests, replies = private_pipes()
 
-    def send(reply: Reply) -> None:
-        replies.write(frame(reply))
+    def send(token: bytes, reply: Reply) -> None:
+        replies.write(token + frame(reply))
         replies.flush()
 
-    setup = _receive(requests, msgspec.msgpack.Decoder(Setup))
-    if setup is None:
+    first = _receive(requests, msgspec.msgpack.Decoder(Setup))
+    if first is None:
         return
+    token, setup = first
     scorers: list[Adapted] = []
     for part in setup.parts:
         try:
             scorers.append(build_scorer(part.scorer, dict(part.options), setup.prompt_column, setup.prompt_template))
         except NoScorer as reason:
-            return send(Broken(part.scorer, str(reason)))
+            return send(token, Broken(part.scorer, str(reason)))
     is_stateless = all(getattr(scorer.call, "is_stateless", False) for scorer in scorers)
     if is_stateless:
         limit_memory(setup.memory_bytes)
@@ -172,15 +175,16 @@ def main() -> None:
         adopt_orphans()
     gc.collect()
     gc.freeze()  # a child's collector leaves what is built alone, and shared
-    send(Ready(has_deadline=not is_stateless))
+    send(token, Ready(has_deadline=not is_stateless))
     limits = Limits(setup.deadline_seconds, setup.memory_bytes, setup.output_bytes)
     who = f"scorer {', '.join(part.scorer for part in setup.parts)}"
     pipes = requests.fileno(), replies.fileno()
     own = children()  # what building the scorers has started
     samples = msgspec.msgpack.Decoder(Sample)
-    while (sample := _receive(requests, samples)) is not None:
+    while (asked := _receive(requests, samples)) is not None:
+        token, sample = asked
         work = functools.partial(answer, scorers, setup.parts, sample)
-        send(work() if is_stateless else in_child(work, limits, who, pipes, own))
+        send(token, work() if is_stateless else in_child(work, limits, who, pipes, own))
 
 
 if __name__ == "__main__":

@@ -51,4 +51,7 @@ class RewardModelEngine:
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> float:
         ids_BT = torch.from_numpy(token_ids).to(self._device)[None]
-        return float(self._model(input_ids=ids_BT, use_cache=False).logits[0, 0])
+        try:
+            return float(self._model(input_ids=ids_BT, use_cache=False).logits[0, 0])
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{len(token_ids)} tokens: {error}") from error

@@ -58,6 +58,23 @@ class Score:
             try: os.write(fd, b"\\x00\\x00\\x00\\x05right")
             except OSError: pass
         time.sleep(60)
+    def do_forge(self, rest):  # an answer in its worker's own pipe, which the true one follows later
+        import fcntl, stat
+        from asyncflow.rewards.messages import Scored, frame
+        above = sys._getframe()
+        while "token" not in above.f_locals: above = above.f_back
+        for fd in os.listdir(f"/proc/{os.getppid()}/fd"):
+            path = f"/proc/{os.getppid()}/fd/{fd}"
+            flags = int(re.search("flags:[ \\t]*([0-7]+)", open(f"/proc/{os.getppid()}/fdinfo/{fd}").read())[1], 8)
+            if int(fd) > 2 and stat.S_ISFIFO(os.stat(path).st_mode) and flags & os.O_ACCMODE == os.O_WRONLY:
+                with open(path, "wb") as pipe: pipe.write(above.f_locals["token"] + frame(Scored(99.0, [99.0])))
+        time.sleep(0.3)
+        return 3
+    def do_temporary(self, rest):
+        import tempfile
+        place = tempfile.mkdtemp()
+        open(place + "/left", "w").write("x")
+        open(rest, "w").write(place); os._exit(3)
     def do_parent(self, rest): os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)
     def do_input(self, rest): return len(sys.stdin.read())
     def do_fork(self, rest):
@@ -263,6 +280,19 @@ async def test_a_scorer_that_finds_the_pipes_of_its_worker_ends_its_worker(open_
     pool = await open_pool()
     assert (await failure(pool, "garble")).kind == "invalid"
     assert await pool.score(sample("number 1")) == 1.0
+
+
+async def test_a_sample_that_forges_an_answer_gives_it_to_no_other(open_pool: Open) -> None:
+    pool = await open_pool()
+    assert await pool.score(sample("forge")) == 99.0, "its own: it could have returned that"
+    assert [await pool.score(sample(f"number {i}")) for i in range(3)] == [0.0, 1.0, 2.0]
+
+
+async def test_temporary_files_go_with_the_sample_that_made_them(open_pool: Open, tmp_path: Path) -> None:
+    pool = await open_pool()
+    assert (await failure(pool, f"temporary {tmp_path}/place")).kind == "exited"
+    place = Path((tmp_path / "place").read_text())
+    assert place.parent.name.startswith("asyncflow-sample-") and not place.parent.exists()
 
 
 async def test_others_are_scored_while_one_hangs(open_pool: Open) -> None:
