@@ -250,8 +250,8 @@ def _prompts_of(batch: Batch) -> dict[int, Prompt]:
 
 
 def _rows_alone(batch: Batch) -> Batch:
-    """Without the columns of groups."""
-    columns = {name: values for name, values in batch.columns.items() if name != "prompt_ids"}
+    """Without the columns of groups, and as candidates, where a step chooses its members: it chooses these again."""
+    columns = {name: values for name, values in batch.columns.items() if name not in ("prompt_ids", "member")}
     return Batch(batch.indices, np.empty(0, np.int64), columns)
 
 

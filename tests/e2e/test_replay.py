@@ -75,6 +75,14 @@ def test_a_batch_that_is_another_one_does_not_agree(finished: Path, tmp_path: Pa
     assert command.returncode == 1 and "do not agree bit for bit" in command.stdout
 
 
+def test_a_step_that_had_chosen_its_members_chooses_them_again(tmp_path: Path) -> None:
+    brief = {"scorer": {"name": "length", "max_tokens": 32, "soft_tokens": 32}}
+    run_dir = train(tmp_path, algorithm={"name": "dapo", "dynamic_sampling": True}, reward=brief)
+    command = replayed(run_dir, 2, "run.stall_timeout_seconds=20")
+    assert command.returncode == 0, command.stderr
+    assert "losses of micro-batches with the same bits: 4 of 4" in command.stdout
+
+
 def test_what_was_not_kept_is_refused(finished: Path, tmp_path: Path) -> None:
     command = replayed(finished, 0)
     assert command.returncode == 2 and "has no batch of step 0; kept are steps 2, 3" in command.stderr
