@@ -214,9 +214,14 @@ class Board:
 
     @property
     def serving(self) -> dict[str, int]:
-        """See `Fleet`. One that says nothing any more is left out until it does, and who is to leave; so they are from
-        `installing`."""
+        """The version that each living worker serves. One that says nothing any more is left out until it does, and who is to
+        leave; so they are from `installing`."""
         return {worker: version for worker, version in self._serving.items() if self._is_counted_on(worker)}
+
+    @property
+    def generating(self) -> dict[str, int]:
+        """See `Fleet`."""
+        return {worker: version for worker, version in self.serving.items() if worker not in self.stale}
 
     @property
     def installing(self) -> dict[str, int]:
@@ -281,6 +286,5 @@ class Board:
         needed = self._progress.oldest_unleased(0)
         if needed is None or needed >= self.published or (needed and needed not in self._kept):
             return None
-        serving = (version for worker, version in self.serving.items() if worker not in self.stale)
         granted = (version for worker, version in self.installing.items() if worker in self._granted_at)
-        return needed if needed not in chain(serving, granted) else None
+        return needed if needed not in chain(self.generating.values(), granted) else None

@@ -176,6 +176,7 @@ class Rollout:
             if (tensors := await self._fetched(target)) is None:
                 continue
             if not await self._board.may_install(target.version, self._installed):
+                await self._receiver.release()  # it is to serve another: whoever publishes need not wait for this one's file
                 continue
             self._is_installing = True
             await self._queue.withdraw(self._task)  # nothing is leased while weights are being changed

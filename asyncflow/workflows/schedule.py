@@ -45,8 +45,8 @@ class Fleet(Protocol):
     """And the books of rollout workers."""
 
     @property
-    def serving(self) -> Mapping[str, int]:
-        """The version that each living worker serves."""
+    def generating(self) -> Mapping[str, int]:
+        """The version that each living worker serves, but for those that are stale, which take no prompts."""
         ...
 
     @property

@@ -57,15 +57,15 @@ class SubStep(Periodic):
             return False
         if version == fleet.called_for:
             return True
-        # Who has just begun serves nothing yet, so it takes no supply away, and its first weights may be long in coming.
-        num_changing = sum(worker in fleet.serving for worker in fleet.installing)
+        # Who has just begun, or is stale, takes no supply away, and its weights may be long in coming.
+        num_changing = sum(worker in fleet.generating for worker in fleet.installing)
         if not num_changing:
             return True
         return num_changing < self.at_once(fleet) and progress.ready("train") >= self._watermark_rows
 
     def at_once(self, fleet: Fleet) -> int:
         """k: how many workers may change at the same time; never all of them, if there are several."""
-        num_workers = max(1, len(fleet.serving))
+        num_workers = max(1, len(fleet.generating))
         needed = 1
         if fleet.step_seconds and fleet.install_seconds:
             needed = math.ceil(num_workers * fleet.install_seconds / fleet.step_seconds)

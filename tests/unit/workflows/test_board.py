@@ -408,6 +408,7 @@ async def test_a_worker_without_its_weights_is_stale_until_it_serves_again() -> 
     await books.asks(A, books.board.failed("the hash is not the manifest's"))
     await books.asks(A, books.board.failed("nor is it now"))
     assert books.board.num_healthy(0.0) == 1 and books.board.stale == {A: "nor is it now"}
+    assert A in books.board.serving and A not in books.board.generating, "no supply is to be counted on it"
     assert told == [(A, "the hash is not the manifest's"), (A, "nor is it now")]
     assert await books.asks(A, books.board.next_target(0)) == target(1)  # it is asked again, for what is newest by then
     await books.serves(A, 1)

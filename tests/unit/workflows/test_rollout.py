@@ -230,6 +230,23 @@ async def test_without_staleness_nothing_is_prepared_beside_generation_for_there
         assert world.engine.done == ["install 1"] and world.receiver.released == [1]
 
 
+async def test_weights_that_are_not_to_be_installed_after_all_are_given_back() -> None:
+    """Whoever publishes may be waiting for the file that they are in, and this worker for what is published."""
+    async with a_worker() as world:
+        grant, released = world.board.may_install, world.receiver.released
+
+        async def refuse_once(version: int, serving: int) -> bool:
+            world.board.may_install = grant  # type: ignore[method-assign]
+            return False
+
+        world.board.may_install = refuse_once  # type: ignore[method-assign]
+        await world.admit(meta(0, 0, 0, 0))
+        await world.publish(1)
+        assert world.receiver.asked == [1, 1] and released == [1]
+        await world.end(0)
+        assert world.engine.version == 1 and released == [1, 1]
+
+
 async def test_between_the_grant_and_the_installation_nothing_is_taken() -> None:
     async with a_worker() as world:
         await world.admit(meta(0, 0, 0, 0))

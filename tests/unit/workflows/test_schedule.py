@@ -44,11 +44,11 @@ class Workers:
     step_seconds: float | None = None
     install_seconds: float | None = None
     called_for: int = -1
-    serving: dict[str, int] = field(init=False)
+    generating: dict[str, int] = field(init=False)
     installing: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.serving = {f"rollout/{i}": 0 for i in range(self.count)}
+        self.generating = {f"rollout/{i}": 0 for i in range(self.count)}
         beginning = range(self.count, self.count + self.num_beginning)
         self.installing = {f"rollout/{i}": 1 for i in (*range(self.num_installing), *beginning)}
 
