@@ -122,8 +122,9 @@ class NodeReceiver:
 
         Raises `WeightSyncError` when the sender does not answer, or no longer has it, or when the hash is not the manifest's.
         """
+        self._pulls = {version: known for version, known in self._pulls.items() if self._is_good(version, known[1])}
         known, pull = self._pulls.get(manifest.version, (None, None))
-        if pull is None or known != manifest or not self._is_good(manifest.version, pull):
+        if pull is None or known != manifest:
             pull = asyncio.create_task(self._pull(manifest))
             self._pulls[manifest.version] = manifest, pull
         await asyncio.wait([pull], timeout=self._deadline_seconds / 4)

@@ -215,6 +215,18 @@ async def test_a_lost_connection_costs_no_more_than_what_was_under_way(options: 
     assert manifest.num_bytes < wire.passed < 1.01 * manifest.num_bytes + 2 * 4 * CHUNK_BYTES
 
 
+async def test_a_machines_receiver_remembers_no_more_versions_than_it_has(options: Options) -> None:
+    given = options()
+    sync = make("network", given)
+    sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
+    for version in range(20):
+        await receiver.fetch(await sender.publish(version, HeldWeights(weights(version % 2))))
+    assert isinstance(receiver, NetworkReceiver) and receiver._node is not None
+    assert len(receiver._node._pulls) <= 3  # those of its two files, and the one on its way
+    await receiver.close()
+    await sender.close()
+
+
 async def test_another_worker_receives_for_the_machine_when_its_receiver_is_killed(options: Options) -> None:
     given = options()
     sync = make("network", given)
