@@ -67,6 +67,7 @@ def scored_group(
     mask: Sequence[Sequence[int]] | None = None,
     rollout: Sequence[Sequence[float]] | None = None,
     reference: Sequence[Sequence[float]] | None = None,
+    values: Sequence[Sequence[float]] | None = None,
 ) -> ScoredGroup:
     """Responses of 3 tokens, all of them the policy's, unless told otherwise."""
     rows = mask or [[1] * length for length in lengths or [3] * len(rewards)]
@@ -77,4 +78,5 @@ def scored_group(
         loss_mask=loss_mask,
         rollout_logprobs=Ragged.from_arrays([np.array(row) for row in rollout or [[-1.0] * len(row) for row in rows]], "float32"),
         ref_logprobs=None if reference is None else Ragged.from_arrays([np.array(row) for row in reference], "float32"),
+        values=None if values is None else Ragged.from_arrays([np.array(row) for row in values], "float32"),
     )

@@ -1,9 +1,10 @@
-"""Every algorithm's advantages: numbers worked by hand, and numpy written apart from the code."""
+"""Every algorithm's advantages: numbers worked by hand, and plain floats or numpy written apart from the code."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from typing import Any
 
 import numpy as np
@@ -20,26 +21,115 @@ from asyncflow.registry import build
 from asyncflow.types import Advantages, Array, Ragged, ScoredGroup, UserError
 from tests.unit.algorithms.batches import scored_group
 
+OF_A_GROUP = sorted(ALGORITHMS.keys() - {"ppo", "reinforce_plus_plus"})
+"""Those whose advantages are a group's rewards compared with each other."""
+
 
 def dense(advantages: Advantages) -> Array:
     assert not isinstance(advantages, Ragged) and advantages.dtype == np.float32
     return advantages
 
 
-def test_rloo_compares_with_the_others() -> None:
-    # 3 against (0 + 0) / 2; 0 against (3 + 0) / 2
-    assert dense(RLOO().advantages(scored_group([3.0, 0.0, 0.0]))).tolist() == [3.0, -1.5, -1.5]
+def make(name: str, **options: Any) -> PolicyLoss:
+    own = {"loss_constant": 8} if name == "dr_grpo" else {}
+    algorithm: PolicyLoss = build("algorithm", name, {**own, **options}, ALGORITHMS)
+    return algorithm
 
 
-def test_dr_grpo_divides_by_no_deviation() -> None:
-    assert dense(DrGRPO(loss_constant=8).advantages(scored_group([3.0, 0.0, 0.0]))).tolist() == [2.0, -1.0, -1.0]
+def step_of(algorithm: PolicyLoss, groups: list[ScoredGroup]) -> list[Advantages]:
+    own = [algorithm.advantages(group) for group in groups]
+    if not algorithm.waits_for_batch:
+        return own
+    sums = [algorithm.statistics(group, advantages) for group, advantages in zip(groups, own, strict=True)]
+    total = [math.fsum(column) for column in zip(*sums, strict=True)]
+    return [algorithm.normalised(advantages, total) for advantages in own]
+
+
+def of_tokens(groups: list[ScoredGroup], advantages: list[Advantages]) -> list[float]:
+    """Of the policy's own tokens, end to end."""
+    found: list[float] = []
+    for group, own in zip(groups, advantages, strict=True):
+        values = own.values if isinstance(own, Ragged) else np.repeat(dense(own), group.response_lengths)
+        assert values.dtype == np.float32
+        found += values[group.loss_mask.values > 0].tolist()
+    return found
+
+
+# All of them, as they are by default.
+
+STANDARDISED = [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5]
+BY_HAND = {  # rewards 3, 0 and 0, a token each: 2, -1 and -1 from their mean
+    "cispo": STANDARDISED,  # by the sample's deviation: of (4 + 1 + 1) / 2
+    "dapo": STANDARDISED,
+    "dr_grpo": [2.0, -1.0, -1.0],  # by none
+    "gspo": STANDARDISED,
+    "grpo": STANDARDISED,
+    "ppo": [2.5, -0.25, 0.0],  # by values of 0.5, 0.25 and 0
+    "reinforce_plus_plus": [2**0.5, -(0.5**0.5), -(0.5**0.5)],  # by the deviation over all tokens there are: of (4 + 1 + 1) / 3
+    "rloo": [3.0, -1.5, -1.5],  # 3 against (0 + 0) / 2; 0 against (3 + 0) / 2
+}
+
+
+def expected(name: str, groups: list[ScoredGroup]) -> list[float]:
+    """Of the policy's own tokens, end to end, by floats of 64 bits and Python's own statistics, a response at a time."""
+    found: list[float] = []
+    for group in groups:
+        rewards: list[float] = group.rewards.astype(float).tolist()
+        for i, reward in enumerate(rewards):
+            own = group.loss_mask[i] > 0
+            if name in ("grpo", "dapo", "gspo", "cispo"):
+                advantage = (reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+            elif name == "dr_grpo":
+                advantage = reward - statistics.mean(rewards)
+            elif name == "rloo":
+                advantage = reward - statistics.mean(rewards[:i] + rewards[i + 1 :])
+            elif name == "reinforce_plus_plus":
+                advantage = reward
+            elif name == "ppo":
+                assert group.values is not None
+                values = [*group.values[i][own].astype(float).tolist(), 0.0]
+                deltas = [after - before for before, after in itertools.pairwise(values)]
+                if deltas:
+                    deltas[-1] += reward
+                found += [math.fsum(0.95**k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+                continue
+            else:
+                raise KeyError(name)
+            found += [advantage] * int(own.sum())
+    if name == "reinforce_plus_plus":
+        return [(value - statistics.mean(found)) / (statistics.pstdev(found) + 1e-6) for value in found]
+    return found
+
+
+def test_every_algorithm_is_here() -> None:
+    assert ALGORITHMS.keys() == BY_HAND.keys()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_advantages_worked_by_hand(name: str) -> None:
+    groups = [scored_group([3.0, 0.0, 0.0], lengths=[1, 1, 1], values=[[0.5], [0.25], [0.0]])]
+    assert of_tokens(groups, step_of(make(name), groups)) == pytest.approx(BY_HAND[name], rel=2e-6)
+    assert expected(name, groups) == pytest.approx(BY_HAND[name], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("num_rows", [2, 5, 16])
+def test_advantages_agree_with_plain_floats(name: str, num_rows: int) -> None:
+    generator = np.random.default_rng(num_rows)
+    groups = []
+    for _ in range(3):
+        mask = [(generator.random(length) > 0.3).astype(int) for length in generator.integers(1, 9, num_rows)]
+        values = [generator.normal(size=len(row)) for row in mask]
+        groups.append(scored_group(generator.normal(3.0, 2.0, num_rows).tolist(), mask=mask, values=values))
+    found, wanted = of_tokens(groups, step_of(make(name), groups)), expected(name, groups)
+    assert len(wanted) > num_rows
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [0.7] * 7, [1.0], []])
-def test_a_group_with_nothing_to_compare_has_exactly_no_advantage(rewards: list[float]) -> None:
-    algorithms: list[PolicyLoss] = [GRPO(), RLOO(), DrGRPO(loss_constant=8), DAPO()]
-    for algorithm in algorithms:
-        assert dense(algorithm.advantages(scored_group(rewards))).tolist() == [0.0] * len(rewards)
+@pytest.mark.parametrize("name", OF_A_GROUP)
+def test_a_group_with_nothing_to_compare_has_exactly_no_advantage(name: str, rewards: list[float]) -> None:
+    assert dense(make(name).advantages(scored_group(rewards))).tolist() == [0.0] * len(rewards)
 
 
 @pytest.mark.parametrize("function", [functional.centred_advantages, functional.leave_one_out_advantages])
@@ -48,15 +138,6 @@ def test_rewards_that_are_no_numbers_or_of_several_groups_are_refused(function: 
         function(np.array([math.nan, 1.0], np.float32))
     with pytest.raises(ValueError, match="one axis"):
         function(np.zeros((2, 3), np.float32))
-
-
-@pytest.mark.parametrize("num_rows", [2, 5, 16])
-def test_advantages_agree_with_numpy(num_rows: int) -> None:
-    rewards = np.random.default_rng(num_rows).normal(size=num_rows).astype(np.float32).astype(float)
-    others = [np.mean([r for j, r in enumerate(rewards) if j != i]) for i in range(num_rows)]
-    group = scored_group(rewards.tolist())
-    np.testing.assert_allclose(dense(RLOO().advantages(group)), rewards - others, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(dense(DrGRPO(loss_constant=1).advantages(group)), rewards - np.mean(rewards), rtol=1e-5, atol=1e-6)
 
 
 def test_leaving_one_out_is_unbiased_and_dividing_by_the_deviation_is_not() -> None:
@@ -137,13 +218,9 @@ def test_the_kl_term_of_whole_responses_is_taken_off_the_rewards(estimator: Any,
     np.testing.assert_allclose(dense(algorithms[1].advantages(of_kl([2.0, 1.0]))), [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"ppo", "reinforce_plus_plus"}))
+@pytest.mark.parametrize("name", OF_A_GROUP)
 def test_rewards_are_compared_after_the_kl_term(name: str) -> None:
-    own = {"loss_constant": 8} if name == "dr_grpo" else {}
-    plain: PolicyLoss = build("algorithm", name, own, ALGORITHMS)
-    shaping: PolicyLoss = build(
-        "algorithm", name, {**own, "kl_coefficient": 0.5, "kl_place": "reward", "kl_estimator": "k1"}, ALGORITHMS
-    )
+    plain, shaping = make(name), make(name, kl_coefficient=0.5, kl_place="reward", kl_estimator="k1")
     rollout, reference = [[-1.0, -2.0]] * 3, [[-1.0, -2.0], [-2.0, -2.0], [0.0, -4.0]]  # k1: 0, 1, 1
     found = shaping.advantages(scored_group([1.0, 1.0, 0.0], lengths=[2] * 3, rollout=rollout, reference=reference))
     assert dense(found).tolist() == dense(plain.advantages(scored_group([1.0, 0.5, -0.5], lengths=[2] * 3))).tolist()
@@ -161,13 +238,6 @@ def test_a_kl_term_in_the_reward_needs_the_reference_ahead() -> None:
 
 
 # REINFORCE++: a statistic of the step.
-
-
-def step_of(algorithm: ReinforcePlusPlus, groups: list[ScoredGroup]) -> list[Advantages]:
-    own = [algorithm.advantages(group) for group in groups]
-    sums = [algorithm.statistics(group, advantages) for group, advantages in zip(groups, own, strict=True)]
-    total = [math.fsum(column) for column in zip(*sums, strict=True)]
-    return [algorithm.normalised(advantages, total) for advantages in own]
 
 
 def test_returns_to_go_worked_by_hand() -> None:
