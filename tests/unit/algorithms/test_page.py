@@ -12,12 +12,16 @@ from asyncflow.registry import build
 from tests.conftest import ROOT
 
 
-def table(header: str) -> dict[str, list[str]]:
-    """The rows of a table, by the name that each begins with."""
+def cells(header: str) -> list[list[str]]:
+    """The rows of a table."""
     text = (ROOT / "docs" / "algorithms.md").read_text()
     lines = text[text.index(header) :].split("\n\n")[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return {name.strip("` "): row[1:] for row in cells for name in row[0].split(",")}
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def table(header: str) -> dict[str, list[str]]:
+    """The rows of a table, by the name that each begins with."""
+    return {name.strip("` "): row[1:] for row in cells(header) for name in row[0].split(",")}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -41,3 +45,13 @@ def test_what_each_needs_is_on_the_page() -> None:
         algorithm = build("algorithm", name, {"loss_constant": 8} if target.endswith("DrGRPO") else {}, ALGORITHMS)
         assert ("whole responses" in needs[name][0]) is not algorithm.is_token_local, name
         assert ("over all tokens of the step" in needs[name][0]) is algorithm.waits_for_batch, name
+
+
+def test_every_algorithm_solves_the_quickstart_with_three_seeds_by_the_page() -> None:
+    figures = {name: row for name, *row in cells("| algorithm | seed 0 | seed 1 | seed 2 | mean |")}
+    assert ALGORITHMS.keys() <= figures.keys()
+    assert {name.partition(",")[0] for name in figures} == ALGORITHMS.keys()
+    for name, row in figures.items():
+        *seeds, mean = (float(figure) for figure in row)
+        assert len(seeds) == 3 and all(0.80 < accuracy <= 1.0 for accuracy in seeds), name
+        assert mean == pytest.approx(sum(seeds) / 3, abs=0.0011), name
