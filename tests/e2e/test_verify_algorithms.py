@@ -1,4 +1,4 @@
-"""`asyncflow verify` under each algorithm that docs/algorithms.md says it finds equal; grpo and dapo are in files of their own."""
+"""`asyncflow verify` under each algorithm of docs/algorithms.md; grpo and dynamic sampling are in files of their own."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ def equal(config: Path, steps: int, names: tuple[str, str] = ("synchronous", "pe
     folder = config.parent / "runs" / "test-verify"
     given = json.loads((folder / "certificate.json").read_text())
     assert given["verdict"] == "equal" and given["kill"]["rows"] > 0 and given["overlapped_steps"] > 0
-    printed = [rows(folder / name / "fingerprints.jsonl") for name in names]
-    assert [line["tensors"] for line in printed[0]] == [line["tensors"] for line in printed[1]]
-    assert printed[0][0]["tensors"] != printed[0][-1]["tensors"]  # something was learned
+    check_same_tensors(folder, names)
     return folder
+
+
+def check_same_tensors(folder: Path, names: tuple[str, str] = ("synchronous", "periodic")) -> None:
+    """Of the policy and of the critic, if there is one, after every step; and that they learned something."""
+    for file in ("fingerprints.jsonl", "fingerprints.critic.jsonl"):
+        if file == "fingerprints.jsonl" or (folder / names[0] / file).exists():
+            printed = [rows(folder / name / file) for name in names]
+            assert [line["tensors"] for line in printed[0]] == [line["tensors"] for line in printed[1]]
+            assert printed[0][0]["tensors"] != printed[0][-1]["tensors"]
 
 
 def config_of(small: Small, tmp_path: Path, changes: dict[str, Any]) -> Path:
@@ -44,7 +51,15 @@ def config_of(small: Small, tmp_path: Path, changes: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"name": "dr_grpo", "loss_constant": 48}, "rloo", "gspo", "cispo"], ids=["dr_grpo", "rloo", "gspo", "cispo"]
+    "algorithm",
+    [
+        {"name": "dr_grpo", "loss_constant": 48},
+        {"name": "dapo", "overlong_length": 48, "overlong_buffer": 40},
+        "rloo",
+        "gspo",
+        "cispo",
+    ],
+    ids=["dr_grpo", "dapo", "rloo", "gspo", "cispo"],
 )
 def test_periodic_equals_synchronous(small: Small, tmp_path: Path, algorithm: str | dict[str, Any]) -> None:
     equal(config_of(small, tmp_path, {"algorithm": algorithm}), 3)
@@ -63,6 +78,51 @@ def test_with_the_kl_term_in_the_reward_periodic_equals_synchronous(small: Small
 def test_reinforce_plus_plus_delayed_equals_itself(small: Small, tmp_path: Path) -> None:
     changes = {"algorithm": "reinforce_plus_plus", "schedule": "delayed"}
     equal(config_of(small, tmp_path, changes), 4, ("delayed-1", "delayed-2"))
+
+
+NO_OVERLAP = "periodic never trained while responses were made or scored"
+
+
+def test_reinforce_plus_plus_s_periodic_equals_synchronous_and_that_is_no_proof(small: Small, tmp_path: Path) -> None:
+    """Its training waits for the last group of a step, so that nobody has rows in hand when a worker is to be killed."""
+    command = run_command("verify", config_of(small, tmp_path, {"algorithm": "reinforce_plus_plus"}), "--steps", "2", timeout=240.0)
+    assert command.returncode == 2, command.stdout + command.stderr
+    assert f"VOID, no proof: {NO_OVERLAP}; periodic lost no row with a killed worker\n" in command.stdout
+    folder = tmp_path / "runs" / "test-verify"
+    given = json.loads((folder / "certificate.json").read_text())
+    assert given["verdict"] == "void" and given["difference"] is None
+    assert given["overlapped_steps"] == 0 < given["reordered_steps"]
+    check_same_tensors(folder)
+
+
+BASELINE: dict[str, Any] = {"algorithm": {"name": "reinforce_plus_plus", "baseline": "group"}}
+NORMALISING_PPO: dict[str, Any] = {
+    "algorithm": {"name": "ppo", "normalise_advantages": True},
+    "train": {"critic": {"learning_rate": 1e-3}},
+}
+
+
+@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
+@pytest.mark.parametrize("changes", [BASELINE, NORMALISING_PPO], ids=["baseline", "ppo"])
+def test_with_a_statistic_of_the_step_bits_are_equal_and_periodic_overlaps_nothing(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], schedule: str
+) -> None:
+    """Within this process, where nobody can be killed: delayed with itself is no proof for that reason alone."""
+    command = importlib.import_module("asyncflow.cli.verify")
+    run = command._run
+    monkeypatch.setitem(command.SETTINGS, "cluster", "inline")
+    monkeypatch.setattr(command, "_run", lambda given, kill_in_step: run(given, None))
+    config = config_of(small, tmp_path, {**changes, "schedule": schedule})
+    result = CliRunner().invoke(app, ["verify", str(config), "--steps", "3"])
+    assert result.exit_code == 2, (result.output, result.exception)
+    folder = tmp_path / "runs" / "test-verify"
+    given = json.loads((folder / "certificate.json").read_text())
+    is_delayed = schedule == "delayed"
+    names = ("delayed-1", "delayed-2") if is_delayed else ("synchronous", "periodic")
+    assert given["verdict"] == "void" and given["difference"] is None and given["reordered_steps"] > 0
+    assert given["reasons"] == [*([] if is_delayed else [NO_OVERLAP]), f"{names[1]} lost no row with a killed worker"]
+    assert (given["overlapped_steps"] > 0) is is_delayed
+    check_same_tensors(folder, names)
 
 
 def test_ppo_s_periodic_equals_synchronous_and_its_critic_is_compared(
