@@ -406,7 +406,7 @@ async def test_verl_functions_are_taken_as_they_are(open_pool: Open) -> None:
     assert await kind(asynchronous, "9", data_source="gsm8k") == "raised", "there is no ground truth"
 
 
-async def test_maths_is_scored_in_time_and_off_the_main_thread(open_pool: Open) -> None:
+async def test_maths_is_scored_in_time_and_off_the_main_thread(open_pool: Open, tmp_path: Path) -> None:
     """A worker that is not ours to signal: the pool runs in an event loop of whatever thread."""
     pool = await open_pool("maths", seconds=10.0)
 
@@ -417,8 +417,13 @@ async def test_maths_is_scored_in_time_and_off_the_main_thread(open_pool: Open) 
 
     loop = asyncio.get_running_loop()
     assert await asyncio.to_thread(in_thread) == 1.0
-    payload = r"\boxed{__import__('os').system('touch /tmp/nobody')}"
-    assert (await pool.score(sample(payload, answer="x^2"))).reward == 0.0
+    file = tmp_path / "nobody"
+    call = f"__import__('pathlib').Path('{file}').touch()"
+    for payload in (rf"\boxed{{{call}}}", f"#### {call}", f"So it is ${call}$.", rf"\boxed{{x^2 + {call}}}"):
+        assert (await pool.score(sample(payload, answer="x^2"))).reward == 0.0
+        assert not file.exists(), payload
+    eval(call)
+    assert file.exists()  # as it would if any of them were run
 
 
 async def test_maths_that_takes_too_long_is_a_failure_and_no_0(open_pool: Open) -> None:
