@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +92,51 @@ def test_the_place_changes_no_reward(small: Small, tmp_path: Path, graders: Path
         names = ("reward/mean", "reward/std", "reward/a", "reward/b")
         found[place] = [{name: row[name] for name in names} for row in rows(tmp_path / "runs" / place / "metrics.jsonl")]
     assert found["rollout"] == found["task"]
+
+
+# A whole run in one process: driver, trainer and rollout worker. It says what was evaluated in it, and which parsers it imported.
+IN_ONE_PROCESS = """
+import json, sys
+import asyncflow.build.workers, asyncflow.cli, asyncflow.job
+from asyncflow.trainer import Trainer
+
+evaluated = []
+def hear(event, arguments):
+    if event == "compile" and isinstance(arguments[0], (bytes, str)):
+        evaluated.append(arguments[0].decode(errors="replace") if isinstance(arguments[0], bytes) else arguments[0])
+sys.addaudithook(hear)
+eval("40 + 2")
+
+with Trainer.from_config(json.loads(sys.argv[1])) as trainer:
+    while trainer.step() is not None:
+        pass
+parsers = [name for name in sys.modules if name.partition(".")[0] in ("math_verify", "latex2sympy2", "latex2sympy2_extended")]
+print(json.dumps([sorted({text.strip() for text in evaluated if len(text) < 1000}), parsers]))
+"""
+
+
+def test_the_process_of_a_run_evaluates_nothing_that_the_model_wrote_and_has_no_parser_that_would(small: Small) -> None:
+    """torch imports sympy itself, here and there: what reads a formula with it is math-verify, over latex2sympy2."""
+    tree = small(
+        cluster="inline",
+        reward={"scorer": "maths", "deadline_seconds": 30},
+        eval={"path": "generated:arithmetic", "num_prompts": 4, "num_workers": 0},
+        telemetry={"samples_per_step": 16},
+    )
+    command = subprocess.run(
+        [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(tree)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert command.returncode == 0, command.stderr
+    run_dir = Path(tree["run"]["dir"]) / "test"
+    assert [row["rows/unscored"] for row in rows(run_dir / "metrics.jsonl")] == [0, 0]
+    samples = [sample for sample in rows(run_dir / "samples.jsonl") if sample["purpose"] == "train"]
+    assert len(samples) >= 8 and {sample["reward"] for sample in samples} == {0.0, 1.0}
+
+    evaluated, parsers = json.loads(command.stdout.splitlines()[-1])
+    assert parsers == []
+    assert "40 + 2" in evaluated  # so it is heard
+    written = {part.strip() for sample in samples for part in (sample["response"], sample["response"].rpartition("#")[2])}
+    assert written.isdisjoint(evaluated)
 
 
 @pytest.fixture

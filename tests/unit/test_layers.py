@@ -1,9 +1,18 @@
-"""The check of import layers (`make layers`) sees the whole package; the loops know of no algorithm, by import or by name."""
+"""The check of import layers (`make layers`) sees the whole package; the loops know of no algorithm, by import or by name; what
+evaluates text is imported by reward processes alone."""
 
+import ast
 import re
+from collections.abc import Iterator
 
 from asyncflow.algorithms import ALGORITHMS
+from asyncflow.rewards import REWARDS
 from tests.conftest import ROOT
+
+EVALUATING = r"(?:sympy|math_verify|latex2sympy2?)(?:[._]|$)"
+"""Packages that read a text by evaluating it."""
+OF_REWARD_PROCESSES = r"asyncflow\.rewards\.(?:maths|worker)"
+"""Modules that run in reward processes alone."""
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
@@ -22,3 +31,38 @@ def test_no_file_of_the_workflows_names_an_algorithm() -> None:
     assert not named.search("from asyncflow.algorithms.base import Algorithm  # which all support")
     files = sorted((ROOT / "asyncflow" / "workflows").rglob("*.py"))
     assert files and [(file.name, found[0]) for file in files if (found := named.search(file.read_text()))] == []
+
+
+def said(tree: ast.Module) -> Iterator[str]:
+    """What a file imports, by its whole name; and its texts, which may be names of modules, but for its documentation."""
+    documentation = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def test_no_text_is_evaluated_outside_of_reward_processes() -> None:
+    """What a model wrote reaches no parser that evaluates, neither in the trainer nor in a rollout worker nor in the driver: see
+    docs/rewards.md. Here is who could; that a run's process has not done so is seen in tests/e2e/test_rewards.py."""
+    evaluating, of_processes, calls = set(), set(), []
+    files = sorted((ROOT / "asyncflow").rglob("*.py"))
+    for file in files:
+        name, tree = file.relative_to(ROOT / "asyncflow").as_posix(), ast.parse(file.read_text())
+        texts = [*said(tree)]
+        evaluating |= {name for text in texts if re.match(EVALUATING, text)}
+        of_processes |= {(name, text) for text in texts if re.match(OF_REWARD_PROCESSES, text)}
+        called = [node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        calls += [(name, function) for function in called if function in ("eval", "exec")]
+    assert calls == []
+    assert evaluating and all(re.fullmatch(r"rewards/maths\w*\.py", name) for name in evaluating)
+    elsewhere = {(name, text) for name, text in of_processes if not re.fullmatch(r"rewards/maths\w*\.py", name)}
+    assert elsewhere == {("rewards/__init__.py", REWARDS["maths"]), ("rewards/sandbox.py", "asyncflow.rewards.worker")}
+    assert [*said(ast.parse("import sympy as s\nfrom asyncflow.rewards import maths\n'not this'\nf('math_verify')"))] == [
+        "sympy", "asyncflow.rewards.maths", "math_verify",
+    ]  # fmt: skip
