@@ -107,6 +107,19 @@ def test_every_folder_is_flushed_and_so_is_the_one_that_checkpoints_are_made_in(
     assert synced == expected
 
 
+def test_every_file_is_flushed_before_the_manifest_that_names_it_and_the_name_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+    replace, rename = folder_file.replace, Path.rename
+    monkeypatch.setattr(folder_file, "sync_file", lambda path: done.append(str(path.relative_to(tmp_path))))
+    monkeypatch.setattr(folder_file, "replace", lambda path, content: (done.append(path.name), replace(path, content))[1])
+    monkeypatch.setattr(Path, "rename", lambda path, to: (done.append(f"rename to {Path(to).name}"), rename(path, to))[1])
+    write(Checkpoints(tmp_path, keep=2), 1)
+    partial = "step-000001.partial"
+    assert done == [f"{partial}/driver", f"{partial}/trainer/shard", MANIFEST_FILE, "rename to step-000001"]
+
+
 def test_what_is_added_goes_with_its_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for version in (1, 2, 3):
