@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,27 @@ def test_tensors_may_change_as_soon_as_they_are_staged(tmp_path: Path, monkeypat
     loaded = {name: torch.full_like(tensor, 5) for name, tensor in before.items()}
     load_tensors_into(loaded, tmp_path / "state")
     assert all(torch.equal(loaded[name], before[name]) for name in before)
+
+
+def test_nothing_is_written_before_the_caller_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes no byte until the tensors have changed holds nobody up."""
+    may_write, writers, write_data = threading.Event(), list[threading.Thread](), state._RankWriter.write_data
+
+    def held(*args: Any, **options: Any) -> Any:
+        writers.append(threading.current_thread())
+        may_write.wait(5)
+        return write_data(*args, **options)
+
+    monkeypatch.setattr(state._RankWriter, "write_data", held)
+    tensor = torch.ones(3)
+    written = StateWriter().begin({"a": tensor}, tmp_path)
+    assert not written.done()
+    tensor.zero_()
+    assert not written.done() and not [*tmp_path.iterdir()]
+    may_write.set()
+    written.result(60)
+    assert len(writers) == 1 and writers[0] is not threading.current_thread()
+    assert [load_file(file)["a"].tolist() for file in tmp_path.iterdir()] == [[1, 1, 1]]
 
 
 def test_torch_does_not_warn_that_a_rank_is_on_its_own(tmp_path: Path) -> None:
