@@ -6,6 +6,7 @@ Wire.on_reply --> Audit: leases handed out, responses stored, groups consumed, s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,9 @@ class Audit:
         admitted = steps * self._shape.prompts_per_step * self._shape.group_size
         if len(self._step_of) + dead != admitted:
             self.violated(f"of {admitted} rows in {steps} steps {len(self._step_of)} were trained and {dead} given up")
+        size = self._shape.prompts_per_step
+        groups = (step * self._shape.numbers_per_step + place for step in range(steps) for place in range(size))
+        self._check_order([self._prompts.get(group) for group in groups])
 
     def _check_members(self, steps: int) -> None:
         """Each step has trained the first groups, in the order of their numbers, whose rewards vary, and all rows of those that
@@ -196,5 +200,9 @@ class Audit:
             taken += [self._prompts[group] for group in range(first, members[-1] + 1)]
             self.counts["degenerate groups"] += members[-1] + 1 - first - len(members)
             self.counts["surplus groups"] += sum(group > members[-1] for group in of_step if group in by_group)
-        if taken != (due := [int(prompt.ids[0]) for prompt in SeededOrder(self.data, self._shape.seed).take(len(taken))]):
+        self._check_order(taken)
+
+    def _check_order(self, taken: Sequence[int | None]) -> None:
+        """`taken`: the prompts of the steps' groups, in order, as far as anybody has seen them."""
+        if [*taken] != (due := [int(prompt.ids[0]) for prompt in SeededOrder(self.data, self._shape.seed).take(len(taken))]):
             self.violated(f"steps have gone through prompts {taken}, and the data's order is {due}")
