@@ -22,7 +22,10 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from asyncflow.build.prompts import read_source
 from asyncflow.build.resume import read_driver
+from asyncflow.config import parse
+from asyncflow.data.order import SeededOrder
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.fingerprints import read_fingerprints
 from asyncflow.telemetry.trace import join_pieces, read_spans
@@ -93,12 +96,22 @@ def check_spans(run_dir: Path) -> None:
 
 
 def check_each_once(run_dir: Path) -> None:
-    """No prompt was skipped, and none was trained twice."""
+    """No prompt was skipped, and none was trained twice: by the groups' numbers, and by the texts, in the data's order."""
     steps = prints(run_dir)
     trained = Counter(row["row"] for step in steps for group in step["groups"] for row in group["rows"])
     groups = {row >> 2 for row in trained}
     assert [step["step"] for step in steps] == list(range(STEPS))
     assert set(trained.values()) == {1} and len(trained) == STEPS * PROMPTS * GROUP and groups == set(range(STEPS * PROMPTS))
+    told = samples_of(run_dir)  # of each group the first row
+    assert [told[group * GROUP]["prompt"] for group in sorted(groups)] == data_order(len(groups))
+
+
+def data_order(count: int) -> list[str]:
+    """The texts of the first prompts of `tree`'s data."""
+    source = read_source(parse(tree(Path())), "train")
+    texts = [str(source.columns.prompt_of(row)) for row in source.rows]
+    assert len(set(texts)) == len(texts) == 64
+    return SeededOrder(texts, seed=0).take(count)
 
 
 def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
