@@ -17,7 +17,7 @@ from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.types import Array, Layout
 from tests.unit.engines.train.parallel import training_ranks as on_ranks
 from tests.unit.engines.train.parallel.processes import Processes, RankFailed
-from tests.unit.engines.train.training import ModelPath, train_options
+from tests.unit.engines.train.training import ModelPath, moved_less, train_options
 
 OPTIONS: dict[str, Any] = {"learning_rate": 1e-3, "warmup_steps": 3, "weight_decay": 0.1, "max_grad_norm": 0.05}
 OPTIONS |= {"log_prob_chunk_tokens": 16}
@@ -34,14 +34,21 @@ def ranks() -> Iterator[Processes]:
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of eight layers, whose head is not its embedding and takes under a quarter of it."""
+    return save_llama(tmp_path_factory.mktemp("deep"), num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two layers, whose heads four ranks may share."""
+    return save_llama(tmp_path_factory.mktemp("wide"), num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+
+
+def save_llama(path: Path, **sizes: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    path = tmp_path_factory.mktemp("deep")
-    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8, "vocab_size": 250}
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "vocab_size": 250, **sizes}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)).save_pretrained(
-        path
-    )
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False)).save_pretrained(path)
     return path
 
 
@@ -123,6 +130,52 @@ def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
             assert (ours.loss_tokens, ours.physical_tokens) == (theirs.loss_tokens, theirs.physical_tokens)
         for rank, answer in enumerate(answers):  # those that follow know what their leader does
             assert answer.results == answers[rank - rank % each].results
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "more"),
+    [
+        (Layout(pp=3), "qwen2-small", {}),
+        (Layout(pp=4), "deep", {"activation_checkpointing": True}),
+        (Layout(tp=4), "wide", {}),
+        (Layout(tp=2, pp=2), "qwen3-tiny", {"activation_checkpointing": True}),
+        (Layout(tp=2), "qwen2-tiny", {"dtype": "bfloat16"}),
+        (Layout(pp=2), "qwen2-tiny", {"dtype": "bfloat16"}),
+    ],
+    ids=["pp3", "pp4-recomputed", "tp4", "tp2-pp2-recomputed", "tp2-bfloat16", "pp2-bfloat16"],
+)
+def test_steps_of_a_layout_are_those_of_one_process(
+    ranks: Processes, model_path: ModelPath, deep: Path, wide: Path, layout: Layout, family: str, more: dict[str, Any]
+) -> None:
+    """Also through stages that are neither first nor last; of more micro-batches than there are stages, and of fewer."""
+    path = {"deep": deep, "wide": wide}.get(family) or model_path(family)
+    # Updates of which bfloat16 weights would lose most.
+    options = {**OPTIONS, "learning_rate": 1e-5, "warmup_steps": 0, "weight_decay": 0.0, "old": "step_start", **more}
+    batches = [on_ranks.make_batch(i, lengths, 20) for i, lengths in enumerate([(5, 3), (9, 14, 2), (4, 4), (3, 1), (7, 5), (2,)])]
+    steps = [[[batches]], [[batches[3:5]], [batches[2:3]]]]
+    alone = on_ranks.train_alone(path, steps, options | {"activation_checkpointing": False})
+    first, *others = ranks.run(on_ranks.train, path, steps, layout, options, size=layout.size)
+    assert others == [None] * (layout.size - 1)
+    is_rounded = options.get("dtype") == "bfloat16"
+    assert len(first.results) == len(alone.results) == 9
+    for ours, theirs in zip(first.results, alone.results, strict=True):
+        assert ours.loss_sum == pytest.approx(theirs.loss_sum, rel=1e-3 if is_rounded else 1e-5)
+        assert ours.loss_tokens == theirs.loss_tokens
+    for ours, theirs in zip(first.updates, alone.updates, strict=True):
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-2 if is_rounded else 1e-5) and not ours.skipped
+        assert ours.learning_rate == theirs.learning_rate == 1e-5
+    of_ranks, of_one = ({name: torch.from_numpy(array) for name, array in made.weights.items()} for made in (first, alone))
+    moved_less(of_ranks, of_one, load_file(path / "model.safetensors"), 0.3 if is_rounded else 1e-3)
+    assert len(first.fingerprint) == 4 * len(of_one)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+def test_layers_are_passed_twice_where_activations_are_computed_again(
+    ranks: Processes, model_path: ModelPath, layout: Layout
+) -> None:
+    for is_asked, times in ((True, 2), (False, 1)):
+        options = {**OPTIONS, "activation_checkpointing": is_asked, "check_shared_prompt": False}
+        assert ranks.run(on_ranks.layer_passes, model_path("qwen2-tiny"), layout, options, size=2) == [times] * 2
 
 
 @pytest.mark.parametrize(
@@ -213,6 +266,7 @@ def test_a_model_is_exported_and_saved_whole_and_goes_on_under_another_layout(
         (Layout(tp=2), "qwen3-tiny", {}),
         (Layout(pp=2), "qwen2-tiny", {"frozen_dtype": "bfloat16"}),
         (Layout(dp=3, tp=2), "deep", {"offload": True}),
+        (Layout(pp=3), "qwen2-small", {}),
         (Layout(dp=2, tp=2, pp=2), "llama-tiny", {}),
     ],
     ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else "",

@@ -78,3 +78,14 @@ def test_whatever_layout_loads_it(ranks: Processes, model_path: Callable[[str], 
     tensors = {f"{kind}/{name}": torch.zeros_like(tensor) for name, tensor in shapes.items() for kind in ("weights", "old")}
     load_tensors_into(tensors, tmp_path / "state")
     assert all(not torch.equal(tensors[f"old/{name}"], tensors[f"weights/{name}"]) for name in shapes)
+
+
+@pytest.mark.parametrize(("of", "by"), [(Layout(pp=3), Layout()), (Layout(), Layout(pp=3))], ids=str)
+def test_a_stage_in_the_middle_saves_and_loads_its_part(
+    ranks: Processes, model_path: Callable[[str], Path], tmp_path: Path, of: Layout, by: Layout
+) -> None:
+    """Of a model whose head is its embedding."""
+    path = model_path("qwen2-small")
+    expected, *_ = ranks.run(saved, path, of, tmp_path / "state", size=of.size)
+    assert expected and len(expected) == 4 * len(load_file(path / "model.safetensors"))
+    assert ranks.run(loaded, path, by, tmp_path / "state", size=by.size) == [expected] + [None] * (by.size - 1)

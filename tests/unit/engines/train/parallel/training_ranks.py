@@ -332,6 +332,20 @@ def state_bytes(path: Path, layout: Layout, options: dict[str, Any]) -> int:
         many.close()
 
 
+def layer_passes(path: Path, layout: Layout, options: dict[str, Any]) -> int:
+    """On each rank: how often one micro-batch goes through a layer's attention, backward pass included."""
+    many = ManyRanks(path, train_options(layout=layout, **options))
+    passes = list[str]()
+    try:
+        layers = many._policy._root.module.base_model.layers
+        layer = next(layer for layer in layers if next(layer.parameters(), None) is not None)
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda *_: passes.append("o_proj"))
+        many.forward_backward([make_batch(0, (5, 3), 20)], Clipped())
+        return len(passes)
+    finally:
+        many.close()
+
+
 def held_bytes(parts: list[torch.nn.Parameter], training: Any) -> int:
     """Of parameters, their sums, and their optimiser state."""
     states = [state for _, _, state in training._optimizer.states()]
