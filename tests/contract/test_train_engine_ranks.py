@@ -38,6 +38,7 @@ CASES: list[tuple[str, dict[str, Any], Layout, str]] = [
     ("megatron", {}, Layout(1, 1, 2), "untied"),
     ("megatron", {}, Layout(1, 2, 2), "qwen2-tiny"),
     ("megatron", {}, Layout(2, 2, 1), "qwen3-tiny"),
+    ("megatron", {}, Layout(2, 2, 2), "qwen3-tiny"),
 ]
 OPTIONS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -56,8 +57,8 @@ LAST = [micro_batch(8), micro_batch(9)]
 
 
 @pytest.fixture
-def ranks() -> Iterator[Processes]:
-    processes = Processes(4)  # new ones each time: DeepSpeed and Megatron keep a process's groups for good
+def ranks(layout: Layout) -> Iterator[Processes]:
+    processes = Processes(layout.size)  # new ones each time: DeepSpeed and Megatron keep a process's groups for good
     yield processes
     processes.close()
 
