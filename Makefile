@@ -38,7 +38,8 @@ $(ADAPTERS)/installed: pyproject.toml constraints.txt
 	touch $@
 
 test-adapters: $(ADAPTERS)/installed
-	$(ADAPTERS)/bin/python -m pytest tests/contract/test_train_engine.py tests/contract/test_train_engine_ranks.py
+	$(ADAPTERS)/bin/python -m pytest tests/contract/test_train_engine.py tests/contract/test_train_engine_ranks.py \
+		tests/e2e/test_adapters.py
 
 # Ray is an extra, and brings much of its own.
 $(RAY)/installed: pyproject.toml constraints.txt
