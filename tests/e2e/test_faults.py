@@ -279,13 +279,13 @@ def test_ctrl_c_while_a_thread_computes(small: Small, tmp_path: Path, background
 
 
 def ends_in_order(command: subprocess.Popen[str], run_dir: Path) -> None:
-    """Ctrl-C: over within 5 s where the machine is free, which it need not be here, with a model that loads and a report."""
+    """Ctrl-C: over within 5 s, with a model that loads and a report."""
     from transformers import AutoModelForCausalLM
 
     began = time.monotonic()
     command.send_signal(signal.SIGINT)
     output, errors = command.communicate(timeout=15)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 5.0
     assert command.returncode == 130, errors
     assert "interrupted" in output
     AutoModelForCausalLM.from_pretrained(run_dir / "model")

@@ -28,7 +28,7 @@ from asyncflow.types import Ragged, RunError
 from tests.processes import alive
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
 
-open_loader = functools.partial(StreamDataLoader, timeout_seconds=30.0)
+open_loader = functools.partial(StreamDataLoader, timeout_seconds=10.0)
 
 
 @pytest.fixture
