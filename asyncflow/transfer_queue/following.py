@@ -135,14 +135,20 @@ class Following:
         if is_new_life:  # a group may be there again, put once more, without columns that its rows had: it begins anew
             again = np.concatenate([NO_ROWS, *(self._table.beyond(rows, mask) for rows, mask in told)])
             is_gone |= np.isin(known >> self._schema.group_bits, again >> self._schema.group_bits)
-        gone = known[is_gone]
-        if len(gone):
-            self._table.drop(gone)
-            if is_new_life:
-                where = f"task {self._table.spec.name!r}: storage unit {unit} has lost {len(gone)} rows with its process"
-                log.error("%s: %s", where, _ranges(gone))
-                self.lost += gone.tolist()
-                self._on_lost(unit, gone.tolist())
+        self._table.drop(known[is_gone])
+        lost = known[is_gone & ~self._are_dropped(known, news)]
+        if is_new_life and len(lost):
+            where = f"task {self._table.spec.name!r}: storage unit {unit} has lost {len(lost)} rows with its process"
+            log.error("%s: %s", where, _ranges(lost))
+            self.lost += lost.tolist()
+            self._on_lost(unit, lost.tolist())
+
+    def _are_dropped(self, rows: Array, news: News) -> Array:
+        """bool [n]: which of the rows were asked to go, says a unit that may have died before it could say so."""
+        drops = [notice for notice in news.notices if notice.is_drop]
+        dropped = np.frombuffer(b"".join(notice.rows for notice in drops), np.int64)
+        groups = np.frombuffer(b"".join(notice.gone for notice in drops), np.int64)
+        return np.isin(rows, dropped) | np.isin(rows >> self._schema.group_bits, groups)
 
     # -- what they are told -------------------------------------------------------------------------------------------------
 

@@ -230,8 +230,8 @@ class Holdings:
     def everything(self) -> list[Notice]:
         """The notices that tell a controller all there is."""
         notices = [Notice(metas=list(self.index.metas.values()))]
-        if len(dropped := self.facts.now.dropped_rows()):
-            notices.append(Notice(rows=dropped.tobytes(), is_drop=True))
+        dropped = self.facts.now.dropped_rows()
+        notices.append(Notice(rows=dropped.tobytes(), is_drop=True, gone=self.facts.now.gone))
         for rows, mask, tokens in self.index.records():
             notices.append(Notice(rows=rows.tobytes(), mask=mask, tokens=tokens.tobytes() if self._token_columns else b""))
         return notices + self.facts.told()

@@ -193,6 +193,24 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
     controller.close()
 
 
+async def test_rows_that_were_dropped_and_whose_unit_died_before_it_could_say_so_are_not_lost() -> None:
+    store, lost = Failing(), list[int]()
+    controller = Controller("train", SCHEMA, on_lost=lambda unit, rows: lost.extend(rows))
+    for life in range(2):
+        unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA, UnitOptions(notify_timeout_seconds=0.01))
+        await unit.open()
+        if not life:
+            await put(unit, 1)
+            await put(unit, 2)
+        controller.following.take(0, await unit.follow("train", controller.table.incarnation, "", 0, []), is_new_life=life > 0)
+        if not life:
+            assert controller.table.rows_of(0).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+            await unit.drop(np.array([5, 8, 9, 10, 11]))  # part of a group, and a whole one: the controller hears of neither
+    assert lost == controller.following.lost == []
+    assert controller.table.rows_of(0).tolist() == [4, 6, 7]
+    controller.close()
+
+
 @pytest.mark.parametrize("lives", [1, 2])
 async def test_a_dropped_group_does_not_come_back_when_its_put_is_repeated(lives: int) -> None:
     """The answer of the put was lost, and by the time it is asked again its group has been trained and dropped."""
