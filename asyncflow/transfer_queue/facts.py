@@ -19,7 +19,7 @@ FACTS = "facts"
 
 class Facts(msgspec.Struct):
     """Per task the steps that have ended, and whether it is closed; the rows that have been dropped from groups that are still
-    there; the groups that went last (int64), should a put of theirs be repeated."""
+    there; the groups that went last (int64), should a put of theirs be repeated, or a controller not have heard that they went."""
 
     ended_steps: dict[str, list[int]] = {}
     closed: list[str] = []
