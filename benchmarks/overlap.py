@@ -70,7 +70,7 @@ def run(
             "schedule": schedule,
             "rollout": {"engine": {**ENGINE, **lengths}, "num_slots": slots, "group_size": 8, "max_new_tokens": longest},
             "train": {"prompts_per_step": 40, "learning_rate": 1e-6},
-            "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.05},
+            "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.1},
         }
     )
 

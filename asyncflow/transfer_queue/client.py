@@ -3,6 +3,7 @@
 put(metas, batch)              admit groups with the columns that they come with; waits for room, and for nothing else
 lease(task, want)              rows, whole groups or a token budget, with the columns that the task reads; waits for some
 complete(lease, outputs)       outputs and acknowledgement in one request, all of a lease or part of it
+mark(leases)                   the same where a task has no outputs; any number of leases in one request
 fail(lease, rows, error)       give rows back; after k failures they are dead, with the error
 filter(rows, reason)  drop(rows)  end_step(task, step)  close(task)
 """
@@ -22,7 +23,7 @@ from asyncflow.transfer_queue.batches import WireBatch, read_lease, take, units_
 from asyncflow.transfer_queue.client_leases import ClientLeases
 from asyncflow.transfer_queue.controller import Controller, TaskStatus
 from asyncflow.transfer_queue.directory import Places, remote_directory
-from asyncflow.transfer_queue.leases import Lease, StaleToken, Want
+from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.schema import FILTERED
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
 from asyncflow.transport import Credentials, Peer
@@ -192,20 +193,34 @@ class TransferQueueClient:
         return stored
 
     async def complete_marks(self, leases: Sequence[Lease]) -> None:
-        """Acknowledge leases of a task without outputs: its rows get the mark `done/<task>`.
+        """Acknowledge leases of a task without outputs: their rows get the mark `done/<task>`.
 
         Raises `StaleToken`, and acknowledges nothing, when one of them is over. One that ends meanwhile is named likewise, when the
-        ones before it have been acknowledged.
+        others have been acknowledged.
         """
+        if not leases:
+            return
+        task, indices = leases[0].token.task, [row for lease in leases for row in lease.indices]
+        await self._controller(task).check([(lease.token, lease.indices) for lease in leases])
+        if late := [row for row, is_kept in zip(indices, await self.mark(leases), strict=True) if not is_kept]:
+            raise StaleToken(f"rows {late} of task {task!r} could not be acknowledged")  # their leases ended between the two
+
+    async def mark(self, leases: Sequence[Lease]) -> np.ndarray:
+        """`complete` for leases of a task without outputs, in one request for each unit concerned.
+
+        Returns bool [n], for the rows of the leases in order.
+        """
+        by_unit: dict[int, list[tuple[Token, list[int]]]] = {}
         for lease in leases:
-            await self._controller(lease.token.task).check(lease.token, lease.indices)
+            for unit, rows in zip(lease.units, lease.rows, strict=True):
+                by_unit.setdefault(unit, []).append((lease.token, rows))
+        is_marked: dict[int, bool] = {}
+        for number, held in by_unit.items():
+            marked = await self._unit(number).mark(held[0][0].task, held)
+            is_marked.update(zip((row for _, rows in held for row in rows), marked.tolist(), strict=True))
         for lease in leases:
-            indices = np.array(lease.indices, np.int64)
-            marks = {f"done/{lease.token.task}": np.ones(len(indices), np.uint8)}
-            groups = np.array([meta.group for meta in lease.groups], np.int64)
-            stored = await self.complete(lease, Batch(indices, groups, marks))
-            if not stored.all():  # it ended between the two
-                raise StaleToken(f"rows {indices[~stored].tolist()} of task {lease.token.task!r} could not be acknowledged")
+            self.leases.let_go(lease, lease.indices)
+        return np.array([is_marked[row] for lease in leases for row in lease.indices], bool)
 
     async def fail(self, lease: Lease, rows: Sequence[int], error: str, *, is_final: bool = False) -> None:
         """Give rows back after a failure; for good, if it `is_final`. Does nothing when the lease is over: its rows have been given

@@ -133,9 +133,10 @@ class Controller:
         self._prune()
 
     @remote
-    async def check(self, token: Token, rows: list[int]) -> None:
-        """Raises `StaleToken` unless the lease is alive and holds these rows."""
-        self.table.check(token, rows)
+    async def check(self, leases: list[tuple[Token, list[int]]]) -> None:
+        """Raises `StaleToken` unless all the leases are alive and hold these rows."""
+        for token, rows in leases:
+            self.table.check(token, rows)
 
     @remote
     async def fail(self, token: Token, rows: list[int], error: str, is_final: bool = False) -> list[int]:

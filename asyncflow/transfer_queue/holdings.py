@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,21 +88,22 @@ class Holdings:
         self._writes.arrive(new)
         return new
 
-    async def store(self, batch: Batch, new: list[GroupMeta], writer: Token | None = None) -> Array:
+    async def store(self, batch: Batch, new: list[GroupMeta], writers: Mapping[int, Token] | None = None) -> Array:
         """Store what is not there yet, all of a row's columns or none, and tell the controllers.
 
-        Returns bool [n]: which rows are stored by this, or, for a `writer`, by an earlier request of the same lease.
+        `writers`: for what a task has completed, the lease of every row. Returns bool [n]: which rows are stored by this, or by an
+        earlier request of the same lease.
         """
-        stored = await self._to_its_end(self._store(batch, new, writer))
-        if writer is not None and not stored.all():  # maybe the same request again, whose answer was lost
-            stored |= self.written_by(writer, batch.indices)
+        stored = await self._to_its_end(self._store(batch, new, writers))
+        if writers is not None and not stored.all():  # maybe the same request again, whose answer was lost
+            stored |= self.written_by(batch.indices, writers)
         return stored
 
-    def written_by(self, writer: Token, rows: Array) -> Array:
-        """bool [n]: rows that a lease has completed, as far as they are remembered."""
-        return np.array([self._writers.get((writer.task, row)) == writer for row in rows.tolist()], bool)
+    def written_by(self, rows: Array, writers: Mapping[int, Token]) -> Array:
+        """bool [n]: rows that their lease has completed, as far as they are remembered."""
+        return np.array([self._writers.get((writers[row].task, row)) == writers[row] for row in rows.tolist()], bool)
 
-    async def _store(self, batch: Batch, new: list[GroupMeta], writer: Token | None) -> Array:
+    async def _store(self, batch: Batch, new: list[GroupMeta], writers: Mapping[int, Token] | None) -> Array:
         row_mask, group_mask = self.schema.masks_of(tuple(batch.columns))
         groups = batch.groups.tolist()
         while self._writes.are_under_way and self.index.is_claimed(batch.indices, row_mask, groups, group_mask):
@@ -122,8 +123,8 @@ class Holdings:
             if not is_written:
                 self._take_back(new)
             self._writes.end(write, [] if is_written else new)
-        if writer is not None:
-            self._writers.update(((writer.task, row), writer) for row in rows.tolist())
+        if writers is not None:
+            self._writers.update(((writers[row].task, row), writers[row]) for row in rows.tolist())
             forget_oldest(self._writers)
         self._count_tokens(batch, rows, free, numbers, free_groups)
         there = rows if num_drops == self._num_drops else self.index.present(rows)

@@ -101,10 +101,36 @@ class StorageUnit:
         columns = batch.batch()
         self.schema.check(columns)
         self.schema.check_outputs(token.task, columns)
+        if self._is_over(token):
+            return self.holdings.written_by(columns.indices, dict.fromkeys(columns.indices.tolist(), token))
+        return await self.holdings.store(columns, [], dict.fromkeys(columns.indices.tolist(), token))
+
+    @remote
+    async def mark(self, task: str, leases: list[tuple[Token, list[int]]]) -> np.ndarray:
+        """Acknowledge rows of any number of leases of a task without outputs, in one change.
+
+        Returns bool [n], lease by lease: False as for `complete`.
+        """
+        if strangers := {token.task for token, _ in leases} - {task}:
+            raise ValueError(f"leases of task {min(strangers)!r} are not marked for task {task!r}")
+        holders = {row: token for token, rows in leases for row in rows}
+        indices = np.array([row for _, rows in leases for row in rows], np.int64)
+        if len(holders) < len(indices):
+            raise ValueError("a row is in two of the leases")
+        is_over = np.array([self._is_over(token) for token, rows in leases for _ in rows], bool)
+        marked = self.holdings.written_by(indices, holders)
+        if len(alive := indices[~is_over]):
+            marks = {f"done/{task}": np.ones(len(alive), np.uint8)}
+            batch = Batch(alive, np.unique(alive >> self.schema.group_bits), marks)
+            self.schema.check(batch)
+            self.schema.check_outputs(task, batch)
+            marked[~is_over] = await self.holdings.store(batch, [], holders)
+        return marked
+
+    def _is_over(self, token: Token) -> bool:
+        """Whether completions under the lease are refused."""
         incarnation = self._log.incarnation(token.task)
-        if incarnation not in (None, token.incarnation) or token.lease in self._ended_leases.get(token.task, ()):
-            return self.holdings.written_by(token, columns.indices)
-        return await self.holdings.store(columns, [], token)
+        return incarnation not in (None, token.incarnation) or token.lease in self._ended_leases.get(token.task, ())
 
     @remote
     async def end(self, rows: np.ndarray, mark: str, reasons: list[str]) -> None:

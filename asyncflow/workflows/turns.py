@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.transfer_queue.leases import StaleToken, Want
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Advantages, RunError
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import Shape, check_interval, consumed, left_out, micro_batches, scored_group
@@ -167,9 +167,7 @@ class Turns:
 
     async def acknowledge(self) -> None:
         """The step is final: what was taken of it is done."""
-        for leased in self._held.values():
-            with suppress(StaleToken):  # it has expired: whoever was given the rows again ends them, or the drop does
-                await self._queue.complete_marks([leased.lease])
+        await self._queue.mark([leased.lease for leased in self._held.values()])  # an expired one: whoever has its rows ends them
 
     async def drop(self) -> None:
         """Nobody needs the step's rows any more."""

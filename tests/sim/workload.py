@@ -298,9 +298,7 @@ class StreamTrainer(Trainer):
                 await self._give_back(leased)
                 continue
             indices = np.array(leased.lease.indices, np.int64)
-            groups = np.array([meta.group for meta in leased.lease.groups], np.int64)
-            marks = Batch(indices, groups, {"done/train": np.ones(len(indices), np.uint8)})
-            stored = await self.insist(lambda m=marks, at=leased.lease: self.queue.complete(at, m))
+            stored = await self.insist(lambda at=leased.lease: self.queue.mark([at]))
             self.books.train(indices[stored].tolist())
 
     async def _give_back(self, leased: Leased) -> None:

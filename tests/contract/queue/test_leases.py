@@ -50,6 +50,29 @@ async def test_of_several_leases_all_are_marked_or_none(client: TransferQueueCli
     assert await counts(client, "train") == {"leased": 2, "ready": 2}
 
 
+async def test_marks_of_several_leases_are_kept_but_for_those_that_are_over(client: TransferQueueClient) -> None:
+    await put(client, 0, 1, 2)
+    await generate(client)
+    first, lost, last = [(await leased(client, "train")).lease for _ in range(3)]
+    before = await client.mark([first])
+    await client.fail(lost, lost.indices, "lost")
+    again = (await leased(client, "train")).lease
+    assert sorted(again.indices) == sorted(lost.indices)
+    marked = await client.mark([first, last, again])  # the first one again, as if its answer had been lost
+    assert before.all() and marked.all() and len(marked) == 6 and not client.leases.held
+    assert await counts(client, "train") == {"done": 6}
+    assert not (await client.mark([lost])).any()  # its rows were another lease's
+    assert (await client.mark([])).tolist() == []
+
+
+async def test_only_a_task_without_outputs_is_marked(client: TransferQueueClient) -> None:
+    await put(client, 0)
+    lease = (await leased(client)).lease
+    with pytest.raises(ValueError, match="rollout"):
+        await client.mark([lease])
+    assert await counts(client, "rollout") == {"leased": 2}
+
+
 async def test_a_failed_row_comes_again_and_is_dead_for_everybody_in_the_end(client: TransferQueueClient) -> None:
     await put(client, 0)
     first = (await leased(client)).lease
@@ -114,7 +137,7 @@ async def test_a_stale_token_is_refused_as_such(client: TransferQueueClient) -> 
     assert (await client.complete(earlier, outputs(*lease.indices))).tolist() == [False, False]
     await client.fail(lease, lease.indices, "given back")
     with pytest.raises(StaleToken):
-        await controller.check(lease.token, lease.indices)
+        await controller.check([(lease.token, lease.indices)])
 
 
 async def test_outputs_under_a_lease_that_has_expired_are_not_kept(open_house: Open) -> None:
@@ -166,7 +189,7 @@ async def test_renewing_goes_on_when_a_lease_was_lost_all_the_same(open_house: O
     renewing = asyncio.create_task(client.renew_held())
     await asyncio.sleep(2 * LEASE_SECONDS)
     assert not renewing.done()
-    await client._controller("rollout").check(kept.token, kept.indices)
+    await client._controller("rollout").check([(kept.token, kept.indices)])
     renewing.cancel()
 
 

@@ -289,7 +289,7 @@ async def test_a_request_that_is_cancelled_takes_nothing_and_costs_its_worker_no
     await f.ready(meta(1))
     assert (await answer(other)).rows == [rows(1)]  # type: ignore[union-attr]
     assert f.table.leases.holders() == {"w": 2, "other": 2} and f.table.num_redelivered == 0
-    await f.controller.check(held.token, rows(0))
+    await f.controller.check([(held.token, rows(0))])
 
 
 async def test_the_books_are_told_once_of_what_is_done(follows: Any) -> None:
@@ -308,12 +308,12 @@ async def test_tokens_of_another_task_or_life_settle_nothing(follows: Any) -> No
     lease = await leased(f.controller)
     earlier = Token("t", "earlier", lease.token.lease)
     assert await f.controller.renew([earlier, lease.token]) == [earlier]
-    for call in (f.controller.check(earlier, [0]), f.controller.fail(earlier, [0], "x")):
+    for call in (f.controller.check([(earlier, [0])]), f.controller.fail(earlier, [0], "x")):
         with pytest.raises(StaleToken, match="is over"):
             await call
     with pytest.raises(StaleToken, match="does not hold row 5"):
-        await f.controller.check(lease.token, [0, 5])
-    await f.controller.check(lease.token, rows(0))
+        await f.controller.check([(lease.token, [0, 5])])
+    await f.controller.check([(lease.token, rows(0))])
 
 
 async def test_following_acknowledges_by_asking_for_more(follows: Any) -> None:
