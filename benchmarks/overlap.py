@@ -1,12 +1,12 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 16 24 64] [--rounds 2] [--steps 10] [--modes NAME ...] [--dir FOLDER] [--json FILE]
-                                 [--median 36] [--sigma 0.85] [--longest 260]
+    python benchmarks/overlap.py [--slots 16 24 64] [--rounds 2] [--steps 9] [--modes NAME ...] [--dir FOLDER] [--json FILE]
+                                 [--median 64] [--sigma 0.85] [--longest 460]
 
 All modes run the same seed and workload: 40 prompts x 8 responses a step, of lognormal length, made by a random model. The first
-two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago: all
-runs are made in their order and then in the reverse of it, and a figure is the mean of its rounds' medians, so that a steady drift
-is in both sides of a ratio.
+two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago: the
+runs that figures with a target are made of come in their order and then in the reverse of it, and a figure is the mean of its
+rounds' medians, so that a steady drift is in both sides of a ratio. The other modes have one run, of as many measured steps.
 
 periodic. From the synchronous runs' spans come, for every step, the moments done_i at which its groups were complete (from when
 generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
@@ -34,12 +34,13 @@ from pathlib import Path
 
 from figures import Figure, finish, parser, runs_folder
 from lognormal import make_model
-from whole_runs import Run, run_real
+from whole_runs import FIRST, LAST, Run, run_real
 
 from asyncflow.workflows import SCHEDULES
 
 ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots"}
 WORKER = "rollout/0"
+WITH_TARGETS = ("synchronous", "periodic", "delayed")
 
 
 class Rounds(list[Run]):
@@ -88,12 +89,12 @@ def recurrence(done: Run, step: int) -> float:
 def main() -> int:
     arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 64])
-    arguments.add_argument("--rounds", type=int, default=2, help="of all runs, every second one in reverse order")
-    arguments.add_argument("--steps", type=int, default=10, help="of each run")
+    arguments.add_argument("--rounds", type=int, default=2, help="of the runs with targets, every second one in reverse order")
+    arguments.add_argument("--steps", type=int, default=9, help="of each run")
     arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
-    arguments.add_argument("--median", type=float, default=36.0, help="of the responses' lengths, in tokens")
+    arguments.add_argument("--median", type=float, default=64.0, help="of the responses' lengths, in tokens")
     arguments.add_argument("--sigma", type=float, default=0.85, help="of their logarithms")
-    arguments.add_argument("--longest", type=int, default=260, help="tokens at which a response is cut off")
+    arguments.add_argument("--longest", type=int, default=460, help="tokens at which a response is cut off")
     given = arguments.parse_args()
     lengths = {"median": given.median, "sigma": given.sigma}
     runs: dict[tuple[str, int], Rounds] = {}
@@ -103,7 +104,11 @@ def main() -> int:
         order = [(mode, slots) for slots in given.slots for mode in given.modes]
         for turn in range(given.rounds):
             for mode, slots in order[:: -1 if turn % 2 else 1]:
-                done = run(f"{mode}-{slots}-{turn}", folder, model, mode, slots, given.steps, lengths, given.longest)
+                if turn and mode not in WITH_TARGETS:
+                    continue
+                measured = (given.steps - FIRST - LAST) * (1 if mode in WITH_TARGETS else given.rounds)
+                steps = FIRST + measured + LAST
+                done = run(f"{mode}-{slots}-{turn}", folder, model, mode, slots, steps, lengths, given.longest)
                 runs.setdefault((mode, slots), Rounds()).append(done)
                 show(mode, slots, done)
     return finish([*periodic_figures(runs, given.slots), *delayed_figures(runs, given.slots)], given.json)
