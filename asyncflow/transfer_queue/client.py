@@ -23,7 +23,7 @@ from asyncflow.transfer_queue.batches import WireBatch, read_lease, take, units_
 from asyncflow.transfer_queue.client_leases import ClientLeases
 from asyncflow.transfer_queue.controller import Controller, TaskStatus
 from asyncflow.transfer_queue.directory import Places, remote_directory
-from asyncflow.transfer_queue.leases import Lease, StaleToken, Token, Want
+from asyncflow.transfer_queue.leases import Lease, StaleToken, Want
 from asyncflow.transfer_queue.schema import FILTERED
 from asyncflow.transfer_queue.unit import StorageUnit, UnitStatus
 from asyncflow.transport import Credentials, Peer
@@ -196,11 +196,11 @@ class TransferQueueClient:
         """Acknowledge leases of a task without outputs: their rows get the mark `done/<task>`.
 
         Raises `StaleToken`, and acknowledges nothing, when one of them is over. One that ends meanwhile is named likewise, when the
-        others have been acknowledged.
+        others have been acknowledged. Raises `ValueError` as `mark` does.
         """
         if not leases:
             return
-        task, indices = leases[0].token.task, [row for lease in leases for row in lease.indices]
+        task, indices = _task_of(leases), [row for lease in leases for row in lease.indices]
         await self._controller(task).check([(lease.token, lease.indices) for lease in leases])
         if late := [row for row, is_kept in zip(indices, await self.mark(leases), strict=True) if not is_kept]:
             raise StaleToken(f"rows {late} of task {task!r} could not be acknowledged")  # their leases ended between the two
@@ -208,19 +208,23 @@ class TransferQueueClient:
     async def mark(self, leases: Sequence[Lease]) -> np.ndarray:
         """`complete` for leases of a task without outputs, in one request for each unit concerned.
 
-        Returns bool [n], for the rows of the leases in order.
+        Returns bool [n], for the rows of the leases in order. Raises `ValueError` when the leases are not all of one task, or that
+        has outputs.
         """
-        by_unit: dict[int, list[tuple[Token, list[int]]]] = {}
-        for lease in leases:
+        if not leases:
+            return np.zeros(0, bool)
+        task, by_unit = _task_of(leases), dict[int, list[tuple[int, list[int]]]]()
+        for place, lease in enumerate(leases):
             for unit, rows in zip(lease.units, lease.rows, strict=True):
-                by_unit.setdefault(unit, []).append((lease.token, rows))
-        is_marked: dict[int, bool] = {}
+                by_unit.setdefault(unit, []).append((place, rows))
+        is_marked: dict[tuple[int, int], bool] = {}
         for number, held in by_unit.items():
-            marked = await self._unit(number).mark(held[0][0].task, held)
-            is_marked.update(zip((row for _, rows in held for row in rows), marked.tolist(), strict=True))
+            of_unit = [(leases[place].token, rows) for place, rows in held]
+            marked = await self._unit(number).mark(task, of_unit)
+            is_marked.update(zip(((place, row) for place, rows in held for row in rows), marked.tolist(), strict=True))
         for lease in leases:
             self.leases.let_go(lease, lease.indices)
-        return np.array([is_marked[row] for lease in leases for row in lease.indices], bool)
+        return np.array([is_marked[place, row] for place, lease in enumerate(leases) for row in lease.indices], bool)
 
     async def fail(self, lease: Lease, rows: Sequence[int], error: str, *, is_final: bool = False) -> None:
         """Give rows back after a failure; for good, if it `is_final`. Does nothing when the lease is over: its rows have been given
@@ -313,3 +317,11 @@ async def _all_that_answer(asked: Sequence[Awaitable[T]]) -> dict[int, T]:
     for one in late:
         one.cancel()
     return {i: one.result() for i, one in enumerate(waiting) if one in done and one.exception() is None}
+
+
+def _task_of(leases: Sequence[Lease]) -> str:
+    """The one task of some leases. Raises `ValueError` naming two, if there are."""
+    tasks = sorted({lease.token.task for lease in leases})
+    if len(tasks) > 1:
+        raise ValueError(f"leases of one task are acknowledged together, not of {tasks[0]!r} and {tasks[1]!r}")
+    return tasks[0]

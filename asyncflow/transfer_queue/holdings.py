@@ -7,8 +7,9 @@ change something goes on to its end, and what is not sure yet is waited for.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,10 +89,10 @@ class Holdings:
         self._writes.arrive(new)
         return new
 
-    async def store(self, batch: Batch, new: list[GroupMeta], writers: Mapping[int, Token] | None = None) -> Array:
+    async def store(self, batch: Batch, new: list[GroupMeta], writers: Sequence[Token] | None = None) -> Array:
         """Store what is not there yet, all of a row's columns or none, and tell the controllers.
 
-        `writers`: for what a task has completed, the lease of every row. Returns bool [n]: which rows are stored by this, or by an
+        `writers`: for what a task has completed, the lease of each row. Returns bool [n]: which rows are stored by this, or by an
         earlier request of the same lease.
         """
         stored = await self._to_its_end(self._store(batch, new, writers))
@@ -99,11 +100,12 @@ class Holdings:
             stored |= self.written_by(batch.indices, writers)
         return stored
 
-    def written_by(self, rows: Array, writers: Mapping[int, Token]) -> Array:
+    def written_by(self, rows: Array, writers: Sequence[Token]) -> Array:
         """bool [n]: rows that their lease has completed, as far as they are remembered."""
-        return np.array([self._writers.get((writers[row].task, row)) == writers[row] for row in rows.tolist()], bool)
+        pairs = zip(rows.tolist(), writers, strict=True)
+        return np.array([self._writers.get((token.task, row)) == token for row, token in pairs], bool)
 
-    async def _store(self, batch: Batch, new: list[GroupMeta], writers: Mapping[int, Token] | None) -> Array:
+    async def _store(self, batch: Batch, new: list[GroupMeta], writers: Sequence[Token] | None) -> Array:
         row_mask, group_mask = self.schema.masks_of(tuple(batch.columns))
         groups = batch.groups.tolist()
         while self._writes.are_under_way and self.index.is_claimed(batch.indices, row_mask, groups, group_mask):
@@ -124,7 +126,8 @@ class Holdings:
                 self._take_back(new)
             self._writes.end(write, [] if is_written else new)
         if writers is not None:
-            self._writers.update(((writers[row].task, row), writers[row]) for row in rows.tolist())
+            of_free = itertools.compress(writers, free)
+            self._writers.update(((token.task, row), token) for row, token in zip(rows.tolist(), of_free, strict=True))
             forget_oldest(self._writers)
         self._count_tokens(batch, rows, free, numbers, free_groups)
         there = rows if num_drops == self._num_drops else self.index.present(rows)

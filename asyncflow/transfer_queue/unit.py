@@ -1,6 +1,6 @@
 """A storage unit: stores what is put, tells the controllers, and only then answers the writer.
 
-consumes: put, complete, end, read, drop and follow requests
+consumes: put, complete, mark, end, read, drop and follow requests
 waits for: room, at admission alone; its storage; the controllers in session, at most `notify_timeout_seconds`
 is unblocked by: drops; the storage; the controllers' next `follow`, or that deadline
 
@@ -10,6 +10,7 @@ The units are the truth, and controllers an index over them: whatever a controll
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -101,30 +102,29 @@ class StorageUnit:
         columns = batch.batch()
         self.schema.check(columns)
         self.schema.check_outputs(token.task, columns)
+        writers = [token] * len(columns)
         if self._is_over(token):
-            return self.holdings.written_by(columns.indices, dict.fromkeys(columns.indices.tolist(), token))
-        return await self.holdings.store(columns, [], dict.fromkeys(columns.indices.tolist(), token))
+            return self.holdings.written_by(columns.indices, writers)
+        return await self.holdings.store(columns, [], writers)
 
     @remote
     async def mark(self, task: str, leases: list[tuple[Token, list[int]]]) -> np.ndarray:
-        """Acknowledge rows of any number of leases of a task without outputs, in one change.
+        """Acknowledge rows of any number of leases of a task without outputs, in one change. A row is in one of those that last.
 
         Returns bool [n], lease by lease: False as for `complete`.
         """
         if strangers := {token.task for token, _ in leases} - {task}:
             raise ValueError(f"leases of task {min(strangers)!r} are not marked for task {task!r}")
-        holders = {row: token for token, rows in leases for row in rows}
-        indices = np.array([row for _, rows in leases for row in rows], np.int64)
-        if len(holders) < len(indices):
-            raise ValueError("a row is in two of the leases")
-        is_over = np.array([self._is_over(token) for token, rows in leases for _ in rows], bool)
-        marked = self.holdings.written_by(indices, holders)
-        if len(alive := indices[~is_over]):
-            marks = {f"done/{task}": np.ones(len(alive), np.uint8)}
-            batch = Batch(alive, np.unique(alive >> self.schema.group_bits), marks)
-            self.schema.check(batch)
-            self.schema.check_outputs(task, batch)
-            marked[~is_over] = await self.holdings.store(batch, [], holders)
+        writers = [token for token, rows in leases for _ in rows]
+        rows = np.array([row for _, rows in leases for row in rows], np.int64)
+        lasts = np.array([not self._is_over(token) for token, rows in leases for _ in rows], bool)
+        marks = {f"done/{task}": np.ones(lasts.sum(), np.uint8)}
+        batch = Batch(rows[lasts], np.unique(rows[lasts] >> self.schema.group_bits), marks)
+        self.schema.check_outputs(task, batch)
+        self.schema.check(batch)
+        stored = await self.holdings.store(batch, [], list(itertools.compress(writers, lasts)))
+        marked = self.holdings.written_by(rows, writers)
+        marked[lasts] = stored
         return marked
 
     def _is_over(self, token: Token) -> bool:

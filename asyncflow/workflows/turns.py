@@ -167,7 +167,8 @@ class Turns:
 
     async def acknowledge(self) -> None:
         """The step is final: what was taken of it is done."""
-        await self._queue.mark([leased.lease for leased in self._held.values()])  # an expired one: whoever has its rows ends them
+        # Of a lease that has expired, the rows are marked by whoever has them now, or end with the drop.
+        await self._queue.mark([leased.lease for leased in self._held.values()])
 
     async def drop(self) -> None:
         """Nobody needs the step's rows any more."""
