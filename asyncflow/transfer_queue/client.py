@@ -213,14 +213,15 @@ class TransferQueueClient:
         """
         if not leases:
             return np.zeros(0, bool)
-        task, by_unit = _task_of(leases), dict[int, list[tuple[int, list[int]]]]()
+        _task_of(leases)  # before anything is sent
+        by_unit: dict[int, list[tuple[int, list[int]]]] = {}
         for place, lease in enumerate(leases):
             for unit, rows in zip(lease.units, lease.rows, strict=True):
                 by_unit.setdefault(unit, []).append((place, rows))
         is_marked: dict[tuple[int, int], bool] = {}
         for number, held in by_unit.items():
             of_unit = [(leases[place].token, rows) for place, rows in held]
-            marked = await self._unit(number).mark(task, of_unit)
+            marked = await self._unit(number).mark(of_unit)
             is_marked.update(zip(((place, row) for place, rows in held for row in rows), marked.tolist(), strict=True))
         for lease in leases:
             self.leases.let_go(lease, lease.indices)

@@ -108,19 +108,21 @@ class StorageUnit:
         return await self.holdings.store(columns, [], writers)
 
     @remote
-    async def mark(self, task: str, leases: list[tuple[Token, list[int]]]) -> np.ndarray:
-        """Acknowledge rows of any number of leases of a task without outputs, in one change. A row is in one of those that last.
+    async def mark(self, leases: list[tuple[Token, list[int]]]) -> np.ndarray:
+        """Acknowledge rows of any number of leases of a task without outputs, in one change.
 
-        Returns bool [n], lease by lease: False as for `complete`.
+        Returns bool [n], lease by lease: False as for `complete`. Raises `ValueError` when they are not all of one task, that task
+        has outputs, or two that last have a row in common.
         """
-        if strangers := {token.task for token, _ in leases} - {task}:
-            raise ValueError(f"leases of task {min(strangers)!r} are not marked for task {task!r}")
+        tasks = sorted({token.task for token, _ in leases})
+        if len(tasks) != 1:
+            raise ValueError(f"leases of one task are marked together, not of {', '.join(tasks) or 'none'}")
         writers = [token for token, rows in leases for _ in rows]
         rows = np.array([row for _, rows in leases for row in rows], np.int64)
         lasts = np.array([not self._is_over(token) for token, rows in leases for _ in rows], bool)
-        marks = {f"done/{task}": np.ones(lasts.sum(), np.uint8)}
+        marks = {f"done/{tasks[0]}": np.ones(lasts.sum(), np.uint8)}
         batch = Batch(rows[lasts], np.unique(rows[lasts] >> self.schema.group_bits), marks)
-        self.schema.check_outputs(task, batch)
+        self.schema.check_outputs(tasks[0], batch)
         self.schema.check(batch)
         stored = await self.holdings.store(batch, [], list(itertools.compress(writers, lasts)))
         marked = self.holdings.written_by(rows, writers)
