@@ -115,13 +115,16 @@ def latency(run: Run, step: int) -> float:
 
 def durations(run: Run) -> dict[str, float]:
     """Mean seconds of a step by task; of `generate` and `install` by worker."""
-    start, end = run.window
     lanes = ("generate", "install", *TASKS, "optim_step", "publish")
     found = {
         task: statistics.fmean(run.activity(worker).busy.get(task, 0.0) for worker in run.workers(_pool(task))) / len(run.measured)
         for task in lanes
     }
-    fetched = [span.end - span.start for span in run.spans if span.task == "fetch" and start <= span.end <= end]
+    fetched = [
+        span.end - span.start
+        for span in run.spans
+        if span.task == "fetch" and any(start <= span.end <= end for start, end in run.windows)
+    ]
     return found | {"fetch": statistics.fmean(fetched)}
 
 

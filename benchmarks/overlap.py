@@ -1,23 +1,23 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 16 24 64] [--rounds 2] [--steps 9] [--modes NAME ...] [--dir FOLDER] [--json FILE]
+    python benchmarks/overlap.py [--slots 16 24 64] [--rounds 2] [--steps 6] [--modes NAME ...] [--dir FOLDER] [--json FILE]
                                  [--median 64] [--sigma 0.85] [--longest 460]
 
 All modes run the same seed and workload: 40 prompts x 8 responses a step, of lognormal length, made by a random model. The first
-two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago: the
-runs that figures with a target are made of come in their order and then in the reverse of it, and a figure is the mean of its
-rounds' medians, so that a steady drift is in both sides of a ratio. The other modes have one run, of as many measured steps.
+two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago, so
+synchronous and periodic steps are those of one run, in turn (see every_other.py), and in the next round it is the other way round.
+Each mode has --rounds x --steps measured steps; a figure is the mean of the rounds' medians.
 
-periodic. From the synchronous runs' spans come, for every step, the moments done_i at which its groups were complete (from when
+periodic. From the synchronous steps' spans come, for every step, the moments done_i at which its groups were complete (from when
 generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
 soon as it is there lasts
 
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 
-which the periodic runs' steps, measured from commit to commit, are held against. On two cores each half is slower beside the other
-than alone: the driver, the workers' event loops and the reward worker compute on the same cores, about 1.3 ms for each response.
-Where responses are half as long (--median 36 --longest 260) that is more of a step: up to 1.25 times was seen, in single runs.
-So it is told, too, how much slower, and what the steps are to the recurrence with the periodic runs' own moments and times.
+which the periodic steps, measured from commit to commit, are held against. On two cores each half is slower beside the other than
+alone: the driver, the workers' event loops and the reward worker compute on the same cores, about 1.3 ms for each response. Where
+responses are half as long (--median 36 --longest 260) that is more of a step: up to 1.25 times was seen, in single runs. So it is
+told, too, how much slower, and what the steps are to the recurrence with the periodic steps' own moments and times.
 
 delayed. Neither side waits for the other but for what the slower one takes, so the busier side is idle for hardly any time. That is
 told where it matters: at the fewest slots with which a step takes at most 5% longer than with the best number of them; more
@@ -32,8 +32,12 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import every_other
 from figures import Figure, finish, parser, runs_folder
 from lognormal import make_model
 from whole_runs import FIRST, LAST, Run, run_real
@@ -42,7 +46,7 @@ from asyncflow.workflows import SCHEDULES
 
 ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots"}
 WORKER = "rollout/0"
-WITH_TARGETS = ("synchronous", "periodic", "delayed")
+EVERY_OTHER = f"{Path(every_other.__file__)}:EveryOther"
 
 
 class Rounds(list[Run]):
@@ -50,24 +54,47 @@ class Rounds(list[Run]):
 
     @property
     def seconds(self) -> float:
-        """Of a step: the mean of the rounds' medians."""
-        return self.mean(lambda done: statistics.median(done.rows[step]["perf/step_seconds"] for step in done.measured))
+        """Of a step."""
+        return self.mean(lambda done: typical(done, lambda step: done.rows[step]["perf/step_seconds"]))
 
     @property
     def recurrence(self) -> float:
-        """Seconds: x of the module's head, the mean of the rounds' medians."""
-        return self.mean(lambda done: statistics.median(recurrence(done, step) for step in done.measured))
+        """Seconds: x of the module's head."""
+        return self.mean(lambda done: typical(done, lambda step: recurrence(done, step)))
+
+    @property
+    def training(self) -> float:
+        """Seconds of a step in which gradients are computed: the same work in all modes."""
+        return self.mean(lambda done: typical(done, lambda step: sum(done.seconds("forward_backward", step).values())))
 
     def mean(self, figure: Callable[[Run], float]) -> float:
+        """Over the rounds."""
         return statistics.fmean(map(figure, self))
 
 
+def typical(done: Run, figure: Callable[[int], float]) -> float:
+    """The median of the measured steps."""
+    return statistics.median(map(figure, done.measured))
+
+
+def one_round(mode: str, turn: int, rounds: int, steps: int, of_workload: Callable[[Any, int], Run]) -> dict[str, Run]:
+    """What one round measures of a mode, and of what is compared with it; of a mode without a target the first one does it all."""
+    if mode == "periodic":
+        first = every_other.MODES[turn % 2]
+        both = of_workload({"name": EVERY_OTHER, "first": first}, 2 * steps)
+        return {of: replace(both, measured=every_other.steps_of(of, first, both.measured)) for of in every_other.MODES}
+    if mode == "delayed":
+        return {mode: of_workload(mode, steps)}
+    return {} if turn else {mode: of_workload(mode, rounds * steps)}
+
+
 def run(
-    name: str, folder: Path, model: Path, schedule: str, slots: int, steps: int, lengths: Mapping[str, float], longest: int
+    folder: Path, model: Path, name: str, slots: int, lengths: Mapping[str, float], longest: int, schedule: Any, steps: int
 ) -> Run:
+    """One of so many measured steps."""
     return run_real(
         {
-            "run": {"name": name, "dir": str(folder), "steps": steps, "overwrite": True},
+            "run": {"name": name, "dir": str(folder), "steps": FIRST + steps + LAST, "overwrite": True},
             "model": {"path": str(model)},
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
@@ -91,9 +118,12 @@ def recurrence(done: Run, step: int) -> float:
 def main() -> int:
     arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 64])
-    arguments.add_argument("--rounds", type=int, default=2, help="of the runs with targets, every second one in reverse order")
-    arguments.add_argument("--steps", type=int, default=9, help="of each run")
-    arguments.add_argument("--modes", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES], metavar="NAME")
+    arguments.add_argument("--rounds", type=int, default=2, help="every second one in reverse order")
+    arguments.add_argument("--steps", type=int, default=6, help="that are measured, of each mode in each round")
+    modes = [mode for mode in SCHEDULES if mode != "synchronous"]
+    arguments.add_argument(
+        "--modes", nargs="+", default=modes, choices=modes, metavar="NAME", help="periodic: beside it synchronous"
+    )
     arguments.add_argument("--median", type=float, default=64.0, help="of the responses' lengths, in tokens")
     arguments.add_argument("--sigma", type=float, default=0.85, help="of their logarithms")
     arguments.add_argument("--longest", type=int, default=460, help="tokens at which a response is cut off")
@@ -106,19 +136,16 @@ def main() -> int:
         order = [(mode, slots) for slots in given.slots for mode in given.modes]
         for turn in range(given.rounds):
             for mode, slots in order[:: -1 if turn % 2 else 1]:
-                if turn and mode not in WITH_TARGETS:
-                    continue
-                measured = (given.steps - FIRST - LAST) * (1 if mode in WITH_TARGETS else given.rounds)
-                steps = FIRST + measured + LAST
-                done = run(f"{mode}-{slots}-{turn}", folder, model, mode, slots, steps, lengths, given.longest)
-                runs.setdefault((mode, slots), Rounds()).append(done)
-                show(mode, slots, done)
+                of_workload = partial(run, folder, model, f"{mode}-{slots}-{turn}", slots, lengths, given.longest)
+                for name, done in one_round(mode, turn, given.rounds, given.steps, of_workload).items():
+                    runs.setdefault((name, slots), Rounds()).append(done)
+                    show(name, slots, done)
     return finish([*periodic_figures(runs, given.slots), *delayed_figures(runs, given.slots)], given.json)
 
 
 def show(mode: str, slots: int, done: Run) -> None:
     alone = Rounds([done])
-    x = format(alone.recurrence, ".3f") if mode == "synchronous" else ""
+    x = format(alone.recurrence, ".3f") if mode in every_other.MODES else ""
     print(
         f"{slots:5}  {mode:12}  {alone.seconds:8.3f}  {x:>10}  {done.idle(WORKER):12.1%}  {done.idle('trainer/0'):12.1%}  "
         f"{done.occupancy(WORKER, slots):9.1%}  {exposed(done):15.2%}  {done.mean('staleness/mean'):9.2f}",
@@ -126,23 +153,18 @@ def show(mode: str, slots: int, done: Run) -> None:
     )
 
 
-def training(done: Run) -> float:
-    """Seconds of a step in which gradients are computed, the median: the same work in both modes."""
-    return statistics.median(sum(done.seconds("forward_backward", step).values()) for step in done.measured)
-
-
 def exposed(done: Run) -> float:
-    """Share of the window that the rollout worker installs weights, or waits for them once they are made."""
+    """Share of the time that the rollout worker installs weights, or waits for them once they are made."""
     return done.share(WORKER, "install") + done.share(WORKER, "weights")
 
 
 def periodic_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) -> list[Figure]:
-    if ("synchronous", slots[0]) not in runs or ("periodic", slots[0]) not in runs:
+    if ("periodic", slots[0]) not in runs:
         return []
     ratios = {n: runs["periodic", n].seconds / runs["synchronous", n].recurrence for n in slots}
     gain = best(runs, "synchronous", slots) / best(runs, "periodic", slots)
     own = {n: runs["periodic", n].seconds / runs["periodic", n].recurrence for n in slots}
-    slower = {n: runs["periodic", n].mean(training) / runs["synchronous", n].mean(training) for n in slots}
+    slower = {n: runs["periodic", n].training / runs["synchronous", n].training for n in slots}
     return [
         *(Figure(f"periodic step / recurrence, {n} slots", ratio, "", "<= 1.15") for n, ratio in ratios.items()),
         *(Figure(f"periodic step / recurrence of its own times, {n} slots", ratio, "") for n, ratio in own.items()),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,37 +28,45 @@ FIRST, LAST = 2, 2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run of `steps` steps has left: its metrics by step, and its spans, in which idle time has its reason."""
+    """What a run has left: its metrics by step, and its spans, in which idle time has its reason.
 
-    steps: int
+    `measured`: the steps that figures are made of.
+    """
+
+    measured: Sequence[int]
     rows: Mapping[int, Mapping[str, float]]
     spans: list[Span]
 
     @property
-    def measured(self) -> range:
-        """The steps that figures are made of."""
-        return range(FIRST, self.steps - LAST)
+    def windows(self) -> list[tuple[float, float]]:
+        """Of each of those steps: from the commit before it to its own, on the spans' clock."""
+        ends = {int(step): end for step, end in step_ends(self.spans, 0.0)}
+        return [(ends[step - 1], ends[step]) for step in self.measured]
 
     @property
-    def window(self) -> tuple[float, float]:
-        """From the commit before those steps to the commit of the last of them, on the spans' clock."""
-        ends = {int(step): end for step, end in step_ends(self.spans, 0.0)}
-        return ends[FIRST - 1], ends[self.steps - LAST - 1]
+    def wall(self) -> float:
+        """Seconds that those steps took."""
+        return sum(end - start for start, end in self.windows)
 
     def mean(self, metric: str) -> float:
         return statistics.fmean(self.rows[step][metric] for step in self.measured)
 
     def activity(self, worker: str) -> Activity:
-        """What a worker did in the window, idle time by reason."""
-        return busy_and_idle(self.spans, worker, *self.window)
+        """What a worker did in the measured steps, idle time by reason."""
+        busy, idle = Counter[str](), Counter[str]()
+        for window in self.windows:
+            of_step = busy_and_idle(self.spans, worker, *window)
+            busy.update(of_step.busy)
+            idle.update(of_step.idle)
+        return Activity(self.wall, busy, idle)
 
     def share(self, worker: str, *states: str) -> float:
-        """Of the window, that a worker spends on these tasks, or waiting for these reasons."""
-        activity, (start, end) = self.activity(worker), self.window
-        return sum(activity.busy.get(state, 0.0) + activity.idle.get(state, 0.0) for state in states) / (end - start)
+        """Of the measured steps' time, that a worker spends on these tasks, or waiting for these reasons."""
+        activity = self.activity(worker)
+        return sum(activity.busy.get(state, 0.0) + activity.idle.get(state, 0.0) for state in states) / self.wall
 
     def idle(self, worker: str) -> float:
-        """Share of the window that a worker waits."""
+        """Share of the measured steps' time that a worker waits."""
         return self.share(worker, *REASONS)
 
     def workers(self, pool: str) -> list[str]:
@@ -78,17 +87,18 @@ class Run:
         Rows come when their group is taken, and more of them than there are slots wait in the engine. They end within the piece of
         the lane's state that counts them (`telemetry.flush_seconds` long), in the middle of it as far as is known.
         """
-        start, end = self.window
         own = [span for span in self.spans if span.worker == worker]
         lane = [span for span in own if span.is_lane and span.task == "generate"]
         changes = [(span.start, span.rows) for span in own if span.task == "generate_group"]
         changes += [((span.start + span.end) / 2, -span.rows) for span in lane]
-        held, since, full_seconds = 0, start, 0.0
-        for moment, change in sorted([*changes, (end, 0)]):
-            now = min(max(moment, start), end)
-            full_seconds += min(held, num_slots) / num_slots * (now - since)
-            held, since = held + change, now
-        return full_seconds / sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in lane)
+        full_seconds = 0.0
+        for start, end in self.windows:
+            held, since = 0, start
+            for moment, change in sorted([*changes, (end, 0)]):
+                now = min(max(moment, start), end)
+                full_seconds += min(held, num_slots) / num_slots * (now - since)
+                held, since = held + change, now
+        return full_seconds / self.activity(worker).busy["generate"]
 
 
 def run_real(tree: Mapping[str, Any]) -> Run:
@@ -101,7 +111,7 @@ def run_real(tree: Mapping[str, Any]) -> Run:
         return job
 
     job = asyncio.run(main())
-    return Run(config.run.steps, job.rows, attributed(read_spans(config.run_dir / SPANS_FILE)))
+    return Run(range(FIRST, config.run.steps - LAST), job.rows, attributed(read_spans(config.run_dir / SPANS_FILE)))
 
 
 def run_sleeping(tree: Mapping[str, Any], costs: Costs) -> Run:
@@ -109,4 +119,4 @@ def run_sleeping(tree: Mapping[str, Any], costs: Costs) -> Run:
     config = parse(tree)
     simulated = simulate(config, costs=costs, run_dir=config.run_dir)
     assert not simulated.violations, simulated.violations
-    return Run(config.run.steps, simulated.rows, attributed(simulated.spans))
+    return Run(range(FIRST, config.run.steps - LAST), simulated.rows, attributed(simulated.spans))

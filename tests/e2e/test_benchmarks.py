@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.telemetry.equivalence import overlap_seconds
+from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from tests.report_page import check_chart
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 SLEEPING = "sub_step.py --workers 1 --steps 5"
-REAL = "overlap.py --modes delayed --slots 64 --steps 5 --median 8 --longest 16"
+REAL = "overlap.py --slots 64 --steps 1 --median 8 --longest 16 --modes"
 
 
 def benchmark(command: str, **environment: str) -> str:
@@ -37,7 +39,7 @@ def benchmark(command: str, **environment: str) -> str:
     ("command", "names"),
     [
         (SLEEPING, {f"{case}-{mode}" for case in ("balanced", "few-wide") for mode in ("delayed", "sub_step")}),
-        (REAL, {"delayed-64-0", "delayed-64-1"}),
+        (f"{REAL} delayed", {"delayed-64-0", "delayed-64-1"}),
     ],
 )
 def test_every_report_stays_where_it_is_asked_to(command: str, names: set[str], tmp_path: Path) -> None:
@@ -45,6 +47,14 @@ def test_every_report_stays_where_it_is_asked_to(command: str, names: set[str], 
     for name in names:
         assert str(tmp_path / "kept" / name / "report.html") in printed
         check_chart(tmp_path / "kept" / name, ["rollout/0", "trainer/0"], 5)
+
+
+def test_every_other_step_is_synchronous(tmp_path: Path) -> None:
+    benchmark(f"{REAL.replace('--steps 1', '--steps 3')} periodic --dir {tmp_path}")
+    for synchronous in (0, 1):
+        spans = read_spans(tmp_path / f"periodic-64-{synchronous}" / SPANS_FILE)
+        overlapped = [step for step, seconds in overlap_seconds(spans).items() if seconds > 0]
+        assert len(overlapped) >= 2 and all(step % 2 != synchronous for step in overlapped)
 
 
 def test_nothing_stays_otherwise(tmp_path: Path) -> None:

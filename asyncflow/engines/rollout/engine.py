@@ -1,11 +1,12 @@
 """The embedded rollout engine: continuous batching over slots (`slots.py`), in one thread of its own.
 
-    generate -> inbox -> [ thread: calls from the inbox; admit + prefill; one decode step for all active slots; ... ] -> responses
+    generate -> inbox -> [ thread: calls from the inbox; admit + prefill; one decode step for all active slots; ... ] -> deliveries
 
 consumes: requests (one prompt, several samples), installs, cancellations and pauses, in the order in which they were handed in
 waits for: a call, while it is paused, or no slot is active and no sample waits
 is unblocked by: `generate`, `install`, `resume`, leaving a `generate` early, `close`
 
+Responses are handed over some together (deliveries.py), at once where a group has its last or a slot stands empty.
 Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
 and values that it already has, or has them computed again (`kv_on_install`). While the engine is paused, calls run and steps do
 not. At start-up probe.py looks whether this machine keeps the promise that a response's bits depend on nothing but itself.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import json
 import queue
 import threading
@@ -37,6 +37,7 @@ from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
+from asyncflow.engines.rollout.deliveries import Deliveries
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.probe import find_dependence
 from asyncflow.engines.rollout.slots import SlotRequest, Slots
@@ -95,6 +96,7 @@ class SlotEngine:
         self._is_closed = False
         self._prepared: tuple[int | None, list[Tensor] | None] = (None, None)
         self._preparing = ComputeThread("rollout weights", setup=lambda: torch.set_num_threads(num_threads))
+        self._deliveries = Deliveries()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(num_threads,), name="rollout", daemon=True)
         self._thread.start()
@@ -122,13 +124,8 @@ class SlotEngine:
     async def _generate(
         self, prompt_ids: Array, sampling: Sampling, samples: Sequence[int], keys: Array
     ) -> AsyncGenerator[Response, None]:
-        loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
-
-        def deliver(item: Response | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(arrived.put_nowait, item)
-
+        deliver = self._deliveries.to(asyncio.get_running_loop(), arrived.put_nowait, len(samples))
         request = SlotRequest(prompt_ids, sampling, deque(zip(samples, keys, strict=True)), deliver)
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
@@ -208,6 +205,7 @@ class SlotEngine:
         with torch.inference_mode():
             while True:
                 while self._slots.is_paused or not self._slots.is_busy or not self._inbox.empty():
+                    self._deliveries.hand_over()
                     call = self._inbox.get()
                     if call is None:
                         return
@@ -217,6 +215,8 @@ class SlotEngine:
                     self._slots.step()
                 except Exception as error:  # whatever it is, those who wait must hear of it
                     self._slots.fail(error)
+                if self._slots.has_room or self._deliveries.are_due:
+                    self._deliveries.hand_over()
 
 
 class InstalledWeights:

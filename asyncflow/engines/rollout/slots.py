@@ -70,6 +70,11 @@ class Slots:
     def is_busy(self) -> bool:
         return bool(self._num_active or self._waiting)
 
+    @property
+    def has_room(self) -> bool:
+        """A slot stands empty for want of a sample."""
+        return self._num_active < self._num_slots and not self._waiting
+
     def submit(self, request: SlotRequest) -> None:
         self._waiting.append(request)
 

@@ -217,6 +217,25 @@ async def test_responses_arrive_as_they_end(saved: tuple[PreTrainedModel, Path])
     assert order == [2, 90, 200]
 
 
+async def test_a_response_is_not_kept_when_its_slot_stands_empty(
+    saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow.engines.rollout.deliveries.HOLD_SECONDS", 3600.0)
+    _, path = saved
+    async with opened(path) as engine:
+        made = await responses(engine, range(2), 40)
+    early = next(token for token in made[0].token_ids[:20].tolist() if token not in made[1].token_ids)
+    async with opened(path, num_slots=2, stop_ids=[early]) as engine:
+        stream = engine.generate(PROMPT, samples=range(2), sampling=Sampling(1.0, 40), key=KEY)
+
+        async def first_one() -> Response:
+            return await anext(stream)
+
+        async with held_in_step(engine, 30, first_one()) as first, asyncio.timeout(10):
+            assert (await first).sample == 0
+        assert [response.sample async for response in stream] == [1]
+
+
 async def test_an_install_in_mid_response(saved: tuple[PreTrainedModel, Path]) -> None:
     model, path = saved
     async with opened(path) as engine:
@@ -253,6 +272,28 @@ async def test_pausing_stops_between_steps_and_loses_nothing(saved: tuple[PreTra
     for sample, response in expected.items():
         assert np.array_equal(made[sample].logprobs.view(np.int32), response.logprobs.view(np.int32))
         assert made[sample].version_spans.tolist() == [[0, 0]]
+
+
+async def test_a_response_is_kept_while_others_are_made_and_by_a_paused_engine_never(
+    saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncflow.engines.rollout.deliveries.HOLD_SECONDS", 3600.0)
+    _, path = saved
+    async with opened(path, num_slots=1) as engine:
+        stream = engine.generate(PROMPT, samples=[0, 1, 2], sampling=Sampling(1.0, 20), key=KEY)
+
+        async def next_one() -> int:
+            return (await anext(stream)).sample
+
+        async with held_in_step(engine, 25, next_one()) as first:  # of 19 a response, one after another
+            pausing = asyncio.create_task(engine.pause())
+            await asyncio.sleep(0.05)
+            assert not first.done()
+        await pausing
+        async with asyncio.timeout(10):
+            assert await first == 0
+            await engine.resume()
+            assert [await next_one(), await next_one()] == [1, 2]
 
 
 async def test_installs_and_cancellations_work_while_paused(saved: tuple[PreTrainedModel, Path]) -> None:
