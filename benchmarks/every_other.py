@@ -1,30 +1,35 @@
-"""The periodic schedule in one half of a run's steps, the synchronous one in the other half, in turn.
+"""The synchronous schedule in one half of a run's steps, the periodic one in the other half, in turn.
 
-Neither lets anything of two steps overlap, so a step is as it would be in a run of its own schedule, and what is compared happened
-within seconds: a machine's speed may change by a third within minutes.
+A machine may be a third slower than it was a minute ago: here, what is compared happened within seconds. Under neither schedule is
+one step generated or trained beside another, and what follows a commit is the same in both, so a step is as it would be in a run of
+its own schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Literal
 
 from asyncflow.workflows.schedule import Progress
 from asyncflow.workflows.synchronous import Synchronous
 
-MODES = ("synchronous", "periodic")
+Mode = Literal["synchronous", "periodic"]
 
 
 class EveryOther(Synchronous):
-    """`first` is the mode of step 0."""
+    """Steps are synchronous and periodic in turn."""
 
-    def __init__(self, *, first: str) -> None:
+    def __init__(self, *, first: Mode) -> None:
+        """`first`: the mode of step 0."""
         self._first = first
 
     def may_start(self, task: str, step: int, progress: Progress) -> bool:
-        is_periodic = step in steps_of("periodic", self._first, [step])
-        return is_periodic or super().may_start(task, step, progress)
+        return mode_of(step, self._first) == "periodic" or super().may_start(task, step, progress)
 
 
-def steps_of(mode: str, first: str, steps: Iterable[int]) -> list[int]:
-    """Those of the steps that are in this mode, where step 0 is in the `first`."""
-    return [step for step in steps if (step % 2 == 0) == (mode == first)]
+def mode_of(step: int, first: Mode) -> Mode:
+    """Of a step, where step 0 is in the `first` mode."""
+    return first if step % 2 == 0 else other(first)
+
+
+def other(mode: Mode) -> Mode:
+    return "periodic" if mode == "synchronous" else "synchronous"

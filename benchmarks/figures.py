@@ -70,7 +70,7 @@ def finish(figures: list[Figure], file: Path | None) -> int:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "numpy"))
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores; python {platform.python_version()}, {versions}")
     print(f"command: python {' '.join(sys.argv)}\n")
-    width = max(len(figure.name) for figure in figures)
+    width = max((len(figure.name) for figure in figures), default=0)
     for figure in figures:
         verdict = f"   to reach: {figure.target:8} {'met' if figure.met else 'MISSED'}" if figure.target else ""
         print(f"{figure.name:{width}}  {figure.value:12.4g} {figure.unit}{verdict}")

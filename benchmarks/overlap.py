@@ -1,12 +1,12 @@
 """What generating and training side by side gains: every mode, real engines, two processes of one thread, slots swept.
 
-    python benchmarks/overlap.py [--slots 16 24 64] [--rounds 2] [--steps 6] [--modes NAME ...] [--dir FOLDER] [--json FILE]
+    python benchmarks/overlap.py [--slots 16 24 64] [--steps 12] [--modes NAME ...] [--dir FOLDER] [--json FILE]
                                  [--median 64] [--sigma 0.85] [--longest 460]
 
 All modes run the same seed and workload: 40 prompts x 8 responses a step, of lognormal length, made by a random model. The first
-two steps and the last two of a run are left out (see whole_runs.py). A machine may be a third slower than it was a minute ago, so
-synchronous and periodic steps are those of one run, in turn (see every_other.py), and in the next round it is the other way round.
-Each mode has --rounds x --steps measured steps; a figure is the mean of the rounds' medians.
+two steps and the last two of a run are left out (see whole_runs.py); each mode is measured over the same --steps steps after them.
+Those of the synchronous and the periodic mode are every other one of two runs (see every_other.py), of which the second has in one
+mode what the first has in the other. Seconds are the means of the runs' medians.
 
 periodic. From the synchronous steps' spans come, for every step, the moments done_i at which its groups were complete (from when
 generation began, in order) and the time train_i that each took to train. With nothing but those, a step that trains each group as
@@ -15,9 +15,9 @@ soon as it is there lasts
     x = max(x, done_i) + train_i   for every i in order, from x = 0            (papers: PA 6-7, for continuous batching)
 
 which the periodic steps, measured from commit to commit, are held against. On two cores each half is slower beside the other than
-alone: the driver, the workers' event loops and the reward worker compute on the same cores, about 1.3 ms for each response. Where
-responses are half as long (--median 36 --longest 260) that is more of a step: up to 1.25 times was seen, in single runs. So it is
-told, too, how much slower, and what the steps are to the recurrence with the periodic steps' own moments and times.
+alone: the driver, the workers' event loops and the reward worker compute on the same cores, about 1.3 ms for each response, which
+is more of a step where responses are shorter. So it is told, too, how much slower, and what the steps are to the recurrence with
+the periodic steps' own moments and times.
 
 delayed. Neither side waits for the other but for what the slower one takes, so the busier side is idle for hardly any time. That is
 told where it matters: at the fewest slots with which a step takes at most 5% longer than with the best number of them; more
@@ -28,10 +28,11 @@ Exposed weight time: what a step's weights cost the rollout worker, installing t
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,59 +48,58 @@ from asyncflow.workflows import SCHEDULES
 ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots"}
 WORKER = "rollout/0"
 EVERY_OTHER = f"{Path(every_other.__file__)}:EveryOther"
+MODES_IN_TURN: tuple[every_other.Mode, ...] = ("synchronous", "periodic")
 
 
-class Rounds(list[Run]):
-    """The runs of one mode with one number of slots."""
+class Runs(list[Run]):
+    """Those in which one mode is measured with one number of slots."""
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return self.mean(lambda done: typical(done, lambda step: done.rows[step]["perf/step_seconds"]))
+        return self.mean(lambda done: median(done, lambda step: done.rows[step]["perf/step_seconds"]))
 
     @property
     def recurrence(self) -> float:
         """Seconds: x of the module's head."""
-        return self.mean(lambda done: typical(done, lambda step: recurrence(done, step)))
+        return self.mean(lambda done: median(done, lambda step: recurrence(done, step)))
 
     @property
     def training(self) -> float:
-        """Seconds of a step in which gradients are computed: the same work in all modes."""
-        return self.mean(lambda done: typical(done, lambda step: sum(done.seconds("forward_backward", step).values())))
+        """Seconds of a step in which gradients are computed."""
+        return self.mean(lambda done: median(done, lambda step: sum(done.seconds("forward_backward", step).values())))
 
     def mean(self, figure: Callable[[Run], float]) -> float:
-        """Over the rounds."""
         return statistics.fmean(map(figure, self))
 
 
-def typical(done: Run, figure: Callable[[int], float]) -> float:
-    """The median of the measured steps."""
+def median(done: Run, figure: Callable[[int], float]) -> float:
+    """Of the measured steps."""
     return statistics.median(map(figure, done.measured))
 
 
-def one_round(mode: str, turn: int, rounds: int, steps: int, of_workload: Callable[[Any, int], Run]) -> dict[str, Run]:
-    """What one round measures of a mode, and of what is compared with it; of a mode without a target the first one does it all."""
-    if mode == "periodic":
-        first = every_other.MODES[turn % 2]
-        both = of_workload({"name": EVERY_OTHER, "first": first}, 2 * steps)
-        return {of: replace(both, measured=every_other.steps_of(of, first, both.measured)) for of in every_other.MODES}
-    if mode == "delayed":
-        return {mode: of_workload(mode, steps)}
-    return {} if turn else {mode: of_workload(mode, rounds * steps)}
+def in_turn(of_workload: Callable[[str, Any], Run]) -> Iterator[tuple[every_other.Mode, Run]]:
+    """What the synchronous and the periodic steps of two runs say."""
+    for first in MODES_IN_TURN:
+        name, schedule = f"{first}-and-{every_other.other(first)}", {"name": EVERY_OTHER, "first": first}
+        both = of_workload(name, schedule)
+        for mode in MODES_IN_TURN:
+            yield mode, replace(both, measured=[step for step in both.measured if every_other.mode_of(step, first) == mode])
 
 
 def run(
-    folder: Path, model: Path, name: str, slots: int, lengths: Mapping[str, float], longest: int, schedule: Any, steps: int
+    folder: Path, model: Path, slots: int, steps: int, lengths: Mapping[str, float], longest: int, name: str, schedule: Any
 ) -> Run:
     """One of so many measured steps."""
     return run_real(
         {
-            "run": {"name": name, "dir": str(folder), "steps": FIRST + steps + LAST, "overwrite": True},
+            "run": {"name": f"{name}-{slots}", "dir": str(folder), "steps": FIRST + steps + LAST, "overwrite": True},
             "model": {"path": str(model)},
             "data": {"path": "generated:arithmetic", "limit": 2000},
             "schedule": schedule,
             "rollout": {"engine": {**ENGINE, **lengths}, "num_slots": slots, "group_size": 8, "max_new_tokens": longest},
             "train": {"prompts_per_step": 40, "learning_rate": 1e-6},
+            # A slot is known to be free to half a flush, see `Run.occupancy`.
             "telemetry": {"trackers": [], "samples_per_step": 0, "flush_seconds": 0.1},
         }
     )
@@ -118,8 +118,7 @@ def recurrence(done: Run, step: int) -> float:
 def main() -> int:
     arguments = parser(__doc__, has_runs=True)
     arguments.add_argument("--slots", type=int, nargs="+", default=[16, 24, 64])
-    arguments.add_argument("--rounds", type=int, default=2, help="every second one in reverse order")
-    arguments.add_argument("--steps", type=int, default=6, help="that are measured, of each mode in each round")
+    arguments.add_argument("--steps", type=int, default=12, help="that are measured, of each mode")
     modes = [mode for mode in SCHEDULES if mode != "synchronous"]
     arguments.add_argument(
         "--modes", nargs="+", default=modes, choices=modes, metavar="NAME", help="periodic: beside it synchronous"
@@ -129,23 +128,21 @@ def main() -> int:
     arguments.add_argument("--longest", type=int, default=460, help="tokens at which a response is cut off")
     given = arguments.parse_args()
     lengths = {"median": given.median, "sigma": given.sigma}
-    runs: dict[tuple[str, int], Rounds] = {}
+    runs: dict[tuple[str, int], Runs] = {}
     print("slots  mode          s a step  recurrence  rollout idle  trainer idle  occupancy  exposed weights  staleness")
     with runs_folder(given.dir) as folder:
         model = make_model(folder / "model")
-        order = [(mode, slots) for slots in given.slots for mode in given.modes]
-        for turn in range(given.rounds):
-            for mode, slots in order[:: -1 if turn % 2 else 1]:
-                of_workload = partial(run, folder, model, f"{mode}-{slots}-{turn}", slots, lengths, given.longest)
-                for name, done in one_round(mode, turn, given.rounds, given.steps, of_workload).items():
-                    runs.setdefault((name, slots), Rounds()).append(done)
-                    show(name, slots, done)
+        for slots, mode in itertools.product(given.slots, given.modes):
+            of_workload = partial(run, folder, model, slots, given.steps, lengths, given.longest)
+            for name, done in in_turn(of_workload) if mode == "periodic" else [(mode, of_workload(mode, mode))]:
+                runs.setdefault((name, slots), Runs()).append(done)
+                show(name, slots, done)
     return finish([*periodic_figures(runs, given.slots), *delayed_figures(runs, given.slots)], given.json)
 
 
 def show(mode: str, slots: int, done: Run) -> None:
-    alone = Rounds([done])
-    x = format(alone.recurrence, ".3f") if mode in every_other.MODES else ""
+    alone = Runs([done])
+    x = format(alone.recurrence, ".3f") if mode in MODES_IN_TURN else ""
     print(
         f"{slots:5}  {mode:12}  {alone.seconds:8.3f}  {x:>10}  {done.idle(WORKER):12.1%}  {done.idle('trainer/0'):12.1%}  "
         f"{done.occupancy(WORKER, slots):9.1%}  {exposed(done):15.2%}  {done.mean('staleness/mean'):9.2f}",
@@ -158,7 +155,7 @@ def exposed(done: Run) -> float:
     return done.share(WORKER, "install") + done.share(WORKER, "weights")
 
 
-def periodic_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) -> list[Figure]:
+def periodic_figures(runs: Mapping[tuple[str, int], Runs], slots: list[int]) -> list[Figure]:
     if ("periodic", slots[0]) not in runs:
         return []
     ratios = {n: runs["periodic", n].seconds / runs["synchronous", n].recurrence for n in slots}
@@ -173,7 +170,7 @@ def periodic_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) -
     ]
 
 
-def delayed_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) -> list[Figure]:
+def delayed_figures(runs: Mapping[tuple[str, int], Runs], slots: list[int]) -> list[Figure]:
     if ("delayed", slots[0]) not in runs:
         return []
     fastest = best(runs, "delayed", slots)
@@ -197,7 +194,7 @@ def delayed_figures(runs: Mapping[tuple[str, int], Rounds], slots: list[int]) ->
     return figures + [Figure(f"best {mode} step / best delayed step", best(runs, mode, slots) / fastest, "") for mode in others]
 
 
-def best(runs: Mapping[tuple[str, int], Rounds], mode: str, slots: list[int]) -> float:
+def best(runs: Mapping[tuple[str, int], Runs], mode: str, slots: list[int]) -> float:
     """Seconds of a step, with the best number of slots."""
     return min(runs[mode, n].seconds for n in slots)
 

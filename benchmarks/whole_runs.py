@@ -39,7 +39,7 @@ class Run:
 
     @property
     def windows(self) -> list[tuple[float, float]]:
-        """Of each of those steps: from the commit before it to its own, on the spans' clock."""
+        """Of each of those steps: from the update before it to its own, on the spans' clock."""
         ends = {int(step): end for step, end in step_ends(self.spans, 0.0)}
         return [(ends[step - 1], ends[step]) for step in self.measured]
 
@@ -58,7 +58,7 @@ class Run:
             of_step = busy_and_idle(self.spans, worker, *window)
             busy.update(of_step.busy)
             idle.update(of_step.idle)
-        return Activity(self.wall, busy, idle)
+        return Activity(self.wall, dict(busy), dict(idle))
 
     def share(self, worker: str, *states: str) -> float:
         """Of the measured steps' time, that a worker spends on these tasks, or waiting for these reasons."""

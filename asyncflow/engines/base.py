@@ -63,7 +63,8 @@ class RolloutEngine(Protocol):
     why_not_deterministic: str  # one sentence, "" if it is
 
     def generate(self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey) -> AsyncIterator[Response]:
-        """Responses of one prompt (int64 [Lp]), one for each number in `samples`, each yielded as soon as it ends.
+        """Responses of one prompt (int64 [Lp]), one for each number in `samples`, each yielded soon after it ends: some that
+        end within a moment may come together.
 
         More samples than there are slots left wait inside the engine. Raises `ValueError` when prompt and response exceed the
         context.

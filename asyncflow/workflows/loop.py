@@ -146,7 +146,7 @@ async def admit_evaluation(
 
 
 async def produce(by: Producer, leased: Leased, request: Request, on_generated: Callable[[], None]) -> None:
-    """One group: generate, score each response as soon as it ends, and enqueue what is scored."""
+    """One group: generate, score each response as soon as it is here, and enqueue what is scored."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
     key, prompt = SampleKey(by.shape.seed, request.meta.group), by.decode(request.prompt_ids)

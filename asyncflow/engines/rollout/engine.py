@@ -6,7 +6,7 @@ consumes: requests (one prompt, several samples), installs, cancellations and pa
 waits for: a call, while it is paused, or no slot is active and no sample waits
 is unblocked by: `generate`, `install`, `resume`, leaving a `generate` early, `close`
 
-Responses are handed over some together (deliveries.py), at once where a group has its last or a slot stands empty.
+Responses are handed over some together (deliveries.py), at once where a request has its last or a slot stands empty.
 Calls run between decode steps, so an install changes the weights of whole steps only; a response under way goes on with the keys
 and values that it already has, or has them computed again (`kv_on_install`). While the engine is paused, calls run and steps do
 not. At start-up probe.py looks whether this machine keeps the promise that a response's bits depend on nothing but itself.
@@ -178,9 +178,13 @@ class SlotEngine:
         if not self._is_closed:
             self._is_closed = True
             self._preparing.close()
-            failed = self._hand_in(partial(self._slots.fail, RuntimeError("the rollout engine is closed")))
+            failed = self._hand_in(self._end_requests)
             self._inbox.put(None)
             await asyncio.wrap_future(failed)
+
+    def _end_requests(self) -> None:
+        self._slots.fail(RuntimeError("the rollout engine is closed"))
+        self._deliveries.hand_over()  # before whoever closes hears of the end
 
     def _hand_in(self, call: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Have the thread run `call` between two steps, even if nobody awaits the future any more."""

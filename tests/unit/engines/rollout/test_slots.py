@@ -231,9 +231,33 @@ async def test_a_response_is_not_kept_when_its_slot_stands_empty(
         async def first_one() -> Response:
             return await anext(stream)
 
-        async with held_in_step(engine, 30, first_one()) as first, asyncio.timeout(10):
+        await responses(engine, [9], 2)  # the first that is handed over is so at once
+        async with held_in_step(engine, 30, first_one()) as first, asyncio.timeout(5):
             assert (await first).sample == 0
         assert [response.sample async for response in stream] == [1]
+
+
+@pytest.mark.parametrize(("samples", "hold_seconds"), [([0], 3600.0), ([0, 1], 0.0)])
+async def test_what_ends_a_request_or_was_kept_for_long_enough_waits_for_no_slot(
+    saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch, samples: list[int], hold_seconds: float
+) -> None:
+    monkeypatch.setattr("asyncflow.engines.rollout.deliveries.HOLD_SECONDS", hold_seconds)
+    _, path = saved
+    async with opened(path, num_slots=1) as engine:
+        await responses(engine, [9], 2)  # the first that is handed over is so at once
+
+        arrived = asyncio.Event()
+
+        async def noted() -> None:
+            async for _ in engine.generate(PROMPT, samples=samples, sampling=Sampling(1.0, 20), key=KEY):
+                arrived.set()
+
+        async def both() -> None:
+            await asyncio.gather(noted(), responses(engine, [2], 20))  # the slot never stands empty
+
+        async with held_in_step(engine, 25, both()) as work, asyncio.timeout(5):  # in the second response: each has 19 steps
+            await arrived.wait()
+        await work
 
 
 async def test_an_install_in_mid_response(saved: tuple[PreTrainedModel, Path]) -> None:
@@ -285,7 +309,8 @@ async def test_a_response_is_kept_while_others_are_made_and_by_a_paused_engine_n
         async def next_one() -> int:
             return (await anext(stream)).sample
 
-        async with held_in_step(engine, 25, next_one()) as first:  # of 19 a response, one after another
+        await responses(engine, [9], 2)  # the first that is handed over is so at once
+        async with held_in_step(engine, 25, next_one()) as first:  # in the second response: each has 19 steps
             pausing = asyncio.create_task(engine.pause())
             await asyncio.sleep(0.05)
             assert not first.done()
@@ -438,9 +463,11 @@ async def test_close_ends_pending_generates(saved: tuple[PreTrainedModel, Path])
         tasks = [asyncio.create_task(responses(engine, range(10), 200)) for _ in range(3)]
         await asyncio.sleep(0.02)
         await engine.close()
+        await asyncio.sleep(0)  # they were woken before this coroutine was: a loop that ends here leaves nobody waiting
         for task in tasks:
+            assert task.done()
             with pytest.raises(RuntimeError, match="closed"):
-                await asyncio.wait_for(task, 5)
+                await task
         with pytest.raises(RuntimeError, match="closed"):
             await responses(engine, [0])
         engine._thread.join(5)
