@@ -273,19 +273,22 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
 
 async def test_pausing_stops_and_loses_nothing(opened: Opened) -> None:
     async with opened() as engine:
-        expected = await responses(engine, range(4), 200)
-        task = asyncio.create_task(responses(engine, range(4), 200))
+        samples = range(24)  # more than any engine here makes at once, so that the pause comes long before the last
+        started = time.monotonic()
+        expected = await responses(engine, samples, 200)
+        took = time.monotonic() - started
+        task = asyncio.create_task(responses(engine, samples, 200))
         await asyncio.sleep(0.05)
         await engine.pause()
         await engine.pause()
-        waiting = asyncio.create_task(responses(engine, (9,), 5))  # one that comes while it is paused
-        await asyncio.sleep(0.6)
+        waiting = asyncio.create_task(responses(engine, (99,), 5))  # one that comes while it is paused
+        await asyncio.sleep(1.5 * took)
         assert not task.done() and not waiting.done()
         await engine.prepare(1, changed(0.1))
         await engine.resume()
         await engine.resume()
         made = await task
-        assert (await waiting)[9].version_spans.tolist() == [[0, 0]]
+        assert (await waiting)[99].version_spans.tolist() == [[0, 0]]
     for sample, response in expected.items():
         assert np.array_equal(made[sample].token_ids, response.token_ids)
         assert np.abs(made[sample].logprobs - response.logprobs).max() < 1e-5
