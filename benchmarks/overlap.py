@@ -20,7 +20,7 @@ is more of a step where responses are shorter. So it is told, too, how much slow
 the periodic steps' own moments and times.
 
 delayed. Neither side waits for the other but for what the slower one takes, so the busier side is idle for hardly any time. That is
-told where it matters: at the fewest slots with which the trainer is idle for at most 5% of the time, since all that more of them can
+told where it matters: at the fewest slots with which the trainer is idle for at most 5% of the time, since all that more slots can
 take from a step is what it waits for. (Steps of several runs cannot say which number is enough: what the trainer computes takes 5%
 more or less from one run to the next.) More slots than that stand empty, since each batch must drain: of its 320 responses 64 slots
 hold a fifth at once. Occupancy: share of the slots that hold a response, mean over the time in which the worker generates.
