@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,7 +51,7 @@ def serve(
     restore: Annotated[str, typer.Option(help="Take up the rows of this snapshot first.")] = "",
     key: Key = None,
 ) -> None:
-    """Serve a queue's controllers, and storage units, until interrupted."""
+    """Serve a queue's controllers, and storage units, until SIGINT or SIGTERM."""
     from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transfer_queue.unit import UnitOptions
 
@@ -63,7 +64,7 @@ def serve(
         unit_options=UnitOptions(capacity_rows=capacity_rows, capacity_bytes=capacity_bytes, snapshot_dir=snapshot_dir),
         credentials=credentials,
     )
-    _run(_serve(queue, address, restore, credentials))
+    _run(_until_told(_serve(queue, address, restore, credentials)))
 
 
 @app.command()
@@ -90,7 +91,7 @@ def unit(
         credentials=_credentials(key),
         on_listening=_say,
     )
-    _run(serving)
+    _run(_until_told(serving))
 
 
 @app.command()
@@ -98,7 +99,7 @@ def controller(hub: Hub, task: Annotated[str, typer.Argument()], address: Addres
     """Be a task's controller of a queue that is served elsewhere, in place of the one it has, until that one ends."""
     from asyncflow.transfer_queue.node import serve_controller
 
-    _run(serve_controller(hub, task, address, credentials=_credentials(key), on_listening=_say))
+    _run(_until_told(serve_controller(hub, task, address, credentials=_credentials(key), on_listening=_say)))
 
 
 @app.command()
@@ -134,7 +135,7 @@ async def _serve(queue: TransferQueue, addresses: list[str], restore: str, crede
 
 
 async def _listen(server: Server, addresses: list[str]) -> None:
-    """Until interrupted."""
+    """Until cancelled."""
     try:
         for address in addresses:
             _say(await server.start(address))
@@ -158,11 +159,18 @@ def _say(address: str) -> None:
     print(f"listening at {address}", flush=True)
 
 
+async def _until_told(service: Coroutine[Any, Any, None]) -> None:
+    """SIGINT or SIGTERM ends it in order. Also where a shell that started it in the background has it ignore SIGINT."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(service)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
     try:
         return asyncio.run(work)
-    except KeyboardInterrupt:
-        return None
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -36,16 +36,23 @@ COMMAND = command_line("queue")
 
 
 @contextmanager
-def serving(*arguments: object, doors: int = 1) -> Iterator[list[str]]:
-    """`asyncflow queue ARGUMENTS` until the end of the block; gives the addresses at which it says that it listens."""
-    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+def serving(*arguments: object, doors: int = 1, by: signal.Signals = signal.SIGINT) -> Iterator[list[str]]:
+    """`asyncflow queue ARGUMENTS` until the end of the block; gives the addresses at which it says that it listens.
+
+    It is started as a shell starts what is in the background: SIGINT is ignored.
+    """
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *COMMAND, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         said = [process.stdout.readline().strip() for _ in range(doors)]
         yield [line.removeprefix("listening at ") for line in said]
     finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        process.send_signal(by)
+        try:
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 def asked(*arguments: object) -> str:
@@ -90,7 +97,8 @@ async def test_a_queue_is_served_looked_into_saved_and_restored(schema: Path, tm
         assert 'asyncflow_queue_rows{state="ready",task="train"} 2.0' in text
         assert (await asyncio.to_thread(asked, "snapshot", address, "first")).startswith("4 rows, ")
         await client.disconnect()
-    with serving("serve", schema, "--address", address, "--snapshot-dir", saved, "--restore", "first", doors=2) as [restored, _]:
+    again = ("serve", schema, "--address", address, "--snapshot-dir", saved, "--restore", "first")
+    with serving(*again, doors=2, by=signal.SIGTERM) as [restored, _]:
         assert restored == "4 rows restored"
         client = await TransferQueueClient.connect(address, "test")
         leased = await client.lease("train")
