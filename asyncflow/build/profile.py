@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from asyncflow.build.fleet import trainers
-from asyncflow.build.parts import make_algorithm, train_engine_options
+from asyncflow.build.parts import make_algorithm, train_engine_options, weights_need_key
 from asyncflow.build.prepare import model_folder
 from asyncflow.build.prompts import read_source
 from asyncflow.cluster.local import LocalCluster
@@ -68,7 +68,7 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
     is_to_make = config.model.path.startswith("random:")
     model = await model_folder(config, read_source(config, "train") if is_to_make else None, folder.path)
     check_layout(read_json(model / "config.json"), config.layout)
-    if config.weight_sync.needs_key:
+    if weights_need_key(config):
         Credentials.create(folder.path / KEY_FILE)
     weights_dir, cluster = folder.make_weights_dir(), LocalCluster(folder.path)
     request = Request(str(model.resolve()), str(weights_dir), tokens, repeats)
@@ -129,9 +129,10 @@ async def _time_weights(
         directory=weights_dir / "weights",
         dtype=config.weight_sync.dtype,
         deadline_seconds=config.weight_sync.deadline_seconds,
-        key=run_dir / KEY_FILE if config.weight_sync.needs_key else None,
+        key=run_dir / KEY_FILE if weights_need_key(config) else None,
     )
-    sync = cast(WeightSync, build("weight sync", config.weight_sync.name, {"options": options}, WEIGHT_SYNCS))
+    chosen = config.weight_sync
+    sync = cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
     sender, receiver = sync.sender(uuid.uuid4().hex), sync.receiver("rollout/0")
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     for version in range(repeats + 2):  # the first two make files
