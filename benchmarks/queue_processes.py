@@ -1,4 +1,4 @@
-"""The processes of the transfer queue's benchmark: the queue, its units, and those who lease and receive."""
+"""Processes of the transfer queue's benchmark: the queue, its units, clients that lease, and a client that receives."""
 
 from __future__ import annotations
 
@@ -16,19 +16,43 @@ from pathlib import Path
 
 from queue_payloads import SCHEMA, fingerprint
 
+from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.node import serve_unit
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transport import Arena, Server
+from asyncflow.transport import Arena, Peer, Server, proxy, remote
 
 ARENA_BYTES = 4 << 30
+NUM_WINDOWS = 6
+WINDOW_SECONDS = 0.5
+
+
+class Plain:
+    """Plain requests, on the queue's own socket: the answer is the argument."""
+
+    @remote
+    async def number(self, number: int) -> int:
+        return number
+
+    @remote
+    async def rows(self, batch: WireBatch) -> WireBatch:
+        return batch
+
+
+@contextlib.asynccontextmanager
+async def plain_requests(path: str) -> AsyncIterator[Plain]:
+    """A connection of their own."""
+    peer = await Peer.connect(f"unix:{path}", f"plain-{os.getpid()}")
+    yield proxy(Plain, peer, "plain")
+    await peer.close()
 
 
 async def serve(path: str, num_units: int, arena_path: str) -> None:
     """Controllers and, unless there are to be several, the storage unit; until standard input closes."""
     queue = TransferQueue(SCHEMA, [MemoryStorage(unit=0)] if num_units == 1 else [])
+    queue.services["plain"] = Plain()
     arena = Arena(ARENA_BYTES, Path(arena_path) if arena_path else None)
     async with queue.running():
         server = Server(queue.services, queue.abandon, arena=arena)
@@ -44,22 +68,29 @@ async def unit(hub: str, number: int) -> None:
     await serve_unit(f"unix:{hub}", number, MemoryStorage(unit=number), address, arena=Arena(ARENA_BYTES))
 
 
-async def lease_many(path: str, seconds: float, in_flight: int) -> None:
-    """A client that leases 8 rows at a time, metadata only, so many requests in flight; prints its count."""
+async def lease_many(path: str, in_flight: int) -> None:
+    """Client with so many requests in flight: in one window of time plain ones, in the next one leases of 8 rows, metadata only.
+
+    Prints how many of either were answered.
+    """
     client = await TransferQueueClient.connect(f"unix:{path}", f"leaser-{os.getpid()}")
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
-    count, stop = 0, time.perf_counter() + seconds
+    counts, began = [0, 0], time.perf_counter()
 
-    async def one() -> None:
-        nonlocal count
-        while time.perf_counter() < stop:
-            leased = await client.lease("meta", Want(rows=8), columns=())
-            assert leased is not None and len(leased.lease.indices) == 8
-            count += 1
+    async def one(plain: Plain) -> None:
+        for window in range(2 * NUM_WINDOWS):
+            while time.perf_counter() < began + (window + 1) * WINDOW_SECONDS:
+                if window % 2:
+                    leased = await client.lease("meta", Want(rows=8), columns=())
+                    assert leased is not None and len(leased.lease.indices) == 8
+                else:
+                    assert await plain.number(counts[0]) >= 0
+                counts[window % 2] += 1
 
-    await asyncio.gather(*(one() for _ in range(in_flight)))
-    print(count, flush=True)
+    async with plain_requests(path) as plain:
+        await asyncio.gather(*(one(plain) for _ in range(in_flight)))
+    print(json.dumps(counts), flush=True)
     await client.disconnect()
 
 
@@ -123,7 +154,7 @@ if __name__ == "__main__":
     roles = {
         "serve": lambda: serve(rest[0], int(rest[1]), rest[2]),
         "unit": lambda: unit(rest[0], int(rest[1])),
-        "lease": lambda: lease_many(rest[0], float(rest[1]), int(rest[2])),
+        "lease": lambda: lease_many(rest[0], int(rest[1])),
         "receive": lambda: receive(rest[0], int(rest[1])),
     }
     asyncio.run(roles[role]())

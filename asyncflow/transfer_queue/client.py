@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -134,7 +134,7 @@ class TransferQueueClient:
 
         Rows dropped meanwhile are left out, of the lease too; None if all were. Raises `LookupError` naming a row and a column that
         it does not have. `is_sure`: the rows had these columns when they were leased, so one that lacks them is another life's of
-        its unit: None then, for the controller will hear of it from the unit, and let the lease go or expire.
+        its unit. That unit's rows are left out then: the controller takes them back when it hears of that, or by the expiry.
         """
 
         async def read(number: int, rows: Array) -> Batch:
@@ -145,10 +145,12 @@ class TransferQueueClient:
                 return Leased(lease, await read_lease(self.schema, lease, columns, read))
             except LookupError:
                 there = await self._still_there(lease)
-                if there is None or (is_sure and there.indices == lease.indices):
+                if there is not None and there.indices == lease.indices:
+                    if not is_sure:
+                        raise
+                    there = await self._readable(lease, read)
+                if there is None:
                     return None
-                if there.indices == lease.indices:
-                    raise
                 lease = there
 
     async def stream(self, task: str, want: Want = ANY_GROUP) -> AsyncIterator[Leased]:
@@ -296,6 +298,21 @@ class TransferQueueClient:
                 attempts.append([tries[i] for i in kept])
                 units.append(unit)
         return Lease(lease.token, groups, rows, attempts, units) if groups else None
+
+    async def _readable(self, lease: Lease, read: Callable[[int, Array], Awaitable[Batch]]) -> Lease | None:
+        """Part of a lease: the groups of units that still have the columns of all their rows in it."""
+        readable = set[int]()
+        for unit in set(lease.units):
+            of_unit = [row for rows, place in zip(lease.rows, lease.units, strict=True) if place == unit for row in rows]
+            with contextlib.suppress(LookupError):
+                await read(unit, np.array(of_unit, np.int64))
+                readable.add(unit)
+        kept = [i for i, unit in enumerate(lease.units) if unit in readable]
+
+        def part(of: list[T]) -> list[T]:
+            return [of[i] for i in kept]
+
+        return Lease(lease.token, part(lease.groups), part(lease.rows), part(lease.attempts), part(lease.units)) if kept else None
 
     async def _end(self, rows: Sequence[int] | Array, mark: str, reason: str) -> None:
         indices = np.unique(np.asarray(rows, np.int64))

@@ -16,16 +16,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncflow.registry import build
 from asyncflow.transfer_queue.batches import WireBatch, read_lease
 from asyncflow.transfer_queue.following import Following
 from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.notices import Superseded
-from asyncflow.transfer_queue.sampler import SAMPLERS
-from asyncflow.transfer_queue.sampler.base import Sampler
+from asyncflow.transfer_queue.sampler.checks import check_lease, make_sampler
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.table import Table
 from asyncflow.transport import client_key, client_name, remote
+from asyncflow.types import UserError
 
 
 class TaskStatus(msgspec.Struct):
@@ -78,7 +77,7 @@ class Controller:
         """`turn`: of two controllers of one task, the one with the later turn serves it (`Directory.turn`)."""
         self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
-        self._sampler: Sampler = build("sampler", self.spec.sampler, self.spec.sampler_options, SAMPLERS)
+        self._sampler = make_sampler(self.spec)
         self.following = Following(self.table, schema, self._heard, on_lost)
         self._on_done, self._on_dead, self._on_leased, self._on_change = on_done, on_dead, on_leased, on_change
         self._parked: list[_Parked] = []
@@ -229,6 +228,11 @@ class Controller:
             wants = [(request.worker, request.want) for request in self._parked]
             for i, pick in self._sampler.assign(self.table, wants):
                 lease = self.table.hand_out(wants[i][0], now, pick)
+                try:
+                    check_lease(self.spec, lease, wants[i][1])
+                except UserError as error:  # told to the asker, whatever has had the sampler choose now
+                    self._parked[i].answer.set_exception(error)
+                    continue
                 self._parked[i].answer.set_result(lease)
                 self._on_leased(lease, wants[i][1])
             for request in self._parked:

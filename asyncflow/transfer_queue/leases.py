@@ -13,7 +13,7 @@ Pick = list[tuple[int, list[int]]]
 
 
 class Want(msgspec.Struct, frozen=True):
-    """What a request asks for: limits (0: none), of which a table needs one at least, and what may be in it."""
+    """Rows that a request asks for: limits (0: none), of which a table needs one at least, and what may be in it."""
 
     groups: int = 0
     """Groups touched."""
@@ -29,6 +29,10 @@ class Want(msgspec.Struct, frozen=True):
     """Of any step, but only until that one has ended: then nothing, whatever is ready."""
     rank: int = 0
     """The data-parallel rank that asks, for samplers that serve all ranks together."""
+
+    def allows(self, meta: GroupMeta) -> bool:
+        """Whether a group may be in what it gets."""
+        return (self.step is None or meta.step == self.step) and (self.installed is None or self.installed in meta.interval)
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

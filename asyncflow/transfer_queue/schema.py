@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,7 +41,7 @@ class TaskSpec(msgspec.Struct, frozen=True):
     lease_seconds: float = 120.0
     max_failures: int = 3
     sampler: str = "oldest"
-    sampler_options: dict[str, int] = {}
+    sampler_options: dict[str, Any] = {}
 
     @property
     def outputs(self) -> tuple[str, ...]:

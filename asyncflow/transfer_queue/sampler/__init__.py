@@ -1,4 +1,7 @@
-"""Who gets which ready rows. Contract in `base.py`, one sampler per file, chosen by a task's `sampler` and `sampler_options`."""
+"""Who gets which ready rows. Contract in `base.py`, one sampler per file, chosen by a task's `sampler` and `sampler_options`.
+
+In a run these are `queue.samplers`, by task. What a sampler chooses is checked by `checks.py`.
+"""
 
 SAMPLERS = {
     "oldest": "asyncflow.transfer_queue.sampler.oldest:Oldest",

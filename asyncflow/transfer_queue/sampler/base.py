@@ -11,7 +11,12 @@ from asyncflow.transfer_queue.table import Table
 
 
 class Sampler(Protocol):
-    """Chooses what parked requests get. It may not keep anything that the table would have to hear of."""
+    """Chooses what parked requests get. It may not keep anything that the table would have to hear of.
+
+    What it chooses among is `table.ready`, which answers a want with what this may have and nothing else: a group of another step,
+    or of an interval without the installed version, is an error. It decides the order, and never what is trained. In a run it must
+    give something to somebody as long as something is ready that a parked request may have.
+    """
 
     def check(self, spec: TaskSpec, want: Want) -> None:
         """Raises `ValueError` for a task, or a request, that this sampler cannot serve. Called before the request is parked."""

@@ -18,6 +18,12 @@ from tests.contract.queue.house import (
     House,
     Open,
 )
+from tests.unhurried import loop_of
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Any:
+    """No test waits for real seconds, but for those with a process at the other end."""
+    return loop_of("redis_storage" not in item.fixturenames)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.unit import UnitOptions
@@ -82,6 +83,16 @@ async def test_a_lease_whose_columns_cannot_be_read_is_passed_over_and_not_kept_
     await put(client, 3)
     found = await within(waiting)
     assert found is not None and found.lease.rows == [[12, 13]] and list(client.leases.held) == [found.lease.token]
+
+
+@over("process-3", "apart-3")
+async def test_of_a_lease_what_lies_on_other_units_is_delivered(house: House, client: TransferQueueClient) -> None:
+    await put(client, 0, 1, 2)
+    await house.storages[0].drop(np.array([0, 1]), np.array([0]))  # as if the unit had been another one meanwhile
+    found = await within(client.lease("rollout", Want(groups=3)))
+    assert found is not None and sorted(found.lease.rows) == [[4, 5], [8, 9]] and [*found.batch.indices] == found.lease.indices
+    await client.complete(found.lease, outputs(*found.lease.indices))
+    assert client.leases.held == {}
 
 
 async def test_a_controller_whose_books_refuse_a_row_ends_the_queue_instead_of_going_on(tmp_path: Path) -> None:

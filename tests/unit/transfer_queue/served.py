@@ -23,32 +23,35 @@ from asyncflow.types import Array, Batch, Column, GroupMeta, Interval, Ragged
 T = TypeVar("T")
 BITS = 2
 GROUP = 4
-SCHEMA = Schema(
-    (
-        Column("prompt", "int64", ragged=True, per="group"),
-        Column("difficulty", "float64", per="group"),
-        Column("response", "int32", ragged=True, counts_tokens=True),
-        Column("hidden", "float16", ragged=True, shape=(2,)),
-        Column("reward", "float32"),
-        Column("image", "uint8", shape=(2, 3)),
-        Column("is_right", "bool"),
-        Column("score", "float32"),
-        Column("logprobs", "float32", ragged=True),
-    ),
-    (
-        TaskSpec(
-            "score",
-            ("prompt", "difficulty", "response", "hidden", "reward", "image", "is_right"),
-            ("score", "logprobs"),
-            whole_groups=False,
-            lease_seconds=1.0,
-            max_failures=2,
+
+
+def schema(lease_seconds: float) -> Schema:
+    return Schema(
+        (
+            Column("prompt", "int64", ragged=True, per="group"),
+            Column("difficulty", "float64", per="group"),
+            Column("response", "int32", ragged=True, counts_tokens=True),
+            Column("hidden", "float16", ragged=True, shape=(2,)),
+            Column("reward", "float32"),
+            Column("image", "uint8", shape=(2, 3)),
+            Column("is_right", "bool"),
+            Column("score", "float32"),
+            Column("logprobs", "float32", ragged=True),
         ),
-        TaskSpec("train", ("response", "reward"), whole_groups=False, lease_seconds=1.0),
-        TaskSpec("update", ("prompt", "response", "score", "logprobs")),
-    ),
-    BITS,
-)
+        (
+            TaskSpec(
+                "score",
+                ("prompt", "difficulty", "response", "hidden", "reward", "image", "is_right"),
+                ("score", "logprobs"),
+                whole_groups=False,
+                lease_seconds=lease_seconds,
+                max_failures=2,
+            ),
+            TaskSpec("train", ("response", "reward"), whole_groups=False, lease_seconds=lease_seconds),
+            TaskSpec("update", ("prompt", "response", "score", "logprobs")),
+        ),
+        BITS,
+    )
 
 
 def length(row: int) -> int:
@@ -90,7 +93,7 @@ class ServedQueue:
         self.address, self._loop, self.queue = address, loop, queue
 
     def run(self, call: Callable[[TransferQueueClient], Coroutine[Any, Any, T]]) -> T:
-        return asyncio.run_coroutine_threadsafe(call(self.queue.client()), self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(call(self.queue.client()), self._loop).result(60)
 
     def put(self, groups: Sequence[int], step: int = 0) -> list[int]:
         metas = [GroupMeta(group, GROUP, step, Interval(0, 0)) for group in groups]
@@ -127,12 +130,13 @@ class ServedQueue:
 
 
 @contextlib.contextmanager
-def served_queue(path: Path, num_units: int = 2) -> Iterator[ServedQueue]:
+def served_queue(path: Path, num_units: int = 2, lease_seconds: float = 60.0) -> Iterator[ServedQueue]:
+    """Leases last so long that a busy machine can always renew them in time."""
     opened: Future[ServedQueue] = Future()
     stop = asyncio.Event()
 
     async def serve() -> None:
-        queue = TransferQueue(SCHEMA, [MemoryStorage() for _ in range(num_units)])
+        queue = TransferQueue(schema(lease_seconds), [MemoryStorage() for _ in range(num_units)])
         async with queue.running():
             server = Server(queue.services, queue.abandon)
             opened.set_result(ServedQueue(await server.start(path), asyncio.get_running_loop(), queue))
@@ -141,7 +145,7 @@ def served_queue(path: Path, num_units: int = 2) -> Iterator[ServedQueue]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True, name="served queue")
     thread.start()
-    served = opened.result(10)
+    served = opened.result(60)
     yield served
     served._loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
+    thread.join(60)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from asyncflow.transfer_queue.batches import WireBatch, concatenate, take
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.types import Batch, Column, Ragged
+from tests.depth import few
 
 BITS = 2
 SCHEMA = Schema(
@@ -64,7 +65,7 @@ def test_all_of_it_is_not_copied() -> None:
     assert concatenate(SCHEMA, [whole], whole.indices, whole.groups) is whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(20, 100), deadline=None)
 @given(st.lists(st.integers(0, 80), min_size=1, unique=True), st.integers(1, 4), st.randoms())
 def test_apart_by_units_and_together_again_is_the_same(rows: list[int], num_units: int, random: object) -> None:
     whole = batch(rows)

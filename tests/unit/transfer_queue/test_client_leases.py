@@ -92,7 +92,8 @@ async def test_what_is_held_is_renewed_until_it_is_over() -> None:
     leases.hold(lease(2))
     asked.stale.add(2)
     renewing = asyncio.create_task(leases.renew_held())
-    while asked.heard.count("renew 1") < 3:
-        await asyncio.sleep(0.005)
+    async with asyncio.timeout(60):
+        while asked.heard.count("renew 1") < 3:
+            await asyncio.sleep(0.005)
     renewing.cancel()
     assert asked.heard.count("renew 2") == 1 and list(leases.held) == [lease(1).token]

@@ -28,7 +28,9 @@ from asyncflow.types import Ragged, RunError
 from tests.processes import alive
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
 
-open_loader = functools.partial(StreamDataLoader, timeout_seconds=10.0)
+SECONDS = 300.0
+"""For what must come: a reader is a new process that imports torch, which takes half a minute on a busy machine."""
+open_loader = functools.partial(StreamDataLoader, timeout_seconds=SECONDS)
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def nothing_is_left() -> Iterator[None]:
     until(lambda: not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())])
 
 
-def until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
     give_up = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < give_up, "it has not become so"
@@ -126,7 +128,7 @@ def test_two_loaders_share_a_task(queue: ServedQueue) -> None:
             seen = []
             for i, (_, indices) in enumerate(loader):
                 if i == 0:
-                    together.wait(10)
+                    together.wait(SECONDS)
                 seen += indices.tolist()
             return seen
 
@@ -198,13 +200,13 @@ def test_closing_the_task_ends_all(queue: ServedQueue) -> None:
         counts = [threads.submit(consume, prefetch) for prefetch in (0, 1, 2)]
         until(lambda: queue.status("train").parked == 3)
         queue.close_task("train")
-        assert [count.result(10) for count in counts] == [0, 0, 0]
+        assert [count.result(SECONDS) for count in counts] == [0, 0, 0]
 
 
 def test_rows_that_are_ready_when_the_step_ends_still_come(queue: ServedQueue) -> None:
     rows = queue.put(range(3))
     queue.end_step("train")
-    with open_loader(queue.address, "train", batch_size=5, at_least=5, step=0, timeout_seconds=5) as loader:
+    with open_loader(queue.address, "train", batch_size=5, at_least=5, step=0, timeout_seconds=SECONDS) as loader:
         assert sorted(row for _, indices in loader for row in indices.tolist()) == rows
 
 
@@ -244,14 +246,23 @@ def test_the_next_request_does_not_wait_for_the_transfer(queue: ServedQueue) -> 
         until(lambda: queue.counts("train").get("leased") == 12)  # while nothing has been read yet
         assert not first.done()
         queue._loop.call_soon_threadsafe(may_read.set)
-        assert first.result(10).indices.tolist() == rows_of([0])
+        assert first.result(SECONDS).indices.tolist() == rows_of([0])
 
 
-def test_a_slow_consumer_keeps_its_rows(queue: ServedQueue) -> None:
-    queue.put(range(1))  # leases of this queue last a second
-    with open_loader(queue.address, "score", groups=1) as loader:
+def test_a_slow_consumer_keeps_its_rows(tmp_path: Path) -> None:
+    renewed: list[float] = []
+    with served_queue(tmp_path / "queue.sock", lease_seconds=6.0) as queue, open_loader(queue.address, "score", groups=1) as loader:
+        renew = queue.queue.controllers["score"].renew
+
+        async def counted(tokens: Any) -> Any:
+            renewed.append(queue._loop.time())
+            return await renew(tokens)
+
+        queue.queue.controllers["score"].renew = counted  # type: ignore[method-assign]
+        queue.put(range(1))
         batch, indices = next(iter(loader_kept := iter(loader)))
-        time.sleep(2.5)
+        taken = queue._loop.time()
+        until(lambda: bool(renewed) and renewed[-1] > taken + 6.0)  # longer than a lease lasts
         kept = loader.complete(indices, outputs(batch))
         assert kept is not None and kept.all() and queue.status("score").counts["expired"] == 0
         loader_kept.close()
@@ -322,7 +333,7 @@ def test_dropped_rows_are_left_out(queue: ServedQueue) -> None:
         until(lambda: queue.counts("train").get("leased") == 12)
         queue.run(lambda client: client.drop([0, 1, 2, 3, 5]))
         queue._loop.call_soon_threadsafe(may_read.set)
-        batches = [first.result(10), next(stream)]
+        batches = [first.result(SECONDS), next(stream)]
         assert sorted(indices.tolist() for _, indices in batches) == [[4, 6, 7], [8, 9, 10, 11]]
         assert all(batch["reward"].tolist() == indices.tolist() for batch, indices in batches)
         stream.close()
@@ -427,7 +438,7 @@ def test_leases_that_cannot_be_renewed_are_an_error(queue: ServedQueue, monkeypa
             until(lambda: queue.status("train").parked == 1)
             may_fail.set()
             with pytest.raises(RunError, match="no more renewals"):
-                waiting.result(10)
+                waiting.result(SECONDS)
         feed = loader._opened()
         until(lambda: feed._failure is not None)  # before a pass has begun
         with pytest.raises(RunError, match="no more renewals"):
@@ -457,7 +468,7 @@ def test_a_queue_that_goes_ends_the_wait(tmp_path: Path) -> None:
             waiting = thread.submit(next, iter(loader))
             until(lambda: queue.status("train").parked == 1)
         with pytest.raises((ConnectionLost, StopIteration)):
-            waiting.result(10)
+            waiting.result(SECONDS)
         loader.close()
 
 
@@ -486,14 +497,14 @@ def test_a_consumer_that_is_killed_leaves_nothing(queue: ServedQueue, tmp_path: 
     )
     consumer = subprocess.Popen([sys.executable, script, queue.address])
     try:
-        until(lambda: queue.counts("train").get("leased", 0) == 12, 30)
-        until(lambda: bool(psutil.Process(consumer.pid).children()), 30)
+        until(lambda: queue.counts("train").get("leased", 0) == 12)
+        until(lambda: bool(psutil.Process(consumer.pid).children()))
         readers = psutil.Process(consumer.pid).children()
     finally:
         os.kill(consumer.pid, signal.SIGKILL)
         consumer.wait()
     until(lambda: queue.counts("train") == {"ready": 12})
-    psutil.wait_procs(readers, timeout=10)
+    psutil.wait_procs(readers, timeout=SECONDS)
     assert not alive(readers)
 
 
@@ -521,12 +532,12 @@ def test_close_does_not_wait_for_a_unit_that_hangs(queue: ServedQueue) -> None:
         assert feed is not None
         closing = threading.Thread(target=feed.close, daemon=True)
         closing.start()
-        closing.join(5)
+        closing.join(SECONDS)
         is_closed = not closing.is_alive()
         if not is_closed:  # so that this test ends
             for reader in psutil.Process().children():
                 reader.kill()
         assert is_closed
         with pytest.raises(CancelledError):
-            waiting.result(10)
+            waiting.result(SECONDS)
     until(lambda: queue.counts("train").get("leased", 0) == 0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from asyncflow.transfer_queue.index import PAGE_BITS, Index
 from asyncflow.types import GroupMeta, Interval
+from tests.depth import few
 
 PAGE = 1 << PAGE_BITS
 A, B, C = 1, 2, 4
@@ -139,7 +140,7 @@ def test_the_last_row_of_a_group_takes_it_along() -> None:
 Change = tuple[str, list[int], int]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(30, 150), deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["write", "fail", "drop", "admit"]), st.lists(st.integers(0, 47), unique=True), st.integers(1, 7))

@@ -17,6 +17,7 @@ from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.table import State, Table
 from asyncflow.types import Array, Column, GroupMeta
 from tests import builders
+from tests.depth import few
 
 meta = partial(builders.meta, low=0, high=9)
 
@@ -920,5 +921,5 @@ class PartialTableAgainstModel(TableAgainstModel):
 TestWholeGroups = TableAgainstModel.TestCase
 TestPartialGroups = PartialTableAgainstModel.TestCase
 TestWholeGroups.settings = TestPartialGroups.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=few(16, 80), stateful_step_count=30, deadline=None, derandomize=True, database=None
 )

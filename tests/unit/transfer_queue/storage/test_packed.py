@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from asyncflow.transfer_queue.storage import packed as module
 from asyncflow.transfer_queue.storage.packed import PREFIX, pack, read_frames, unpack, write_frame
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
+from tests.depth import few
 
 METAS = [GroupMeta(3, 2, 5, Interval(1, 4)), GroupMeta(2**47, 1, 6, Interval(2, 2), "eval")]
 
@@ -216,7 +217,7 @@ def test_what_is_announced_is_not_allocated(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=few(80, 400), deadline=None)
 @given(st.data())
 def test_nothing_but_a_value_error_comes_of_changed_bytes_with_a_right_checksum(data: st.DataObject) -> None:
     header, body = parts()
