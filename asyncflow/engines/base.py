@@ -335,7 +335,11 @@ class TrainEngine(LogProbEngine, Protocol):
         ...
 
     async def export_weights(self) -> WeightSource:
-        """The current weights, gathered while they are iterated over: every leader iterates to the end, before its next call."""
+        """The current weights. Every leader iterates over them to the end, before the next `optim_step` or `discard`.
+
+        Where the engine gathers them meanwhile, it is not called before `WeightSource.gathered`; where it does not, `begin_step`
+        and `forward_backward` of the next step are called while they are read.
+        """
         ...
 
     async def fingerprint(self) -> Mapping[str, str]:

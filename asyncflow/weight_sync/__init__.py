@@ -21,9 +21,17 @@ A manifest names, sizes and hashes what was published; a worker whose copy does 
 
 from typing import Final
 
+from asyncflow.weight_sync.base import WeightSyncFacts
+
 WEIGHT_SYNCS: Final = {
     "shared_memory": "asyncflow.weight_sync.shared_memory:SharedMemory",
     "collective": "asyncflow.weight_sync.collective:Collective",
     "network": "asyncflow.weight_sync.network:Network",
 }
 """By name in a config: `module:class` of a `WeightSync`, imported when chosen."""
+WEIGHT_SYNC_FACTS: Final = {
+    "shared_memory": WeightSyncFacts(),
+    "collective": WeightSyncFacts(has_door=True, is_broadcast=True),
+    "network": WeightSyncFacts(has_door=True, needs_key=True),
+}
+"""What the driver asks of them, which imports no torch. Any other class has its own as `facts`."""

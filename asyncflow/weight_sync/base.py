@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -114,8 +114,23 @@ class WeightReceiver(Protocol):
         ...
 
 
+class WeightSyncFacts(NamedTuple):
+    """Facts of a weight sync that a run needs before anything starts."""
+
+    has_door: bool = False
+    """Whether the sender listens, where `options.listen` says: receivers may be on other machines then."""
+    needs_key: bool = False
+    """Whether both ends need the run's key (`options.key`) in any case, and not only with `options.listen`."""
+    is_broadcast: bool = False
+    """Whether a version goes to all receivers at once: none may leave versions out, as evaluators do."""
+
+
 class WeightSync(Protocol):
-    """Built with `options: WeightSyncOptions`."""
+    """Built with `options: WeightSyncOptions`, and with `weight_sync.options` as keyword arguments.
+
+    One that is not built in says its facts as `facts`, an attribute of the class; without it they are those of `WeightSyncFacts()`.
+    The driver imports it to ask for them, so torch is best imported in the functions that need it.
+    """
 
     def sender(self, incarnation: str) -> WeightSender:
         """The trainer's end. `incarnation` is unique to this start of the trainer."""

@@ -23,16 +23,17 @@ from asyncflow.workflows.signal import Signal
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The version that a worker is to serve. `manifest` is None for version 0, the worker's own files. `num_workers`: of the run,
-    among which a step's prompts are shared."""
+    """The version that a worker is to serve. `manifest` is None for version 0, the worker's own files. `place`, from 0, among the
+    `num_workers` of the run: by both a step's prompts are shared."""
 
     version: int
     manifest: Manifest | None
+    place: int = 0
     num_workers: int = 1
 
 
 class Board:
-    """One model's version line. Implements `Fleet`. `is_silent(worker)`: nothing was heard of it for so long that its rows are
+    """Version line of a model. Implements `Fleet`. `is_silent(worker)`: nothing was heard of it for so long that its rows are
     given to others."""
 
     def __init__(
@@ -105,7 +106,7 @@ class Board:
         version = self.published if behind is None or behind in self.installing.values() else behind
         self._installing[worker] = version
         self._signal.notify()
-        return self._as_target(version)
+        return self._as_target(worker, version)
 
     @remote
     async def next_target(self, serving: int) -> Target | None:
@@ -121,7 +122,7 @@ class Board:
             return self._has_weights() and (self._target(serving) != serving or worker in self.stale)
 
         await self._signal.until(lambda: self._is_over_for(worker) or has_target())
-        return None if self._is_over_for(worker) else self._as_target(self._target(serving))
+        return None if self._is_over_for(worker) else self._as_target(worker, self._target(serving))
 
     @remote
     async def may_install(self, version: int, serving: int) -> bool:
@@ -262,8 +263,8 @@ class Board:
     def _is_counted_on(self, worker: str) -> bool:
         return worker not in self.crew.leaving and not self.is_silent(worker)
 
-    def _as_target(self, version: int) -> Target:
-        return Target(version, self._kept.get(version), max(1, len(self.crew.working)))
+    def _as_target(self, worker: str, version: int) -> Target:
+        return Target(version, self._kept.get(version), self.crew.place(worker), max(1, len(self.crew.working)))
 
     def _grant(self, worker: str, version: int) -> None:
         self._installing[worker] = version

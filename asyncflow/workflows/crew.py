@@ -23,6 +23,11 @@ class Crew:
         """The members that serve, or will again."""
         return [name for name in self.members if name not in self.given_up]
 
+    def place(self, name: str) -> int:
+        """How many of those that work have joined before it."""
+        earlier = self.members[: self.members.index(name)] if name in self.members else self.members
+        return sum(other not in self.given_up for other in earlier)
+
     def resize(self, size: int) -> tuple[list[str], list[str]]:
         """Have so many that work. Returns who is to be started, and who is to leave: those that came last, and all that are given
         up."""

@@ -96,8 +96,12 @@ class Updated(Protocol):
 class Keeper(Protocol):
     """Keeps what a run can go on from."""
 
+    def is_due(self, version: int) -> bool:
+        """Whether `committed` keeps this version: it is published by then."""
+        ...
+
     async def committed(self, version: int) -> None:
-        """So many steps are committed and their weights published; the engine is between two steps."""
+        """So many steps are committed; the engine is between two steps."""
         ...
 
 
@@ -204,28 +208,33 @@ async def train(
     """
     rank = engine.data_parallel_rank or 0
     put_aside: dict[int, Leased] = {}
-    for step in itertools.count(first):
-        spans.waiting("batch")
-        may_start = await ledger.may_start("train", step)
-        await engine.begin_step()
-        if not may_start:
-            return step
-        spans.waiting("rows")
-        async with Turns(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as turns:
-            compute = partial(engine.forward_backward, objective=algorithm)
-            held = step < algorithm.held_steps
-            updates = await update(turns, ledger, engine, algorithm, compute, spans, fingerprints, is_held=held)  # 11-18, 21
-        if not updates:
-            return step
-        await fingerprints.step(step, engine)
-        if sender is not None:
-            await ledger.commit(step, updates, "train")
-        with spans.busy("publish", step=step, version=step + 1):
-            await publish(step + 1, await engine.export_weights(), sender, board)  # 3: the weights of the next step
-        await ledger.released(step)
-        await turns.acknowledge()
-        await turns.drop()
-        await keeper.committed(step + 1)
+    async with asyncio.TaskGroup() as beside:
+        publishing = Publishing(sender, board, spans, beside)
+        for step in itertools.count(first):
+            spans.waiting("batch")
+            may_start = await ledger.may_start("train", step)
+            await engine.begin_step()
+            if not may_start:
+                return step
+            spans.waiting("rows")
+            async with Turns(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as turns:
+                compute = partial(engine.forward_backward, objective=algorithm)
+                held, may_change = step < algorithm.held_steps, publishing.ended
+                updates = await update(
+                    turns, ledger, engine, algorithm, compute, spans, fingerprints, may_change, is_held=held
+                )  # 11-18, 21
+            if not updates:
+                return step
+            await fingerprints.step(step, engine)
+            if sender is not None:
+                await ledger.commit(step, updates, "train")
+            await publishing.begin(step, await engine.export_weights())  # 3: the weights of the next step
+            await ledger.released(step)
+            await turns.acknowledge()
+            await turns.drop()
+            if keeper.is_due(step + 1):  # the board knows which older versions are still needed once this one is published
+                await publishing.ended()
+            await keeper.committed(step + 1)
     raise AssertionError("steps do not end")
 
 
@@ -237,12 +246,14 @@ async def update(
     compute: Callable[[Sequence[MicroBatch]], Awaitable[list[MicroBatchResult]]],
     spans: Recorder,
     fingerprints: StepLog,
+    may_change: Callable[[], Awaitable[None]] | None = None,
     *,
     is_held: bool = False,
 ) -> list[Update]:
     """A step's updates of one model. None: the run is stopping, and the weights are as they were.
 
-    `compute`: a turn's micro-batches, whose gradients it adds to the engine's sums. `is_held`: the model is to stay as it is.
+    `compute`: a turn's micro-batches, whose gradients it adds to the engine's sums. `may_change` is waited for before the weights
+    are changed. `is_held`: the model is to stay as it is.
     """
     updates: list[Update] = []
     for number in range(turns.num_updates):
@@ -253,9 +264,42 @@ async def update(
         totals = await ledger.totals(turns.step, turns.task, number)
         if totals is None:
             return []
+        if may_change is not None:
+            await may_change()
         with turns.updating(spans):
             updates.append(await apply(engine, objective, totals, is_held=is_held))  # 21
     return updates
+
+
+class Publishing:
+    """The weights of one step after another, published beside the computation of the next one, which may not change them until
+    that has ended.
+
+        |-- gather --|- copy, hash, tell the board -|            `publish`, beside the lane
+         the trainer | computes the next step ...  | updates      gathers only if the weights lie on several ranks
+    """
+
+    def __init__(self, sender: WeightSender | None, board: Board, spans: Recorder, beside: asyncio.TaskGroup) -> None:
+        """`beside`: what fails there ends whoever trains."""
+        self._sender, self._board, self._spans, self._beside = sender, board, spans, beside
+        self._under_way: asyncio.Task[None] | None = None
+
+    async def begin(self, step: int, weights: WeightSource) -> None:
+        """Publish what a step has made. Returns when the engine may be called again. The publication before has ended."""
+        with self._spans.held("publish"):
+            self._under_way = self._beside.create_task(self._publish(step, weights))
+            await weights.gathered()
+
+    async def ended(self) -> None:
+        """Wait until the last weights are published: they may change."""
+        if self._under_way is not None and not self._under_way.done():
+            with self._spans.held("publish"):
+                await self._under_way
+
+    async def _publish(self, step: int, weights: WeightSource) -> None:
+        began = self._spans.clock()
+        await publish(step + 1, weights, self._sender, self._board)
+        self._spans.beside("publish", began, step=step, version=step + 1)
 
 
 async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: Board) -> None:

@@ -1,6 +1,6 @@
 """A rollout worker: which groups it takes, which weights it serves.
 
-consumes: admitted groups that its installed version may generate, at most its free slots and its fair share of a batch
+consumes: admitted groups that its installed version may generate, at most its free slots and its share of a step
 waits for: groups; another version to serve and the board's leave to install it
 is unblocked by: the feed, its own responses (which free slots), the trainer's publishing, the end of the other workers' rows, the
 stop of the run
@@ -44,8 +44,17 @@ RETRY_SECONDS = (0.5, 2.0)
 """After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
 
 
+def share_of(num_prompts: int, place: int, num_workers: int, version: int) -> int:
+    """Prompts of a step that the worker at this place (0 to `num_workers` - 1) generates at once, while all serve this version.
+
+    The prompts of one version after another are dealt out to the workers in turn, one by one. So the shares of a version add up
+    to all of its prompts and differ by at most one, and so do the workers' sums of shares over any number of versions.
+    """
+    return len(range((place - version * num_prompts) % num_workers, num_prompts, num_workers))
+
+
 class Rollout:
-    """The producers of one worker: one coroutine per group, as many as the engine and the worker's fair share have room for."""
+    """The producers of one worker: one coroutine per group, as many as the engine and the worker's share have room for."""
 
     def __init__(
         self,
@@ -68,7 +77,7 @@ class Rollout:
         self._engine, self._receiver, self._original = engine, receiver, original
         self._shape, self._spans, self._task = shape, spans, task
         self._producer = Producer(queue, engine, score, decode, shape, self._responded, self._scored, keep_sample)
-        self._share = 0  # rows of a step, as the board last said how many workers there are
+        self._share = 0  # rows of a step, by what the board last said: which of how many workers this one is
         self._installed = 0
         self._is_installing = True  # until the board has said which version to begin with
         self._is_stale = self._is_leaving = False
@@ -132,7 +141,7 @@ class Rollout:
                         self._under_way.append(request)
                         groups.create_task(self._produce(leased, request))
                 self._changed.notify()
-                if leased is None:  # withdrawn, or closed
+                if leased is None and not self._is_stale:  # withdrawn, or closed; who is stale may serve the same again
                     await self._changed.until(partial(self._has_moved_on, version))
 
     def _may_take(self) -> bool:
@@ -236,7 +245,8 @@ class Rollout:
 
     async def _serve(self, target: Target) -> None:
         self._installed, self._is_installing, self._is_stale, self._has_served = target.version, False, False, False
-        self._share = -(-self._shape.prompts_at_first // target.num_workers) * self._shape.group_size
+        prompts = share_of(self._shape.prompts_at_first, target.place, target.num_workers, target.version)
+        self._share = prompts * self._shape.group_size
         await self._board.installed(target.version)
         self._changed.notify()
 

@@ -9,3 +9,5 @@ ROLLOUT_ENGINE_CHECKS = {"vllm": "asyncflow.engines.rollout.vllm_devices:check"}
 """What the options of a run's engines are asked before it starts, and before workers join it."""
 ROLLOUT_ENGINE_WHYS = {"vllm": "asyncflow.engines.rollout.vllm_devices:why_not_deterministic"}
 """Why an engine is not deterministic, of those that never are; others say it of the machine that they run on."""
+ROLLOUT_ENGINE_IMPORTS = {"slots": ("asyncflow.engines.rollout.engine",)}
+"""What one process may import for all the workers that are forked from it; others want an interpreter of their own."""

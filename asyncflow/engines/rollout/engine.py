@@ -238,3 +238,6 @@ class InstalledWeights:
         for name in self.specs:
             tensor = await asyncio.to_thread(self._decoder.installed, name)
             yield name, tensor.cpu().contiguous()
+
+    async def gathered(self) -> None:
+        """See `WeightSource.gathered`: nothing is."""

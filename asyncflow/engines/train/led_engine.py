@@ -216,6 +216,7 @@ class _GatheredWeights:
 
     def __init__(self, specs: Mapping[str, TensorSpec], gather: Callable[[str], Awaitable[Tensor | None]]) -> None:
         self.specs, self._gather = specs, gather
+        self._gathered = asyncio.Event()
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
         """See `WeightSource.tensors`."""
@@ -223,6 +224,11 @@ class _GatheredWeights:
             if (tensor := await self._gather(name)) is not None:
                 yield name, tensor
                 del tensor  # one at a time
+        self._gathered.set()
+
+    async def gathered(self) -> None:
+        """See `WeightSource.gathered`."""
+        await self._gathered.wait()
 
 
 def _look_at(written: Any) -> None:

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
+from asyncflow.engines.train.device_weights import CopyStream, DeviceWeights
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
 from asyncflow.engines.train.model.check_sharing import check_sharing
@@ -28,7 +30,7 @@ from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.state import EngineState, fingerprint_of
-from asyncflow.types import Array, HeldWeights, Objective, Ragged, TensorSpec
+from asyncflow.types import Array, HeldWeights, Objective, Ragged, TensorSpec, WeightSource
 
 
 class OneRank:
@@ -82,14 +84,17 @@ class OneRank:
         """See `LogProbEngine.log_probs`."""
         return self.policy.response_log_probs(prompt_ids, response_ids)
 
-    def weights(self) -> HeldWeights:
-        """See `TrainEngine.export_weights`."""
-        return HeldWeights(self.policy.parameters)
+    def weights(self) -> WeightSource:
+        """See `TrainEngine.export_weights`. In the thread that has made them, after whose work they are copied from a device."""
+        device = torch.device(self._device)
+        if device.type == CPU:
+            return HeldWeights(self.policy.parameters)
+        return DeviceWeights(self.policy.parameters, CopyStream(device))
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """See `Training.specs`."""
-        return self.weights().specs
+        return HeldWeights(self.policy.parameters).specs
 
     def gather(self, name: str) -> Tensor:
         """See `Training.gather`."""

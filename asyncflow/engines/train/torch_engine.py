@@ -46,5 +46,7 @@ class TorchEngine(LedEngine):
         super().__init__(training, options, ranks)
 
     async def export_weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`: float32; on a CPU engine of one rank the weights themselves, not copies."""
-        return self.training.weights() if isinstance(self.training, OneRank) else await super().export_weights()
+        """See `TrainEngine.export_weights`: float32; of one rank nothing is gathered, and on the CPU they are no copies."""
+        if not isinstance(self.training, OneRank):
+            return await super().export_weights()
+        return await self._thread.run(self.training.weights)

@@ -1,0 +1,85 @@
+"""Weights on an accelerator, copied to the host beside the computation that reads them.
+
+    compute stream  ... update |- forward and backward passes of the next step ------| update
+    copy stream                |- w0 -|- w1 -|     |- w2 -| ...
+    who takes them                    |- w0 ------|- w1 -| ...     from pinned host memory
+
+consumes: weights that stay as they are until the last one has been copied
+waits for: each copy, in a thread; whoever takes the tensors
+is unblocked by: the copy's event
+
+Two tensors are in host memory at a time: one that is used, and the next one, on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from asyncflow.types import TensorSpec
+
+
+class Copies(Protocol):
+    """How tensors get to the host."""
+
+    def memory(self, num_bytes: int) -> Tensor:
+        """Host memory to copy to: uint8 [num_bytes]."""
+        ...
+
+    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """Begin to copy; what is returned waits until the copy is there."""
+        ...
+
+
+class CopyStream:
+    """`Copies` by a stream of an accelerator's own, after all that is queued on the calling thread's stream when this is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+
+    def memory(self, num_bytes: int) -> Tensor:
+        """See `Copies.memory`: pinned."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
+        """See `Copies.begin`."""
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event().synchronize
+
+
+class DeviceWeights:
+    """`WeightSource` of tensors on an accelerator. They may change when `tensors` has come to its end."""
+
+    are_lasting = False
+
+    def __init__(self, tensors: Mapping[str, Tensor], copies: Copies) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
+        self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
+        self._copies = copies
+
+    async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
+        """See `WeightSource.tensors`."""
+        largest = max(tensor.nbytes for tensor in self._tensors.values())
+        used, free = self._copies.memory(largest), self._copies.memory(largest)
+        copy, is_there = self._begin(next(iter(self._tensors)), used)
+        for name, following in pairwise([*self._tensors, ""]):
+            ahead = self._begin(following, free) if following else None
+            await asyncio.to_thread(is_there)
+            yield name, copy
+            if ahead is not None:
+                (copy, is_there), used, free = ahead, free, used
+
+    async def gathered(self) -> None:
+        """See `WeightSource.gathered`: nothing is."""
+
+    def _begin(self, name: str, memory: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        source = self._tensors[name]
+        target = memory[: source.nbytes].view(source.dtype).view(source.shape)
+        return target, self._copies.begin(target, source)
