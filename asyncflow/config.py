@@ -270,9 +270,11 @@ class TrainConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    name: Literal["shared_memory", "collective", "network"] = "shared_memory"
-    """How weights travel from the trainer to the rollout workers: through files in memory (one machine), by a broadcast, or over
-    TCP to one receiver per machine."""
+    name: str = "shared_memory"
+    """How weights travel from the trainer to the rollout workers: `shared_memory` (files in memory, one machine), `collective` (a
+    broadcast), `network` (TCP to one receiver per machine), or, as `path`, a class of the user's own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """That class's own options. The built-in ones have none."""
     dtype: Literal["bfloat16"] | None = None
     """What floating-point weights travel as; by default as the trainer has them. It halves the bytes, and the workers sample from
     rounded weights."""
@@ -284,21 +286,24 @@ class WeightSyncConfig(Section):
     """The trainer's door for `collective` and `network`, `tls:HOST:PORT` (port 0: any), where the other machines reach it. None:
     one that only this machine reaches."""
 
-    @model_validator(mode="after")
-    def _possible(self) -> WeightSyncConfig:
-        if self.listen is not None and self.name == "shared_memory":
-            raise ValueError(f"nobody connects to {self.listen} when weights travel by shared_memory: take collective or network")
-        return self
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether its two ends meet by TLS."""
-        return self.name == "network" or self.listen is not None
+    @model_validator(mode="before")
+    @classmethod
+    def _chosen(cls, tree: Any) -> Any:
+        """Chosen as everything else is: by name, in a mapping or alone, or by path."""
+        if isinstance(tree, str):
+            return {"name": tree}
+        if not isinstance(tree, Mapping) or "path" not in tree:
+            return tree
+        if "name" in tree:
+            raise ValueError("needs exactly one of 'name' and 'path'")
+        return {"name": tree["path"], **{key: value for key, value in tree.items() if key != "path"}}
 
 
 class QueueConfig(Section):
     storage: Chosen = Choice(name="memory")
     """Where samples are kept."""
+    samplers: dict[str, Chosen] = Field(default_factory=dict)
+    """Which ready rows go to which worker, by task (`rollout`, `train`, ...); by default the oldest to whoever asked first."""
     num_units: PositiveInt = 1
     """Storage units; each group of rows lies on one of them."""
     place: Literal["driver", "workers"] = "driver"
@@ -423,11 +428,6 @@ class Config(Section):
             )
         if (evaluators := self.eval.num_workers) and self.eval.path is None:
             raise ValueError(f"eval.num_workers={evaluators} have nothing to evaluate: set eval.path, or leave it out")
-        if evaluators and self.weight_sync.name == "collective":
-            raise ValueError(
-                f"weight_sync.name=collective broadcasts each version to all who have once asked for one, and eval.num_workers="
-                f"{evaluators} take only some, later: take shared_memory or network, or eval.num_workers=0"
-            )
         epochs, parts = self.train.epochs, self.train.mini_batches
         if prompts % parts:
             raise ValueError(
@@ -446,11 +446,10 @@ class Config(Section):
                 f"train.old={self.train.old} is not the policy that the step began with: take train.old=step_start, which keeps "
                 f"those weights, or train.old=rollout, which takes the engine's log-probs"
             )
-        if prompts % workers:
-            fitting = sorted({prompts // workers * workers or workers, (prompts // workers + 1) * workers})
+        if workers > prompts:
             raise ValueError(
-                f"train.prompts_per_step does not divide by rollout.num_workers: {prompts} = {prompts // workers} x {workers} + "
-                f"{prompts % workers}, so no fair share exists; take {' or '.join(map(str, fitting))} prompts"
+                f"rollout.num_workers={workers} is more than train.prompts_per_step={prompts}, so {workers - prompts} of them "
+                f"would have nothing to generate: take {prompts} workers or fewer, or more prompts"
             )
         return self
 

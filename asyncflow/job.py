@@ -33,6 +33,7 @@ from asyncflow.build.resume import Resumed
 from asyncflow.build.running import Running
 from asyncflow.build.scaling import Scaling
 from asyncflow.build.watch import Watch
+from asyncflow.build.worker_start import import_ahead
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.cluster.torchrun import launch_of
@@ -69,7 +70,7 @@ class Listener:
 
 
 class Job:
-    """One run. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
+    """Run, from its start to its report. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
 
     With `resume` it goes on from its newest whole checkpoint, or begins if there is none.
     """
@@ -240,6 +241,7 @@ class Job:
 
     async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
         """The run's inputs, checked."""
+        import_ahead(self.config, is_training=not self._evaluate_only)
         made = RunDir(self.config.run_dir).initial_model if resumed is not None else None
         return await prepare(self.config, scratch, evaluate_only=self._evaluate_only, made=made)
 

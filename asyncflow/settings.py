@@ -1,7 +1,7 @@
 """Settings: sections of typed keys, read from YAML, overridden by `key.path=value`. What is wrong is said in one sentence.
 
-A choice is a name, or a mapping with its options (`schedule: periodic`, `reward: {name: final_answer, require_end: false}`), or a
-user's own (`reward: {path: "my_file.py:my_reward"}`). Which sections there are is config.py's.
+A choice is a name, or a mapping with its options (`schedule: periodic`, `algorithm: {name: grpo, clip_high: 0.2}`), or a
+user's own (`algorithm: {path: "my_file.py:MyLoss"}`). Which sections there are is config.py's.
 """
 
 from __future__ import annotations

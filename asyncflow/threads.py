@@ -1,4 +1,4 @@
-"""A thread that computes for an event loop.
+"""How many threads a process computes with, and a thread that computes for an event loop.
 
 consumes: calls handed to `run`, one at a time in order (so that the thread is also its owner's lock)
 waits for: the next call
@@ -16,6 +16,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def thread_environment(count: int) -> dict[str, str]:
+    """The environment of a worker that computes with so many: numerical libraries read it when they are imported."""
+    return {
+        "OMP_NUM_THREADS": str(count),
+        "MKL_NUM_THREADS": str(count),
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's, which starts threads when it is imported, and multiplies nothing large here
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 class ComputeThread:

@@ -229,6 +229,13 @@ class WeightSource(Protocol):
         """
         ...
 
+    async def gathered(self) -> None:
+        """Wait until the engine may be called again: until `tensors` has come to its end, where the engine gathers them.
+
+        At once where it does not: only `optim_step` and `discard` have to wait for the end then.
+        """
+        ...
+
 
 class HeldWeights:
     """`WeightSource` of tensors that are all there. Contiguous ones on the CPU are not copied, others one at a time."""
@@ -242,6 +249,9 @@ class HeldWeights:
         """See `WeightSource.tensors`."""
         for name, tensor in self._tensors.items():
             yield name, tensor.detach().cpu().contiguous()
+
+    async def gathered(self) -> None:
+        """See `WeightSource.gathered`: nothing is."""
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,15 @@ from asyncflow.build.connection import EVALUATORS_BOARD
 from asyncflow.build.evaluating import Evaluating
 from asyncflow.build.health import Health
 from asyncflow.build.model_files import ModelFiles
-from asyncflow.build.parts import make_storage, num_devices, queue_schema, shape_of, tasks_before_training, unit_options
+from asyncflow.build.parts import (
+    make_storage,
+    num_devices,
+    queue_schema,
+    shape_of,
+    tasks_before_training,
+    unit_options,
+    weights_need_key,
+)
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState, RunRecord, Told
 from asyncflow.build.rendezvous import Rendezvous
@@ -61,7 +69,7 @@ class Driver:
         self.beside = Beside()
         self._first = first = resumed.state.version if resumed is not None else 0
 
-        has_key = config.queue.listen is not None or config.weight_sync.needs_key
+        has_key = config.queue.listen is not None or weights_need_key(config)
         self._credentials = Credentials.create(config.run_dir / KEY_FILE) if has_key else None
         self._signal = signal = Signal()
         self.transfer_queue = self._make_queue()

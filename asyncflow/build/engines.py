@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.build.connection import Connection
-from asyncflow.build.parts import critic_options, train_engine_options
+from asyncflow.build.parts import critic_options, train_engine_options, weights_need_key
 from asyncflow.devices import kind_of
 from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
@@ -83,10 +83,11 @@ def weight_sync(run: Connection, device: str, *, receives: bool = False) -> Weig
         deadline_seconds=config.weight_sync.deadline_seconds,
         num_receivers=config.rollout.num_workers,
         listen=config.weight_sync.listen,
-        key=config.run_dir / KEY_FILE if config.weight_sync.needs_key else None,
+        key=config.run_dir / KEY_FILE if weights_need_key(config) else None,
         device=device if len(kinds) == 1 else "cpu",
     )
-    return cast(WeightSync, build("weight sync", config.weight_sync.name, {"options": options}, WEIGHT_SYNCS))
+    chosen = config.weight_sync
+    return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
 
 
 def schedule_of(run: Connection) -> Schedule:

@@ -7,34 +7,16 @@ from typing import Final
 
 from asyncflow.build.parts import own_devices_each, tasks_before_training
 from asyncflow.build.rendezvous import AT_DRIVER
+from asyncflow.build.worker_start import MAINS, imports, rollout_imports, train_imports, training
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
 from asyncflow.devices import COUNTED_AS, kind_of
 from asyncflow.engines.base import RANKS_STORE
+from asyncflow.threads import thread_environment
 from asyncflow.workflows.critic import VALUES_TASK
 from asyncflow.workflows.evaluation import EVALUATORS
 
-_MAINS: Final = "asyncflow.build.workers"
 _UNIT_RESTARTS: Final = 3
-# Micro-batches allocate and free the same megabytes over and over: glibc is to keep them, not to map zeroed pages each time.
-_KEEP_FREED_MEMORY: Final = {
-    "MALLOC_TRIM_THRESHOLD_": str(10**9),
-    "MALLOC_MMAP_THRESHOLD_": str(10**9),
-    "MALLOC_TOP_PAD_": str(64 << 20),
-}
-
-
-def threads(count: int) -> dict[str, str]:
-    """The environment of a worker that computes with so many: numerical libraries read it when they are imported."""
-    return {name: str(count) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} | {
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def training(config: Config) -> dict[str, str]:
-    """The environment of a worker that computes as the trainer does."""
-    return threads(config.train.num_threads) | _KEEP_FREED_MEMORY
 
 
 def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
@@ -52,15 +34,17 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     specs += [evaluator(config, f"{EVALUATORS}/{i}") for i in range(config.eval.num_workers)]
     if "reward" in tasks:
         device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.num_threads)
-        specs.append(WorkerSpec("reward", f"{_MAINS}:reward_worker", threads(num_threads), needs=devices(device, num_threads)))
+        needs, known = devices(device, num_threads), imports(device=device)
+        specs.append(WorkerSpec("reward", f"{MAINS}:reward_worker", thread_environment(num_threads), needs=needs, imports=known))
     if is_training and not are_trainers_there:
-        specs += trainers(config, f"{_MAINS}:train_worker", weights_dir)
+        specs += trainers(config, f"{MAINS}:train_worker", weights_dir)
     if is_training and "reference" in tasks:
-        needs = devices(config.train.device, config.train.num_threads)
-        specs.append(WorkerSpec("reference", f"{_MAINS}:reference_worker", training(config), needs=needs))
+        needs, known = devices(config.train.device, config.train.num_threads), train_imports(config, config.train.device)
+        specs.append(WorkerSpec("reference", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known))
     if is_training and VALUES_TASK in tasks:
-        needs = devices(config.train.critic.device, config.train.num_threads)
-        specs.append(WorkerSpec("critic", f"{_MAINS}:critic_worker", training(config), needs=needs))
+        device = config.train.critic.device
+        needs, known = devices(device, config.train.num_threads), train_imports(config, device)
+        specs.append(WorkerSpec("critic", f"{MAINS}:critic_worker", training(config), needs=needs, imports=known))
     return specs
 
 
@@ -77,21 +61,27 @@ def evaluator(config: Config, name: str) -> WorkerSpec:
 def _generating(config: Config, name: str, main: str, device: str) -> WorkerSpec:
     rollout = config.rollout
     needs = devices(device, rollout.num_threads, own_devices_each(config))
-    return WorkerSpec(name, f"{_MAINS}:{main}", threads(rollout.num_threads), rollout.max_restarts, needs)
+    known = rollout_imports(config, device)
+    return WorkerSpec(name, f"{MAINS}:{main}", thread_environment(rollout.num_threads), rollout.max_restarts, needs, imports=known)
 
 
 def storage_unit(number: int) -> WorkerSpec:
-    """One of the queue's, in a process of its own. Whoever takes its place asks its storage for what has outlived it."""
+    """Storage unit of the queue, in a process of its own. One that replaces it asks its storage for the rows that are left."""
     needs = devices("cpu", 1)
-    return WorkerSpec(f"storage/{number}", f"{_MAINS}:unit_worker", threads(1), _UNIT_RESTARTS, needs, outlives_others=True)
+    name, main = f"storage/{number}", f"{MAINS}:unit_worker"
+    return WorkerSpec(name, main, thread_environment(1), _UNIT_RESTARTS, needs, outlives_others=True, imports=imports())
 
 
 def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
-    """One worker for each rank of the layout. They find each other in `folder`, which is theirs alone, or, on several machines, at
-    the driver."""
+    """Workers of the trainer, one for each rank of the layout. They find each other in `folder`, which is theirs alone, or, on
+    several machines, at the driver."""
     size, needs = config.layout.size, devices(config.train.device, config.train.num_threads)
     environment, apart = training(config) | {RANKS_STORE: f"file://{folder}/ranks"}, {RANKS_STORE: AT_DRIVER}
-    return [WorkerSpec(f"trainer/{rank}", entry, environment | _rank(rank, size), needs=needs, apart=apart) for rank in range(size)]
+    known = train_imports(config, config.train.device)
+    return [
+        WorkerSpec(f"trainer/{rank}", entry, environment | _rank(rank, size), needs=needs, apart=apart, imports=known)
+        for rank in range(size)
+    ]
 
 
 def _rank(rank: int, size: int) -> dict[str, str]:

@@ -135,7 +135,7 @@ def micro_batch_tokens(config: Config, prompt_tokens: int) -> int:
 
 
 def _computed_weights(config: Config, shapes: Shapes, stage: int) -> Part:
-    """What passes compute with, where it is not the weights themselves."""
+    """Copy of the weights that passes compute with, where it is not the weights themselves."""
     train, layout = config.train, config.layout
     b = _BYTES[train.dtype]
     largest = max(shapes.of_layer, shapes.of_vocabulary) / layout.tp
@@ -145,7 +145,7 @@ def _computed_weights(config: Config, shapes: Shapes, stage: int) -> Part:
     if train.dtype == "float32":
         return Part("gathered weights", 0.0, "none: dp 1 computes with the weights themselves")
     if train.activation_checkpointing:
-        return Part("weights in bfloat16", b * largest, "one layer's at a time (train.activation_checkpointing)")
+        return Part("weights in bfloat16", b * largest, "the largest unit's (train.activation_checkpointing)")
     return Part("weights in bfloat16", b * stage / layout.tp, f"a copy for each pass, {b} B each")
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
@@ -17,16 +19,19 @@ from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_OWN_DEVICES,
     ROLLOUT_ENGINE_WHYS,
 )
-from asyncflow.registry import build, resolve
+from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import Part
 from asyncflow.rewards.sandbox import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.transfer_queue import STORAGES
+from asyncflow.transfer_queue.sampler.checks import check_sampler
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Layout, UserError, group_bits_for
+from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
+from asyncflow.weight_sync.base import WeightSyncFacts
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.critic import VALUES_TASK
 from asyncflow.workflows.samples import SELECT_TASK, Shape, schema
@@ -85,9 +90,9 @@ def _groups_per_turn(config: Config) -> int:
 
 
 def queue_schema(config: Config) -> Schema:
-    """The columns and tasks of the run's queue."""
+    """The columns and tasks of the run's queue. Raises `UserError` for a sampler of a task that there is not."""
     tasks = tasks_before_training(config)
-    return schema(
+    made = schema(
         shape_of(config).group_bits,
         config.queue.lease_seconds,
         config.reward.max_attempts,
@@ -98,6 +103,22 @@ def queue_schema(config: Config) -> Schema:
         has_reward_parts=config.reward.has_parts,
         has_evaluators=config.eval.num_workers > 0,
     )
+    specs = {task.name: task for task in made.tasks}
+    for name, chosen in config.queue.samplers.items():
+        if name not in specs:
+            raise UserError(f"queue.samplers.{name}: this run has no task {name!r}: its tasks are {', '.join(specs)}")
+        specs[name] = msgspec.structs.replace(specs[name], sampler=chosen.name, sampler_options=chosen.options)
+    return msgspec.structs.replace(made, tasks=tuple(specs.values()))
+
+
+def check_samplers(config: Config) -> None:
+    """Raises `UserError` where a sampler that the user has chosen cannot serve this run."""
+    made = queue_schema(config)
+    for name in config.queue.samplers:
+        try:
+            check_sampler(made.task(name), made)
+        except UserError as error:
+            raise UserError(f"queue.samplers.{name}: {error}") from error
 
 
 def critic_folder(config: Config) -> Path | None:
@@ -250,6 +271,26 @@ def unit_options(config: Config) -> UnitOptions:
         capacity_bytes=queue.unit_capacity_bytes,
         snapshot_dir=config.run_dir / SNAPSHOTS_DIR,
     )
+
+
+def weight_sync_facts(config: Config) -> WeightSyncFacts:
+    """Facts that the chosen weight sync states. Raises `UserError` when there is none, or it lacks a part of the contract."""
+    name = config.weight_sync.name
+    target = resolve("weight sync", name, WEIGHT_SYNCS)
+    if name in WEIGHT_SYNC_FACTS:
+        return WEIGHT_SYNC_FACTS[name]
+    chosen = load("weight sync", target)
+    facts = getattr(chosen, "facts", WeightSyncFacts())
+    lacks = [end for end in ("sender", "receiver") if not callable(getattr(chosen, end, None))]
+    if lacks or not isinstance(facts, WeightSyncFacts):
+        what = f"has no {lacks[0]!r}" if lacks else f"has {facts!r} as its facts, which are no WeightSyncFacts"
+        raise UserError(f"weight sync {name!r} {what}: asyncflow/weight_sync/base.py says what is needed")
+    return facts
+
+
+def weights_need_key(config: Config) -> bool:
+    """Whether the two ends of the weight sync meet by TLS."""
+    return config.weight_sync.listen is not None or weight_sync_facts(config).needs_key
 
 
 def reward_pool(config: Config, name: str) -> RewardPool:

@@ -14,11 +14,14 @@ import msgspec
 
 from asyncflow.algorithms import ALGORITHMS
 from asyncflow.build.parts import (
+    check_samplers,
     critic_folder,
     make_algorithm,
     reward_pool,
     shape_of,
+    shape_of_evaluation,
     train_engine_options,
+    weight_sync_facts,
 )
 from asyncflow.build.prompts import Source, read_source, short_enough, tokenize
 from asyncflow.cluster import CLUSTERS
@@ -37,6 +40,7 @@ from asyncflow.rewards import REWARDS
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.types import RunError, UserError
+from asyncflow.weight_sync import WEIGHT_SYNC_FACTS
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.schedule import Schedule
@@ -88,6 +92,7 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     for key, listen in (("queue.listen", config.queue.listen), ("weight_sync.listen", config.weight_sync.listen)):
         if listen is not None and is_any(host_of(listen)):
             raise UserError(f"{key}={listen} names no machine, and others are told to come there: take this machine's own address")
+    _check_weight_sync(config)
     check_rollout_engine(config, config.rollout.num_workers)
     algorithm, train = make_algorithm(config), config.train
     if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
@@ -109,6 +114,23 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
     if config.train.reference == "task" and not algorithm.needs_reference:
         raise UserError(
             "train.reference=task, but the algorithm has no KL term to a reference: set its coefficient, or leave it out"
+        )
+    check_samplers(config)
+
+
+def _check_weight_sync(config: Config) -> None:
+    """Raises `UserError` where the chosen weight sync cannot do what this run needs."""
+    chosen, facts, evaluators = config.weight_sync, weight_sync_facts(config), config.eval.num_workers
+    if chosen.listen is not None and not facts.has_door:
+        others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if of_other.has_door)
+        raise UserError(
+            f"weight_sync.listen={chosen.listen}: nobody connects to it when weights travel by {chosen.name}: take {others}"
+        )
+    if evaluators and facts.is_broadcast:
+        others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if not of_other.is_broadcast)
+        raise UserError(
+            f"weight_sync.name={chosen.name} broadcasts each version to all who have once asked for one, and eval.num_workers="
+            f"{evaluators} take only some, later: take {others}, or eval.num_workers=0"
         )
 
 
@@ -191,6 +213,17 @@ def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
         build("train engine", chosen.name, arguments, TRAIN_ENGINE_CHECKS)
     else:
         check_layout(fields, config.layout)
+
+
+def check_evaluators(config: Config, num_held_out: int) -> None:
+    """Raises `UserError` where an evaluator would have no share of an evaluation."""
+    workers, groups = config.eval.num_workers, shape_of_evaluation(config, num_held_out).prompts_per_step
+    if workers > groups:
+        kinds = "sampled and greedy" if config.eval.greedy else "sampled"
+        raise UserError(
+            f"eval.num_workers={workers} is more than the {groups} groups of an evaluation ({num_held_out} prompts, {kinds}), so "
+            f"{workers - groups} of them would have nothing to generate: take {groups} or fewer, or more prompts"
+        )
 
 
 def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> None:
@@ -284,6 +317,7 @@ async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False,
         _check_enough(config, len(prompts), "short enough prompts")
     everything = [*prompts, *held_out_prompts] if not evaluate_only else held_out_prompts or prompts
     context = _context(config, model, critic, everything)
+    check_evaluators(config, len(held_out_prompts))
     check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
     left_out = len(source.rows) - len(prompts), len(held_out.rows if held_out is not None else ()) - len(held_out_prompts)
     return Prepared(model, prompts, held_out_prompts, context, left_out)
@@ -314,14 +348,14 @@ async def model_folder(config: Config, source: Source | None, scratch: Path) -> 
 
 
 def _check_folder(option: str, path: str) -> Path:
-    """That the folder at `path`, which the option gives, holds a causal language model. Raises `UserError`."""
+    """Folder of a causal language model, which the option gives as `path`. Raises `UserError` where it holds none."""
     folder = Path(path)
     settings = read_json(folder / "config.json")
     if not settings:
         hint = "download it first: AsyncFlow loads no model from a hub" if not folder.exists() else "it has no config.json"
         raise UserError(f"{option} {path!r} is no folder with a model in Hugging Face format: {hint}")
-    architectures = settings.get("architectures") or ["?"]
-    if not any(str(name).endswith("ForCausalLM") for name in architectures):
+    architectures = settings.get("architectures") or []  # none: the architecture follows from model_type
+    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
         raise UserError(f"{option} {path!r} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
     try:
         check_family(settings)

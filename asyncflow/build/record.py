@@ -22,6 +22,7 @@ from asyncflow.build.parts import shape_of
 from asyncflow.build.soundness import Soundness
 from asyncflow.config import Config
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
+from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub
 from asyncflow.telemetry.metrics import StepMetrics, StepTimes
@@ -71,8 +72,8 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RunRecord:
-    """One run's. `start` runs work beside the run, and `fails` ends it; `now` is the run's clock; `progress` is told that something
-    has moved."""
+    """Record of a run. `start` runs work beside the run, and `fails` ends it; `now` is the run's clock; `progress` is told that
+    something has moved."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class RunRecord:
         self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
         self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
-        self._num_finished = ledger.committed
+        self._first = self._num_finished = ledger.committed
         self._finished = Signal()
         self._before = before
         self._observed = Observed(
@@ -336,7 +337,8 @@ class RunRecord:
         """The step's row of metrics, once every worker has told what it did until the commit."""
         async with self._finishing:
             await self.hub.settle(times.committed)
-            spans = self.hub.log.window(times.started, times.committed)
+            window = self.hub.log.window(times.started, times.committed, step)
+            spans = attributed(window, begins=step == self._first)
             began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
             devices = self._num_devices(times.started, times.committed)
             row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)

@@ -49,7 +49,8 @@ MAY_CHANGE: Final = (
     "train.offload_optimizer", "train.max_skipped_updates", "train.check_shared_prompt", "train.skip_zero_advantages",
     "train.reference",
     "train.oversampling", "train.max_candidates",
-    "weight_sync.name", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers", "weight_sync.listen",
+    "weight_sync.name", "weight_sync.options", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers",
+    "weight_sync.listen",
     "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps", "eval.num_workers",
     "eval.device",
 )  # fmt: skip

@@ -275,10 +275,14 @@ class Saving:
         self._saved = first
         self._writing: asyncio.Task[None] | None = None
 
-    async def committed(self, version: int) -> None:
+    def is_due(self, version: int) -> bool:
         """See `Keeper`."""
         every = self._settings.every_steps
-        if version == self._last or (every is not None and version % every == 0):
+        return version == self._last or (every is not None and version % every == 0)
+
+    async def committed(self, version: int) -> None:
+        """See `Keeper`."""
+        if self.is_due(version):
             await self._engine.begin_step()  # what is saved is the state at the beginning of a step
             await self.save(version)
 

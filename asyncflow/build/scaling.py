@@ -116,11 +116,10 @@ class Scaling:
             raise UserError(f"a run needs a rollout worker, so it cannot have {size}: to end it, send it SIGINT or SIGTERM")
         if size < least:
             raise UserError(f"weight_sync.min_healthy_workers={least} is more than rollout={size}: take {least} or more")
-        if prompts % size:
-            fitting = [n for n in range(least, prompts + 1) if prompts % n == 0]
+        if size > prompts:
             raise UserError(
-                f"train.prompts_per_step does not divide by rollout={size}: {prompts} = {prompts // size} x {size} + "
-                f"{prompts % size}, so no fair share exists; take one of {', '.join(map(str, fitting))}"
+                f"rollout={size} is more than train.prompts_per_step={prompts}, so {size - prompts} of them would have nothing to "
+                f"generate: take {prompts} or fewer"
             )
         check_rollout_engine(self._config, size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from asyncflow.rewards.base import Sample, Score
 from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.batches import BatchLog, StepLogs
 from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
-from asyncflow.telemetry.spans import SharedLane
+from asyncflow.telemetry.spans import Recorder, SharedLane
 from asyncflow.transfer_queue.node import serve_unit
 from asyncflow.transport import Arena
 from asyncflow.types import Array, HeldWeights, RunError
@@ -164,7 +165,7 @@ async def train_worker(name: str, run_dir: Path) -> None:
         engine = await asyncio.to_thread(train_engine, run)
         if (rank := engine.data_parallel_rank) is None:
             spans.waiting("leader")
-            await engine.follow(make_algorithm(run.config), spans.busy)
+            await engine.follow(make_algorithm(run.config), partial(_led, spans))
             return
         sender = weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex) if rank == 0 else None
         saving = await train_steps(run, engine, sender)
@@ -178,6 +179,11 @@ async def train_worker(name: str, run_dir: Path) -> None:
         if sender is not None:
             await sender.close()
         await engine.close()
+
+
+def _led(spans: Recorder, call: str) -> AbstractContextManager[None]:
+    """State of a trainer's lane during a call that it follows: gathering weights is no work on a step, see `Publishing`."""
+    return spans.held("publish") if call == "gather" else spans.busy(call)
 
 
 async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender | None) -> Saving:
@@ -227,7 +233,7 @@ async def _go_on(run: Connection, engine: TrainEngine, sender: WeightSender | No
     folder, spans = Path(run.job.checkpoint), run.reporter.recorder
     with spans.busy("load_state", version=run.job.first):
         await engine.load_state(folder / TRAINER_DIR)
-    with spans.busy("publish", version=run.job.first):
+    with spans.held("publish"):
         for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
             weights = HeldWeights(tensors_of(path) if (path / "model.safetensors").stat().st_size else {})
             await publish(version_of(path), weights, sender, run.board)

@@ -1,55 +1,22 @@
-"""The command line: one file per verb. A mistake of the user's is one sentence and exit code 2, a failed run exit code 1."""
+"""The command line: one file per verb, listed in verbs.py."""
 
 from __future__ import annotations
 
-import logging
+import os
 import sys
 
-import typer
-
-from asyncflow.cli.check import check
-from asyncflow.cli.cluster import app as cluster
-from asyncflow.cli.errors import sentence
-from asyncflow.cli.eval import evaluate
-from asyncflow.cli.queue import app as queue
-from asyncflow.cli.replay import replay
-from asyncflow.cli.report import report
-from asyncflow.cli.simulate import simulate
-from asyncflow.cli.status import status
-from asyncflow.cli.train import train
-from asyncflow.cli.verify import verify
-from asyncflow.types import RunError, UserError
-
-app = typer.Typer(
-    help="Post-train language models with reinforcement learning, generation and training side by side.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command()(train)
-app.command(name="eval")(evaluate)
-app.command()(replay)
-app.command()(verify)
-app.command()(simulate)
-app.command()(report)
-app.command()(status)
-app.command()(check)
-app.add_typer(cluster, name="cluster")
-app.add_typer(queue, name="queue")
+LOOKS_ONLY = {"--dry-run", "--print-config", "--help"}
 
 
 def main() -> None:
-    """The entry point of `asyncflow`."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    try:
-        app()
-    except* UserError as group:
-        _end(group, 2)
-    except* (RunError, OSError) as group:
-        _end(group, 1)
+    """The entry point of `asyncflow`. What a training run's workers import takes longest, so it begins before anything else."""
+    if sys.argv[1:2] == ["train"] and not LOOKS_ONLY & set(sys.argv):
+        from asyncflow.cluster.forking import IS_POSSIBLE, ForkServer
+        from asyncflow.cluster.torchrun import is_rank
+        from asyncflow.threads import thread_environment
 
+        if IS_POSSIBLE and not is_rank():
+            ForkServer.here({**os.environ, **thread_environment(1)}).prepare(["torch"])
+    from asyncflow.cli.verbs import run
 
-def _end(group: BaseExceptionGroup, code: int) -> None:
-    print(f"asyncflow: {sentence(group)}", file=sys.stderr)
-    sys.exit(code)
+    run()

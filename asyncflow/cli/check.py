@@ -23,19 +23,20 @@ from asyncflow.devices import CPU, CUDA
 from asyncflow.types import UserError
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
-USED = {
-    "data": ("datasets", "Parquet files, saved data sets and the Hugging Face Hub (data.path)"),
-    "mooncake": ("mooncake-transfer-engine", "samples kept in Mooncake Store (queue.storage=mooncake)"),
+EXTRAS = {
+    "ray": ("ray", "workers placed by Ray, on one machine or several (cluster=ray)"),
+    "vllm": ("httpx2", "rollouts on vLLM (rollout.engine=vllm), which may be in an environment of its own"),
     "redis": ("redis", "samples kept in Redis (queue.storage=redis)"),
+    "maths": ("math-verify", "rewards of mathematical expressions (reward.scorer=maths)"),
+    "mooncake": ("mooncake-transfer-engine", "samples kept in Mooncake Store (queue.storage=mooncake)"),
+    "data": ("datasets", "Parquet files, saved data sets and the Hugging Face Hub (data.path)"),
     "wandb": ("wandb", "metrics on Weights & Biases (telemetry.trackers)"),
+    "deepspeed": ("deepspeed", "training with DeepSpeed (train.engine=deepspeed)"),
+    "megatron": ("megatron-core", "training with Megatron-Core (train.engine=megatron)"),
 }
-RESERVED = {
-    "ray": "clusters of several machines",
-    "vllm": "rollouts on vLLM",
-    "service": "driving a run over HTTP",
-    "deepspeed": "training with DeepSpeed",
-    "megatron": "training with Megatron-Core",
-}
+"""By extra of pyproject.toml: the package that AsyncFlow imports, and what for."""
+UNUSED = {"service": "driving a run over HTTP"}
+"""Extras whose packages nothing imports yet."""
 
 
 def check(
@@ -134,11 +135,12 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _extras() -> list[tuple[str, str]]:
-    rows = [
-        (name, _version(package) or f"missing, for {purpose}: pip install 'asyncflow-rl[{name}]'")
-        for name, (package, purpose) in USED.items()
-    ]
-    return [*rows, *((name, f"for {purpose}: nothing in this version uses it") for name, purpose in RESERVED.items())]
+    rows = []
+    for name, (package, purpose) in EXTRAS.items():
+        version = _version(package)
+        has = f"{package} {version}" if version else f"missing: pip install 'asyncflow-rl[{name}]'"
+        rows.append((name, f"{has}, for {purpose}"))
+    return [*rows, *((name, f"for {purpose}: nothing in this version uses it") for name, purpose in UNUSED.items())]
 
 
 def _version(package: str) -> str | None:

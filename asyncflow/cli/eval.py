@@ -92,17 +92,19 @@ def _make_folder(out: Path) -> None:
 
 def _without_training(tree: dict[str, Any]) -> None:
     """Leave out what is training's alone: its rules need not hold. How many rows a worker takes at once follows from its prompts a
-    step, which are made to divide by the workers."""
+    step, of which there is one for each worker at least."""
     train, rollout = tree.get("train") or {}, dict(tree.get("rollout") or {})
     workers, prompts = rollout.get("num_workers", 1), train.get("prompts_per_step", TrainConfig().prompts_per_step)
     for section in ("algorithm", "schedule", "train", "plan", "checkpoint"):
         tree.pop(section, None)
     if isinstance(workers, int) and isinstance(prompts, int) and workers > 0:
-        tree["train"] = {"prompts_per_step": -(-prompts // workers) * workers}
+        tree["train"] = {"prompts_per_step": max(prompts, workers)}
     if rollout.get("group_size") == 1:
         rollout.pop("group_size")
     tree["rollout"] = rollout
-    tree["weight_sync"] = {**(tree.get("weight_sync") or {}), "min_healthy_workers": 1}
+    apply_override(tree, "weight_sync.min_healthy_workers=1")
+    if isinstance(queue := tree.get("queue"), dict):
+        queue.pop("samplers", None)  # of tasks that are not there, perhaps
 
 
 def _choose_engine(tree: dict[str, Any], engine: str) -> None:

@@ -42,6 +42,9 @@ def train(
 
 async def _train(config: Config, resume: bool) -> int:
     """The exit status: 0 at the end, 128 and its number after a signal."""
+    from asyncflow.build.worker_start import import_ahead
+
+    import_ahead(config)
     from asyncflow.job import Job, run_with_signals
 
     began = time.monotonic()

@@ -24,6 +24,7 @@ from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.types import RunError, UserError
 from asyncflow.workflows import SCHEDULES
+from asyncflow.workflows.samples import EVALUATE_TASK
 from asyncflow.workflows.schedule import Schedule
 
 DELAY_SECONDS = 0.05
@@ -111,6 +112,7 @@ def _variant(given: Config, name: str, steps: int, salt: int, schedule: str | di
     tree = given.model_dump(mode="json")
     for section, settings in SETTINGS.items():
         tree[section] = {**tree[section], **settings} if isinstance(settings, dict) else settings
+    tree["queue"]["samplers"].pop(EVALUATE_TASK, None)  # nothing is evaluated
     tree["run"] |= {"dir": str(given.run.dir / f"{given.run.name}-verify"), "name": name, "steps": steps}
     tree["reward"]["delays"] = {"mean_seconds": DELAY_SECONDS, "salt": salt}
     return parse({**tree, "schedule": schedule})

@@ -1,6 +1,6 @@
 """Where workers run. The same worker code runs in each of them.
 
-local    one process per worker on this machine, spawned, ended by its control pipe (the default)
+local    one process per worker on this machine, ended by its control pipe (the default)
 inline   coroutines in the driver's own process, for debugging
 ray      one process per worker, placed by Ray on this machine or on several
 

@@ -35,7 +35,8 @@ class WorkerSpec:
 
     One that dies is started again up to `max_restarts` times, after a pause. `needs`: devices by kind (`CPU`, `GPU`, `NPU`), for
     a cluster that counts them. `outlives_others`: they need it until they have ended; it never ends by itself.
-    `apart`: what its environment has instead where the workers of its pool lie on several machines.
+    `apart`: what its environment has instead where the workers of its pool lie on several machines. `imports`: modules that it
+    needs, which a cluster may have imported for several workers at once; none: it wants an interpreter of its own.
     """
 
     name: str
@@ -45,6 +46,7 @@ class WorkerSpec:
     needs: Mapping[str, float] = field(default_factory=dict)
     outlives_others: bool = False
     apart: Mapping[str, str] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
 
 
 class WorkerDied(RunError):

@@ -1,16 +1,21 @@
 """One process per worker on this machine.
 
+    Linux: a fork of a process that has imported what the worker needs (forking.py)
+    elsewhere, for a worker without `imports`, or where a fork would not be safe: an interpreter of its own
+
 A worker holds the reading end of a control pipe: when the driver closes it, or dies in whatever way, the worker ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from pathlib import Path
 
 from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.forking import IS_POSSIBLE, ForkServer, Refusal
 from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
 
 
@@ -18,7 +23,13 @@ class LocalCluster(SupervisedCluster):
     """See the module's head."""
 
     async def _spawn(self, spec: WorkerSpec, log: Path) -> WorkerProcess:
+        environment = {**os.environ, **spec.environment}
         with log.open("ab") as output:
+            if IS_POSSIBLE and spec.imports:
+                try:
+                    return await ForkServer.here(environment).fork(spec, self._run_dir, environment, output.fileno())
+                except Refusal as refusal:
+                    logging.getLogger(__name__).warning("worker %s is not forked, and starts slower: %s", spec.name, refusal)
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -29,6 +40,6 @@ class LocalCluster(SupervisedCluster):
                 stdin=asyncio.subprocess.PIPE,  # the control pipe
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **spec.environment},
+                env=environment,
                 start_new_session=True,  # a Ctrl-C in the terminal is the driver's to handle
             )

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,7 @@ class Host:
         self._process: subprocess.Popen[bytes] | None = None
         self._folders: NodeFolders | None = None
         self._output = bytearray()
+        self._has_room_since = 0.0  # the reader waited for room until then
         self._status: int | None = None
         self._changed = threading.Condition()
 
@@ -95,10 +97,12 @@ class Host:
         return process.pid
 
     def listen(self) -> tuple[bytes, int | None]:
-        """What the worker has printed since the last call, and its exit status once it has ended. Waits a while for either."""
+        """Output of the worker since the last call, and its exit status once it has ended. Waits a while for either."""
         with self._changed:
             self._changed.wait_for(lambda: self._output or self._status is not None, LISTEN_SECONDS)
             output = bytes(self._output)
+            if self._is_full():
+                self._has_room_since = time.monotonic()
             self._output.clear()
             self._changed.notify_all()
             return output, self._status
@@ -147,7 +151,8 @@ class Host:
             with self._changed:
                 if process is not self._process:
                     return
-                if not reader.is_alive() or not self._is_full():  # else its last words wait for room
+                had_room = not self._is_full() and time.monotonic() - self._has_room_since >= READ_SECONDS
+                if not reader.is_alive() or had_room:  # else its last words wait for room, or have just got some
                     self._status = status
                     self._changed.notify_all()
                     return

@@ -117,19 +117,20 @@ class Worker(asyncio.SubprocessProtocol):
             return
         self._received += data
         head = TOKEN_BYTES + 4
-        length = int.from_bytes(self._received[TOKEN_BYTES:head], "big")
-        if len(self._received) < head + min(length, MAX_FRAME_BYTES):
-            return
-        is_asked_for = self._received[:TOKEN_BYTES] == self._token
-        try:
-            reply = _decoder.decode(memoryview(self._received)[head:])
-        except msgspec.DecodeError:  # only a scorer that wrote into pipes it was not given can bring this about
-            self.is_garbled = True
-            self._kill_all()
-            return
-        self._received.clear()
-        if is_asked_for:  # else the answer of a sample before, which had given itself one
-            self._settle(reply)
+        while len(self._received) >= head:
+            end = head + min(int.from_bytes(self._received[TOKEN_BYTES:head], "big"), MAX_FRAME_BYTES)
+            if len(self._received) < end:
+                return
+            is_asked_for = self._received[:TOKEN_BYTES] == self._token
+            try:
+                reply = _decoder.decode(self._received[head:end])
+            except msgspec.DecodeError:  # only a scorer that wrote into pipes it was not given can bring this about
+                self.is_garbled = True
+                self._kill_all()
+                return
+            del self._received[:end]
+            if is_asked_for:  # else the answer of a sample before, which had given itself one
+                self._settle(reply)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         self._open_pipes.discard(fd)

@@ -148,13 +148,13 @@ def _run(loop: VirtualLoop, job: SimulatedJob, end: float | None = None) -> None
 
 
 def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
-    """What goes wrong in a seed's run, from when the first worker serves until about the run's end without any fault."""
+    """Faults of a seed's run, from when the first worker serves until about the run's end without any fault."""
     rollout = config.rollout
     step = min(rollout.max_new_tokens, 3 * costs.lengths.response_median) * costs.decode_step(rollout.num_slots)
     workers, begin = [f"rollout/{i}" for i in range(rollout.num_workers)], 2 * costs.load_seconds
     evaluators = [f"{EVALUATORS}/{i}" for i in range(config.eval.num_workers)]
     prompts, least = config.train.prompts_per_step, config.weight_sync.min_healthy_workers
-    sizes = [size for size in range(least, min(prompts, 2 * rollout.num_workers + 2) + 1) if prompts % size == 0]
+    sizes = range(least, min(prompts, 2 * rollout.num_workers + 2) + 1)
     end = begin + config.run.steps * step
     drawn = Faults.drawn(config.run.seed + seed, [*workers, *evaluators[1:]], begin, end, sizes=sizes)
     rng = random.Random(f"{config.run.seed + seed}/evaluator")  # the first of them may die, but not stand still for ever

@@ -2,14 +2,14 @@
 
     rollout/0  |-- generate ---|wait: slowest group|  interval    |   weights       |install|-- generate ...
     rollout/1  |-- generate -----------------------|  interval    |   weights       |install|-- generate ...
-    trainer    |wait: data |forward_backward| slowest |f|optim_step|- publish -|wait: weights |data ...
+    trainer    |wait: data |forward_backward| slowest |f|optim_step|      weights            |data ...
 
 | reason | the worker waits, and meanwhile |
 |---|---|
 | data | what it works on is being made: prompts, responses, rewards, log-probs |
 | slowest group | the last group of a step is still being generated; to the trainer, and tasks before it, only that one is missing |
 | interval | the schedule holds it back: the update whose version it is to serve next is not made, or the batch is not whole |
-| weights | a newer version is there, and on its way: published, fetched, installed |
+| weights | a newer version is there, and on its way: gathered, copied, hashed, fetched, installed |
 | start, stop | the run begins or ends |
 
 Loops name what they wait for as they see it; here that is held against what all workers did. Seconds are only cut, never lost, so a
@@ -36,6 +36,8 @@ WEIGHTS: Final = "weights"
 START: Final = "start"
 STOP: Final = "stop"
 REASONS: Final = (DATA, SLOWEST, INTERVAL, WEIGHTS, START, STOP)
+_KNOWN: Final = {START: START, STOP: STOP, "publish": WEIGHTS}
+"""What a wait is due to whatever others did, by the cause that its loop has named."""
 
 Cuts = list[tuple[float, str]]
 """(until, reason), in the order of time; the last one is until infinity."""
@@ -56,9 +58,12 @@ class _Step:
         return self.done[-2] if len(self.done) > 1 else self.begun
 
 
-def attributed(spans: Sequence[Span]) -> list[Span]:
-    """All spans, worker by worker in the order of time, with the reason as the `cause` of each wait."""
-    steps, updates = _steps(spans), _updates(spans)
+def attributed(spans: Sequence[Span], *, begins: bool = True) -> list[Span]:
+    """All spans, worker by worker in the order of time, with the reason as the `cause` of each wait.
+
+    `begins`: the first step in them is the run's first.
+    """
+    steps, updates = _steps(spans, begins=begins), _updates(spans)
     lanes: dict[str, list[Span]] = {}
     for span in spans:
         lanes.setdefault(span.worker, []).append(span)
@@ -80,12 +85,26 @@ def attributed(spans: Sequence[Span]) -> list[Span]:
     return out
 
 
+def exposed_weights(spans: Iterable[Span], start: float, end: float) -> float | None:
+    """Share of [start, end] that weights take from rollout workers and trainers: these wait for them, or `install` them.
+
+    Of the seconds that are recorded of their lanes, all of them together; None without any. `spans`: as `attributed` returns them.
+    """
+    exposed = recorded = 0.0
+    for span in spans:
+        seconds = min(span.end, end) - max(span.start, start)
+        if span.is_lane and seconds > 0 and span.worker.partition("/")[0] in ("rollout", "trainer"):
+            recorded += seconds
+            exposed += seconds * (span.task == "install" or (span.task, span.cause) == (WAIT, WEIGHTS))
+    return exposed / recorded if recorded else None
+
+
 def _updates(spans: Iterable[Span]) -> list[tuple[float, int]]:
     """(end, step) of every optimiser step."""
     return sorted((span.end, span.step) for span in spans if span.is_lane and span.task == "optim_step")
 
 
-def _steps(spans: Sequence[Span]) -> dict[int, _Step]:
+def _steps(spans: Sequence[Span], *, begins: bool) -> dict[int, _Step]:
     """By step, of the groups that were trained in it; a group is there when it was generated, at the latest when it was trained."""
     trained: dict[int, tuple[int, float]] = {}  # by group: step, when
     for span in spans:
@@ -107,7 +126,7 @@ def _steps(spans: Sequence[Span]) -> dict[int, _Step]:
             step.begun, step.made = start, made_by.get(version - 1, -math.inf)
     for step in steps.values():
         step.done.sort()
-    if steps:
+    if steps and begins:
         steps[min(steps)].is_first = True
     return steps
 
@@ -156,10 +175,10 @@ def _task_cuts(wait: Span, after: Span | None, step: _Step | None) -> Cuts:
 
 
 def _cut(waits: Iterable[Span], cuts: Cuts) -> Iterator[Span]:
-    """The same seconds, in pieces of one reason each. Waits for a run's start or stop are known by their own cause."""
+    """The same seconds, in pieces of one reason each. Some are known by their own cause."""
     for wait in waits:
-        if wait.cause in (START, STOP):
-            yield wait
+        if wait.cause in _KNOWN:
+            yield msgspec.structs.replace(wait, cause=_KNOWN[wait.cause])
             continue
         edges = accumulate((min(until, wait.end) for until, _ in cuts), max, initial=wait.start)
         for (low, high), (_, reason) in zip(pairwise(edges), cuts, strict=True):

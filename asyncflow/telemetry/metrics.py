@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from asyncflow.telemetry.attribution import exposed_weights
 from asyncflow.telemetry.idle import active_seconds, idle_ratios, tokens_within
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import Array, is_maximum
@@ -83,6 +84,11 @@ DEFINITIONS: Final[dict[str, str]] = {
     "perf/fill_ratio": "Tokens computed for nothing / tokens computed: what brought a pipeline's micro-batches to one length, and "
     "what stood where a data-parallel group had no micro-batch.",
     "perf/idle_ratio/<worker>": "Share of the worker's recorded time in the step that it spent waiting (0 to 1).",
+    "perf/exposed_weights": "Share of the recorded time of rollout workers and trainers in the step, of all of them together, in "
+    "which they do nothing but install weights or wait for weights (0 to 1). A rollout worker waits for weights from the update "
+    "that makes them until it installs them. A trainer waits for them while its ranks gather them, while they are still copied and "
+    "hashed when it is to change them, and until the first group of its step is begun with them. Publishing beside "
+    "forward_backward is not exposed. Of a wait that goes on at the commit, the part before it is left out.",
     "rows/trained": "Rows that the step's updates were computed from.",
     "rows/zero_advantage": "Of these, rows that were not computed, since the advantages of their micro-batch were all 0 "
     "(`train.skip_zero_advantages`): they count in the normaliser, and their gradient is 0. Means over loss tokens are then over "
@@ -255,8 +261,9 @@ class StepMetrics:
     def row(self, times: StepTimes, num_devices: float, spans: Sequence[Span]) -> dict[str, float | int]:
         """The step's row, in the order of `DEFINITIONS`.
 
-        `num_devices` counts all of them, rollout included, on average over the step. `spans` covers [times.started,
-        times.committed] as far as it has arrived; rates need `tokens` on the `generate` spans, counted with `Recorder.add`.
+        `num_devices` counts all of them, rollout included, on average over the step. `spans`, as `attributed` returns them, covers
+        [times.started, times.committed] as far as it has arrived; rates need `tokens` on the `generate` spans, counted with
+        `Recorder.add`.
         """
         found = {**self._reward_row(), **self._policy_row(), **self._perf_row(times, num_devices, spans), **self._rows}
         order = {name: position for position, name in enumerate(DEFINITIONS)}
@@ -330,5 +337,7 @@ class StepMetrics:
         train_seconds = active_seconds(spans, TRAIN_TASKS, start, end)
         if train_seconds:
             row["perf/train_tokens_per_second"] = self._logical_tokens / train_seconds
+        if (exposed := exposed_weights(spans, start, end)) is not None:
+            row["perf/exposed_weights"] = exposed
         row.update({f"perf/idle_ratio/{worker}": ratio for worker, ratio in idle_ratios(spans, start, end).items()})
         return row

@@ -10,7 +10,7 @@ Times are seconds of the clock given to the recorder; in one run on one node all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -85,6 +85,10 @@ class Recorder:
             yield
         finally:
             self.enter(before_task, **before_fields)
+
+    def held(self, cause: str) -> AbstractContextManager[None]:
+        """The lane is idle inside the block, for this cause, and is in its former state again after it."""
+        return self.busy("wait", cause=cause)
 
     def beside(self, task: str, start: float, **fields: str | int) -> None:
         """Record work that overlaps the lane, from `start` to now."""

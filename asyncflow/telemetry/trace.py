@@ -29,7 +29,7 @@ _LANE_THREAD: Final = 1
 class SpanLog:
     """Appends spans to a JSON Lines file, buffered: call `flush` once per step. A resumed run appends to the same file.
 
-    Finished lane spans are also kept in memory until `window` has moved past them, the newest 200,000 at most.
+    Finished spans are also kept in memory until `window` has moved past them, the newest 200,000 at most.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,12 +41,15 @@ class SpanLog:
 
     def append(self, span: Span) -> None:
         self._file.write(self._encoder.encode(span) + b"\n")
-        if span.is_lane:
-            self._recent.append(span)
+        self._recent.append(span)
 
-    def window(self, start: float, end: float) -> list[Span]:
-        """The lane spans that overlap [start, end]. Those that ended by `start` are forgotten: windows must not move back."""
-        self._recent = deque((span for span in self._recent if span.end > start), maxlen=_MAX_RECENT)
+    def window(self, start: float, end: float, step: int) -> list[Span]:
+        """The spans that overlap [start, end], and earlier ones beside a lane, of groups that are trained in `step` or later.
+
+        Others that ended by `start` are forgotten: windows must not move back.
+        """
+        kept = (span for span in self._recent if span.end > start or (not span.is_lane and span.step >= step))
+        self._recent = deque(kept, maxlen=_MAX_RECENT)
         return [span for span in self._recent if span.start < end]
 
     def flush(self) -> None:

@@ -1,0 +1,55 @@
+"""The verbs of the command line. A mistake of the user's is one sentence and exit code 2, a failed run exit code 1."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from asyncflow.cli.check import check
+from asyncflow.cli.cluster import app as cluster
+from asyncflow.cli.errors import sentence
+from asyncflow.cli.eval import evaluate
+from asyncflow.cli.queue import app as queue
+from asyncflow.cli.replay import replay
+from asyncflow.cli.report import report
+from asyncflow.cli.simulate import simulate
+from asyncflow.cli.status import status
+from asyncflow.cli.train import train
+from asyncflow.cli.verify import verify
+from asyncflow.types import RunError, UserError
+
+app = typer.Typer(
+    help="Post-train language models with reinforcement learning, generation and training side by side.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(train)
+app.command(name="eval")(evaluate)
+app.command()(replay)
+app.command()(verify)
+app.command()(simulate)
+app.command()(report)
+app.command()(status)
+app.command()(check)
+app.add_typer(cluster, name="cluster")
+app.add_typer(queue, name="queue")
+
+
+def run() -> None:
+    """Do what the command line says, and end the process."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        app()
+    except* UserError as group:
+        _end(group, 2)
+    except* (RunError, OSError) as group:
+        _end(group, 1)
+
+
+def _end(group: BaseExceptionGroup, code: int) -> None:
+    print(f"asyncflow: {sentence(group)}", file=sys.stderr)
+    sys.exit(code)

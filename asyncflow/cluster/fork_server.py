@@ -1,0 +1,186 @@
+"""A process that imports what workers need, once, and forks them: `python -m asyncflow.cluster.fork_server`, with its socket as
+standard input.
+
+    ForkServer (driver) --Import, Fork--> this process --fork--> worker: a session of its own, child.py's main
+                        <--Forked, Refused, Ended--
+
+consumes: the driver's requests, in order; the ends of its children
+waits for: the next one
+is unblocked by: the driver, or the driver's end, which ends this process
+
+A fork copies the calling thread alone, so a lock that another thread holds stays locked for ever in the copy. This process has
+therefore one thread. It looks before each fork whether that is so, and refuses where a library has started another. It imports, and
+does nothing else: no tensor is made here, no device is touched. Linux only (forking.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+from setproctitle import setproctitle
+
+TITLE: Final = "asyncflow-fork-server"
+"""How lists of processes call it."""
+MAX_MESSAGE_BYTES: Final = 1 << 20
+_MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
+"""What glibc reads from the environment when a process starts, and mallopt's numbers for it: a fork does not start anew."""
+
+
+class Import(msgspec.Struct, frozen=True, tag=True):
+    """Import these modules, for workers that come later."""
+
+    modules: tuple[str, ...]
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """Import `modules`, then fork a worker. Beside it come two file descriptors: the reading end of the worker's control pipe, and
+    its log. `environment` is all of its environment, `folder` its working directory."""
+
+    modules: tuple[str, ...]
+    entry: str
+    name: str
+    run_dir: str
+    environment: dict[str, str]
+    folder: str
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Fork`."""
+
+    pid: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The other answer: a fork would not be safe, and why."""
+
+    why: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A worker has ended. `status`: its exit status, minus the signal's number if one ended it."""
+
+    pid: int
+    status: int
+
+
+Request = Import | Fork
+Word = Forked | Refused | Ended
+
+
+def main() -> None:
+    """Serve until the driver's end of the socket closes."""
+    setproctitle(TITLE)
+    gc.disable()  # an import makes objects that stay: looking for garbage among them takes a fifth of its time
+    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    decode, folder = msgspec.msgpack.Decoder(Request).decode, os.getcwd()
+    with socket.socket(fileno=os.dup(0)) as driver:
+        os.set_inheritable(driver.fileno(), False)
+        poll = select.poll()
+        for descriptor in (driver.fileno(), woken):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if woken in ready:
+                os.read(woken, 1 << 12)
+                _tell_of_ends(driver)
+            if driver.fileno() not in ready:
+                continue
+            message, descriptors, _, _ = socket.recv_fds(driver, MAX_MESSAGE_BYTES, 2)
+            if not message:
+                return
+            request = decode(message)
+            _import(request.modules)
+            if isinstance(request, Fork):
+                _send(driver, _forked(request, descriptors, (driver.fileno(), woken, wake), folder))
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+
+def _import(modules: tuple[str, ...]) -> None:
+    for module in modules:
+        with contextlib.suppress(ImportError):  # whoever needs it says so in its own words
+            importlib.import_module(module)
+
+
+def _forked(request: Fork, descriptors: list[int], not_for_child: tuple[int, ...], folder: str) -> Word:
+    if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+        return Refused(f"something that it imported has started threads: there are {num_threads}")
+    gc.freeze()  # what is here is the children's too: their garbage collection is not to write into shared pages
+    child = os.fork()
+    if child == 0:
+        _work(request, descriptors, not_for_child, folder)
+    return Forked(child)
+
+
+def _work(request: Fork, descriptors: list[int], not_for_child: tuple[int, ...], folder: str) -> NoReturn:
+    """The child: what an interpreter of its own would have found at its start."""
+    status = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        control, log = descriptors
+        os.dup2(control, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for descriptor in (*descriptors, *not_for_child):
+            os.close(descriptor)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        os.environ.clear()
+        os.environ.update(request.environment)
+        os.chdir(request.folder)
+        sys.path[:1] = [request.folder if place == folder else place for place in sys.path[:1]]
+        # Lists of processes are to call it what they call one with an interpreter of its own.
+        setproctitle(" ".join((sys.executable, "-m", "asyncflow.cluster.child", request.entry, request.name, request.run_dir)))
+        _set_malloc(request.environment)
+        random.seed()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()
+        gc.enable()
+        from asyncflow.cluster.child import main as work
+
+        status = work(request.entry, request.name, Path(request.run_dir))
+    except BaseException:  # before the worker's own main could say so
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _set_malloc(environment: dict[str, str]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for name, number in _MALLOC.items():
+        if mallopt is not None and name in environment:
+            mallopt(number, int(environment[name]))
+
+
+def _tell_of_ends(driver: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):  # there is none left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            _send(driver, Ended(pid, os.waitstatus_to_exitcode(status)))
+
+
+def _send(driver: socket.socket, word: Word) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the driver has gone: the next look at the socket says so
+        driver.sendall(msgspec.msgpack.encode(word))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # what has been imported is not taken down piece by piece
