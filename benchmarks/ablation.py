@@ -16,11 +16,12 @@ order), and task_i, what each task took for it, a batch has passed all tasks aft
 and with W = optimiser step + publish + fetch + install no step is shorter than
 
     streaming   L + W
-    delayed     max(rollout + install, reward, reference, update + optimiser step + publish, (L + W) / 2)
+    delayed     max(rollout + install, reward, reference, update + optimiser step, (L + W) / 2)
 
-rollout being the mean over its workers; the last term, because step s + 2 begins with the weights that step s makes. A run can be a
-little better than that: under `delayed`, a worker that is done early takes more of the next batch. Of real engines, all on the same
-cores, no step is shorter than what all tasks compute / number of cores, either.
+rollout being the mean over its workers; weights are published and fetched beside the rest; the last term, because step s + 2
+begins with the weights that step s makes. A run can be a little better than that: under `delayed`, a worker that is done early
+takes more of the next batch. Of real engines, all on the same cores, no step is shorter than what all tasks compute / number of
+cores, either.
 
 Sleeping engines, in virtual time. AF tells its ratios, 1 : 2.01 : 2.74 (7B, 512 devices), and not what its tasks take. The costs
 below are such that the durations allow about these ratios: the longest task takes 0.38 of the sum, as 2.74 demands, and responses
@@ -115,17 +116,19 @@ def latency(run: Run, step: int) -> float:
 
 def durations(run: Run) -> dict[str, float]:
     """Mean seconds of a step by task; of `generate` and `install` by worker."""
-    lanes = ("generate", "install", *TASKS, "optim_step", "publish")
+    lanes = ("generate", "install", *TASKS, "optim_step")
     found = {
         task: statistics.fmean(run.activity(worker).busy.get(task, 0.0) for worker in run.workers(_pool(task))) / len(run.measured)
         for task in lanes
     }
-    fetched = [
-        span.end - span.start
-        for span in run.spans
-        if span.task == "fetch" and any(start <= span.end <= end for start, end in run.windows)
-    ]
-    return found | {"fetch": statistics.fmean(fetched)}
+    for task in ("publish", "fetch"):
+        ended = [
+            span.end - span.start
+            for span in run.spans
+            if span.task == task and any(start <= span.end <= end for start, end in run.windows)
+        ]
+        found[task] = statistics.fmean(ended)
+    return found
 
 
 def _pool(task: str) -> str:
@@ -137,7 +140,7 @@ def bounds(run: Run, cores: int | None = None) -> dict[str, float]:
     took = durations(run)
     passed = statistics.fmean(latency(run, step) for step in run.measured)
     streaming = passed + took["optim_step"] + took["publish"] + took["fetch"] + took["install"]
-    update = took["forward_backward"] + took["optim_step"] + took["publish"]
+    update = took["forward_backward"] + took["optim_step"]
     delayed = max(took["generate"] + took["install"], took["reward"], took["reference"], update, streaming / 2)
     computed = 0.0 if cores is None else (took["generate"] + took["reference"] + update) / cores
     return {"synchronous": run.mean("perf/step_seconds"), "periodic": max(streaming, computed), "delayed": max(delayed, computed)}
