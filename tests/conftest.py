@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.depth import IS_DEEP
+
+if TYPE_CHECKING:
+    from asyncflow.engines.rollout.vllm_server import VllmServer
+
+gc.disable()  # until all is imported: what an import makes stays, and looking for garbage among it takes a fifth of its time
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("tests/e2e/", "tests/schedules/", "tests/contract/", "tests/unit/engines/", "tests/")
 MODEL = ROOT / "recipes" / "models" / "tiny-arithmetic"
 
 
@@ -43,3 +52,50 @@ def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
         return merged(base, changes)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def vllm_server() -> Iterator[VllmServer]:
+    """A real vLLM with the shipped model, for all tests that change nothing of it but its weights."""
+    from asyncflow.engines.rollout.vllm_server import VllmServer
+    from tests.vllm.servers import CONTEXT, VLLM_PYTHON, server_options
+
+    if VLLM_PYTHON is None:
+        pytest.skip("ASYNCFLOW_VLLM_PYTHON names no interpreter that has vLLM: make test-deep SUITES=vllm installs one")
+    server = VllmServer(server_options(VLLM_PYTHON, MODEL, max_num_seqs=16, max_context=CONTEXT), "vLLM")
+    try:
+        server.spawn()
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without ASYNCFLOW_TESTS=deep, what is marked deep is not there. The folders whose files take longest come first, so that no
+    process is left with one of them at the end."""
+    items.sort(key=lambda item: FOLDERS.index(next(folder for folder in FOLDERS if item.nodeid.startswith(folder))))
+    if not IS_DEEP:
+        left = [item for item in items if item.get_closest_marker("deep")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # nor is it looked at again
+    gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time goes, by file."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 20:
+        terminalreporter.section("slowest 20 files")
+        for file, taken in seconds.most_common(20):
+            terminalreporter.write_line(f"{taken:8.1f} s  {file}")
+        terminalreporter.write_line(f"{seconds.total():8.1f} s  all {len(seconds)} files, one test after another")

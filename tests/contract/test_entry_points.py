@@ -1,4 +1,4 @@
-"""A train engine from an installed package: that of docs/extending.md, whole."""
+"""Parts from an installed package: the train engine of docs/extending.md, whole, and samplers and weight syncs by their names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.build.parts import weights_need_key
+from asyncflow.build.prepare import check_choices
+from asyncflow.config import parse
 from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.registry import build, resolve
@@ -120,3 +123,21 @@ def test_the_known_names_are_listed_with_those_of_packages(install: Install) -> 
     install("third_package", "[asyncflow.rewards]\njudge = third_package:Judge\n")
     with pytest.raises(UserError, match="choose one of final_answer, judge, or"):
         resolve("reward", "jugde", {"final_answer": "x:Y"})
+
+
+def test_samplers_and_weight_syncs_of_a_package_are_chosen_by_their_names(install: Install) -> None:
+    source = (
+        "from asyncflow.transfer_queue.sampler.oldest import Oldest\n"
+        "from asyncflow.weight_sync.base import WeightSyncFacts\n"
+        "class Sync:\n"
+        "    facts = WeightSyncFacts(needs_key=True)\n"
+        "    def sender(self, incarnation): ...\n"
+        "    def receiver(self, name): ...\n"
+    )
+    entry_points = "[asyncflow.samplers]\nfirst = own_package:Oldest\n[asyncflow.weight_syncs]\ncourier = own_package:Sync\n"
+    tree = {"model": {"path": "m"}, "data": {"path": "d"}, "weight_sync": "courier", "queue": {"samplers": {"rollout": "first"}}}
+    with pytest.raises(UserError, match="weight sync 'courier' is not known"):
+        check_choices(parse(tree))
+    install("own_package", entry_points, source)
+    check_choices(parse(tree))
+    assert weights_need_key(parse(tree))

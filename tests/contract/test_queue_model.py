@@ -23,6 +23,7 @@ from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transfer_queue.unit import UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged
 from tests.contract.queue_model import MAX_FAILURES, Model, Row
+from tests.depth import few
 
 T = TypeVar("T")
 LEASE_SECONDS = 30.0
@@ -273,7 +274,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(
-    max_examples=250,
+    max_examples=few(50, 250),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

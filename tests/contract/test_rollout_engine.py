@@ -1,6 +1,7 @@
 """One suite over every rollout engine: what `RolloutEngine` says, of the embedded one, of vLLM, and of vLLM's stand-in.
 
-The real vLLM takes part where ASYNCFLOW_VLLM_PYTHON names an interpreter that has it (`make test-vllm`): one server for all tests.
+The real vLLM takes part where ASYNCFLOW_VLLM_PYTHON names an interpreter that has it: one server for all tests
+(`make test-deep SUITES=vllm`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -26,32 +27,17 @@ from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import ServerLost
-from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.registry import build
 from asyncflow.types import TensorSpec
 from tests.conftest import MODEL
 from tests.contract.devices import alike, needed_devices
-from tests.vllm.servers import VLLM_PYTHON, fake_python, server_options
+from tests.vllm.servers import CONTEXT, fake_python
 
 PROMPT = np.arange(7, 27)
 KEY = SampleKey(seed=11, prompt_index=5)
-CONTEXT = 224
 ENGINES = {"slots": "slots", "slots-cuda": "slots", "slots-npu": "slots", "vllm-stand-in": "vllm", "vllm": "vllm"}
 DEVICES = {"slots-cuda": "cuda", "slots-npu": "npu"}  # vLLM's servers have their devices themselves
 Opened = Callable[..., AbstractAsyncContextManager[RolloutEngine]]
-
-
-@pytest.fixture(scope="session")
-def vllm_server() -> Iterator[VllmServer]:
-    if VLLM_PYTHON is None:
-        pytest.skip("ASYNCFLOW_VLLM_PYTHON names no interpreter that has vLLM: make test-vllm installs one")
-    server = VllmServer(server_options(VLLM_PYTHON, MODEL, max_num_seqs=16, max_context=CONTEXT), "vLLM")
-    try:
-        server.spawn()
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 @pytest.fixture(params=list(ENGINES))
@@ -159,6 +145,7 @@ async def test_responses_are_what_the_contract_says(opened: Opened) -> None:
     assert len({tuple(response.token_ids) for response in made.values()}) == 3
 
 
+@pytest.mark.smoke
 async def test_log_probs_are_of_the_distribution_sampled_from(opened: Opened, is_model: None) -> None:
     async with opened() as engine:
         for temperature in (1.0, 0.6, 0.0):
@@ -233,6 +220,7 @@ async def test_a_full_context_is_allowed(opened: Opened) -> None:
         assert len((await responses(engine, (0,), CONTEXT - len(PROMPT)))[0].token_ids) == CONTEXT - len(PROMPT)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("pauses", [True, False])
 async def test_an_install_in_mid_response(opened: Opened, pauses: bool) -> None:
     async with opened() as engine:
@@ -321,6 +309,7 @@ async def test_a_version_may_be_installed_again_with_other_weights(opened: Opene
     assert not np.array_equal(one.logprobs, other.logprobs) and other.version_spans.tolist() == [[0, 1]]
 
 
+@pytest.mark.smoke
 async def test_what_is_installed_comes_back(opened: Opened) -> None:
     """To the bit, in the engine's dtype, tensor by tensor as the specs say."""
     async with opened(dtype="float32") as engine:

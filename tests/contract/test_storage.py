@@ -20,6 +20,7 @@ from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Batch, Column, GroupMeta, Interval, Ragged, Values
+from tests.depth import few
 
 BITS = 3
 SIZE = 8
@@ -341,7 +342,9 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=few(10, 50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(steps=STEPS)
 async def test_any_order_of_writes_and_drops_is_that_of_a_dictionary(opened: Open, steps: list[Step]) -> None:
     prefix = next(prefixes)

@@ -52,7 +52,7 @@ def needed(name: str, device: str = "cpu") -> None:
     """Skip where the engine's package is not installed, or what it needs beside it on the device."""
     package = PACKAGES.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: make test-adapters installs it")
+        pytest.skip(f"{package} is not installed: make .venv-adapters/installed")
     beside = ON_DEVICE.get((name, device))
     if beside is not None and importlib.util.find_spec(beside) is None:
         pytest.skip(f"{name} on {device} needs {beside}, which is not installed")
@@ -104,6 +104,7 @@ async def test_updates_are_those_of_plain_adamw(
     moved_less(await weights_of(engine), {name: tensor.detach() for name, tensor in expected.items()}, before, 2e-2)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("is_token_local", [True, False])
 async def test_neither_order_nor_cut_nor_turns_change_a_step(
     make_engine: MakeEngine, model_path: ModelPath, make_micro_batch: MakeMicroBatch, is_token_local: bool
@@ -240,6 +241,7 @@ async def test_weight_decay_spares_biases_and_norms(
         torch.testing.assert_close(tensor, before[name] * (1 - 1e-2 * 0.5 if tensor.ndim > 1 else 1), msg=name)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", ["qwen2-tiny", "qwen3-tiny", "llama-tiny"])
 async def test_weights_leave_by_their_hugging_face_names(make_engine: MakeEngine, model_path: ModelPath, family: str) -> None:
     expected = dict(AutoModelForCausalLM.from_pretrained(model_path(family), dtype=torch.float32).named_parameters())
@@ -287,6 +289,7 @@ async def test_fingerprints_tell_one_update_from_another(
     assert all(found[0][0][name] != found[0][1][name] for name in weights)
 
 
+@pytest.mark.smoke
 async def test_the_same_state_goes_on_to_the_same_weights(
     make_engine: MakeEngine, model_path: ModelPath, make_micro_batch: MakeMicroBatch, tmp_path: Path, device: str
 ) -> None:

@@ -1,8 +1,8 @@
 """The ends of a weight sync as processes, for tests that stop and kill them.
 
-    python -m tests.contract.weight_processes sender KIND OPTIONS
+    End("sender", KIND, OPTIONS)
         publishes a version for each number that it reads, and writes its manifest
-    python -m tests.contract.weight_processes receiver KIND OPTIONS NAME SIGNAL AT_BYTES
+    End("receiver", KIND, OPTIONS, NAME, SIGNAL, AT_BYTES)
         fetches each manifest that it reads, and writes the hash of the tensors; sends itself SIGNAL when AT_BYTES have arrived, or,
         where it reads a file, when it holds that
 
@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.files import FileReader
 from asyncflow.weight_sync.staging import Arriving
+from tests.forked import context
 
-ROOT = Path(__file__).parents[2]
 NUM_BYTES = 64 << 20
 
 
@@ -59,23 +59,25 @@ class End:
     """A process, as a test holds it."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "tests.contract.weight_processes", *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
-        )
+        makes = context()
+        questions, answers = makes.Pipe(duplex=False), makes.Pipe(duplex=False)
+        self._process = makes.Process(target=_serve, args=(arguments, questions[0], answers[1]), daemon=True)
+        self._process.start()
+        self._questions = open(os.dup(questions[1].fileno()), "w")  # noqa: SIM115
+        self._answers = open(os.dup(answers[0].fileno()))  # noqa: SIM115
+        for end in (*questions, *answers):
+            end.close()
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        print(line, file=self._process.stdin, flush=True)
+        print(line, file=self._questions, flush=True)
 
     async def answer(self) -> str:
         """The next line that it writes; empty: it has ended."""
-        assert self._process.stdout is not None
-        return (await asyncio.wait_for(asyncio.to_thread(self._process.stdout.readline), 60)).strip()
+        return (await asyncio.wait_for(asyncio.to_thread(self._answers.readline), 60)).strip()
 
     async def ask(self, line: str) -> str:
         self.tell(line)
@@ -83,7 +85,10 @@ class End:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
+        for stream in (self._questions, self._answers):
+            with suppress(BrokenPipeError):
+                stream.close()
 
 
 @contextmanager
@@ -132,5 +137,10 @@ def signal_itself(number: int, at_bytes: int) -> None:
     Arriving.write, FileReader.hold = counted, holding  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
-    asyncio.run({"sender": sender, "receiver": receiver}[sys.argv[1]](*sys.argv[2:]))
+def _serve(arguments: tuple[str, ...], questions: Connection, answers: Connection) -> None:
+    """The process of an end."""
+    for number, end in enumerate((questions, answers)):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    asyncio.run({"sender": sender, "receiver": receiver}[arguments[0]](*arguments[1:]))

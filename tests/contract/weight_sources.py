@@ -37,6 +37,9 @@ class Gathered:
                 held.fill(255)
             del held
 
+    async def gathered(self) -> None:
+        """See `WeightSource.gathered`: nobody else is to be called."""
+
     def _gone(self) -> None:
         self.num_alive -= 1
 

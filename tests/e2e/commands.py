@@ -11,14 +11,22 @@ from typing import Any
 import psutil
 import yaml
 
+from tests.forked import Command
+
 
 def command_line(*arguments: str | Path) -> list[str]:
+    """What a user types, in an interpreter of its own."""
     return [sys.executable, "-c", "from asyncflow.cli import main; main()", *map(str, arguments)]
 
 
-def run_command(*arguments: str | Path, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """`asyncflow ARGUMENTS`, finished."""
-    return subprocess.run(command_line(*arguments), capture_output=True, text=True, timeout=timeout, check=False)
+def run_command(*arguments: str | Path, timeout: float = 600.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`asyncflow ARGUMENTS`, finished. `environment`: what is added to this process's."""
+    command = Command(*arguments, **environment)
+    try:
+        output, errors = command.communicate(timeout)
+    finally:
+        command.kill()
+    return subprocess.CompletedProcess(command.args, command.wait(), output, errors)
 
 
 def write_config(folder: Path, tree: dict[str, Any]) -> Path:
@@ -31,10 +39,17 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """A process's command line: of a worker's the last ones are its name and its run's folder. What has set it may leave it in one
+    piece."""
+    return " ".join(process.cmdline()).split()
+
+
 def processes_of(run_dir: Path) -> list[psutil.Process]:
     """The worker processes of a run, and the reward processes below them."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if str(run_dir) in " ".join(process.info["cmdline"] or []) and "asyncflow.cluster.child" in (process.info["cmdline"] or []):
+        words = " ".join(process.info["cmdline"] or [])
+        if "asyncflow.cluster.child" in words and str(run_dir) in words:
             found += [process, *process.children(recursive=True)]
     return found

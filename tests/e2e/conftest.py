@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import command_line
+from tests.forked import Command
 
 
 @pytest.fixture
-def background() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def background() -> Iterator[Callable[..., Command]]:
     """Starts commands that are ended with the test."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Command] = []
 
-    def start(*arguments: str | Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(command_line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(*arguments: str | Path) -> Command:
+        process = Command(*arguments)
         started.append(process)
         return process
 

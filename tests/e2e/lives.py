@@ -7,7 +7,6 @@ import contextlib
 import errno
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -26,20 +25,16 @@ from asyncflow.config import parse
 from asyncflow.engines.train import state, torch_engine
 from asyncflow.job import Job, Listener, run_with_signals
 from asyncflow.types import RunError, UserError
-
-WARM = ["tests.e2e.lives", "asyncflow.job", "asyncflow.engines.train.torch_engine", "asyncflow.engines.rollout.engine",
-        "transformers.models.qwen2.modeling_qwen2", "torch.distributed.checkpoint.hf_storage"]  # fmt: skip
+from tests.forked import context
 
 
 class Life:
     """One start of a run, `cluster: inline`, in a process of its own. `harm`: see `harmed`."""
 
     def __init__(self, tree: Mapping[str, Any], *, resume: bool = True, harm: tuple[str, int] = ("", 0)) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(WARM)
         self.run_dir = Path(tree["run"]["dir"]) / tree["run"]["name"]
         self.log = self.run_dir.with_name("said.log")
-        self._process = context.Process(target=_live, args=(dict(tree), resume, harm, str(self.log)))
+        self._process = context().Process(target=_live, args=(dict(tree), resume, harm, str(self.log)))
         self._process.start()
 
     def wait_for_steps(self, number: int, seconds: float = 60.0) -> None:

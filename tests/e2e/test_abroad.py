@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,13 @@ import pytest
 
 from asyncflow.cluster.abroad import Abroad
 from asyncflow.telemetry.trace import read_spans
-from tests.e2e.commands import command_line, run_command, write_config
+from tests.depth import in_gate
+from tests.e2e.commands import run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
 
 
-@pytest.mark.parametrize("weight_sync", ["network", "collective"])
+@pytest.mark.parametrize("weight_sync", in_gate("collective", of=["network", "collective"]))
 def test_a_run_over_tls_alone_gives_the_same_bits(small: Small, tmp_path: Path, weight_sync: str) -> None:
     places = Abroad(tmp_path / "memory", tmp_path / "files")
     for place in (places.memory, places.files):
@@ -25,11 +24,9 @@ def test_a_run_over_tls_alone_gives_the_same_bits(small: Small, tmp_path: Path, 
     separate = {"reward": {"place": "task"}, "algorithm": {"kl_coefficient": 0.1}}
     tree = small(train={"accumulate": "exact", "reference": "task"}, rollout={"num_workers": 2}, **separate)
     config, listen = write_config(tmp_path, tree), "tls:127.0.0.1:0"
-    assert run_command("train", config, "run.name=near", timeout=200.0).returncode == 0
+    assert run_command("train", config, "run.name=near").returncode == 0
     doors = [f"queue.listen={listen}", f"weight_sync.name={weight_sync}", f"weight_sync.listen={listen}"]
-    environment = {**os.environ, **places.environment(), "GLOO_SOCKET_IFNAME": "lo"}
-    command = command_line("train", config, "run.name=far", *doors)
-    far = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    far = run_command("train", config, "run.name=far", *doors, **places.environment(), GLOO_SOCKET_IFNAME="lo")
     assert far.returncode == 0, far.stdout + far.stderr
     near, far_model = (tmp_path / "runs" / name / "model" / "model.safetensors" for name in ("near", "far"))
     assert near.read_bytes() == far_model.read_bytes()

@@ -17,8 +17,11 @@ Small = Callable[..., dict[str, Any]]
 
 @pytest.mark.parametrize(
     ("engine", "plan"),
-    [({"name": "deepspeed", "stage": 2}, {"dp": 2}), ({"name": "megatron"}, {"tp": 2}), ({"name": "megatron"}, {"pp": 2})],
-    ids=["deepspeed-dp2", "megatron-tp2", "megatron-pp2"],
+    [
+        pytest.param({"name": "deepspeed", "stage": 2}, {"dp": 2}, id="deepspeed-dp2", marks=pytest.mark.smoke),
+        pytest.param({"name": "megatron"}, {"tp": 2}, id="megatron-tp2", marks=pytest.mark.smoke),
+        pytest.param({"name": "megatron"}, {"pp": 2}, id="megatron-pp2"),
+    ],
 )
 def test_a_run_and_its_continuation_train_what_the_torch_engine_trains(
     small: Small, tmp_path: Path, engine: dict[str, Any], plan: dict[str, int]

@@ -19,7 +19,8 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.user_file import import_file
 from tests.conftest import MODEL, ROOT
-from tests.e2e.commands import command_line, rows, write_config
+from tests.depth import deep, in_gate
+from tests.e2e.commands import command_line, rows, run_command, write_config
 from tests.unit.algorithms.batches import random_batch, scored_group
 
 Small = Callable[..., dict[str, Any]]
@@ -42,7 +43,9 @@ def test_each_algorithm_is_run() -> None:
     assert {run["name"] for run in RUNS} == ALGORITHMS.keys() - {"ppo"}
 
 
-@pytest.mark.parametrize("algorithm", RUNS, ids=lambda run: "-".join(str(value) for value in run.values()))
+@pytest.mark.parametrize(
+    "algorithm", in_gate(RUNS[1], RUNS[7], of=RUNS), ids=lambda run: "-".join(str(value) for value in run.values())
+)
 def test_an_algorithm_trains(small: Small, tmp_path: Path, algorithm: dict[str, Any]) -> None:
     is_ahead = "kl_coefficient" in algorithm and (algorithm["name"] == "rloo" or algorithm.get("baseline") is None)
     reference = "task" if is_ahead and algorithm["name"] != "grpo" else "fused"
@@ -95,16 +98,15 @@ def test_an_algorithm_from_a_file_trains(small: Small, tmp_path: Path) -> None:
     check_learned(tmp_path / "runs" / "test")
 
 
-@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
+@pytest.mark.parametrize("schedule", in_gate("delayed", of=["periodic", "delayed"]))
+@deep
 def test_an_algorithm_with_a_critic_from_a_file_is_six_tasks_of_the_queue_too(small: Small, tmp_path: Path, schedule: str) -> None:
     """No room of the package knows it: what PPO asks of the dataflow, any file may ask."""
     (tmp_path / "a2c.py").write_text(example("A2C"))
     own = {"path": f"{tmp_path / 'a2c.py'}:A2C", "kl_coefficient": 0.05}
     train = {"reference": "task", "critic": {"learning_rate": 1e-3}}
     tree = small(schedule=schedule, algorithm={**own, "correction": "decoupled"}, reward={"place": "task"}, train=train)
-    command = subprocess.run(
-        command_line("train", write_config(tmp_path, tree)), capture_output=True, text=True, timeout=120, check=False
-    )
+    command = run_command("train", write_config(tmp_path, tree))
     assert command.returncode == 0, command.stdout + command.stderr
     run = tmp_path / "runs" / "test"
     check_learned(run, has_reference=True)
@@ -136,5 +138,5 @@ def test_an_algorithm_of_an_installed_package_trains(small: Small, tmp_path: Pat
     )
     assert run.returncode == 0, run.stdout + run.stderr
     check_learned(tmp_path / "runs" / "test")
-    without = subprocess.run(command_line("train", config), capture_output=True, text=True, timeout=60, check=False)
+    without = run_command("train", config)
     assert without.returncode == 2 and "'sapo' is not known; choose one of cispo, dapo" in without.stderr + without.stdout

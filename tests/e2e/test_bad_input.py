@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asyncflow.cli import app
+from asyncflow.cli.verbs import app
 from asyncflow.types import UserError
 from tests.conftest import MODEL
 from tests.e2e.commands import run_command, write_config
@@ -67,7 +67,7 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["reward.scorer=exact"], ["reward 'exact'", "final_answer"]),
         (["reward.scorer={path: 'missing.py:Score'}"], ["missing.py"]),
         (["rollout.group_size=6", "train.responses_per_micro_batch=4"], ["6 = 1 x 4 + 2", "1, 2, 3, 6"]),
-        (["rollout.num_workers=3"], ["4 = 1 x 3 + 1", "3 or 6"]),
+        (["rollout.num_workers=5"], ["rollout.num_workers=5 is more than train.prompts_per_step=4", "1 of them"]),
         (["plan.train.tp=3"], ["plan.train.tp is 3", "cut by 1, 2 alone"]),
         (["plan.train.pp=9"], ["plan.train.pp is 9", "layers"]),
         (["plan.train.dp=9"], ["plan.train.dp=9", "4 prompts"]),

@@ -10,11 +10,13 @@ import threading
 import time
 from pathlib import Path
 
+from tests.depth import deep
 from tests.unit.transfer_queue.served import served_queue
 
 SCRIPT = Path(__file__).with_name("dataloader_ranks.py")
 
 
+@deep
 def test_peers_see_what_their_lead_reads(tmp_path: Path) -> None:
     with served_queue(tmp_path / "queue.sock") as queue:
         rows = queue.put(range(6))

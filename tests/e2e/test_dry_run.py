@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.e2e.commands import run_command, write_config
+from tests.e2e.commands import command_line, run_command, write_config
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes" / "papers").glob("*.yaml")))
@@ -29,7 +31,12 @@ def test_a_papers_recipe_passes_without_model_and_network(recipe: str, tmp_path:
         "nothing was started",
     ):
         assert said in command.stdout, said
-    refused = run_command("train", path, f"run.dir={tmp_path}", "cluster=local", "rollout.num_workers=1")
+
+
+def test_without_model_and_network_a_papers_recipe_is_refused(tmp_path: Path) -> None:
+    command = command_line("train", "recipes/papers/qwen3-8b-deepscaler.yaml", f"run.dir={tmp_path}", "cluster=local")
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # else the hub's client tries for half a minute
+    refused = subprocess.run(command, cwd=ROOT, env=offline, capture_output=True, text=True, timeout=300, check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert not list(tmp_path.iterdir())
 

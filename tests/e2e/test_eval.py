@@ -10,6 +10,7 @@ import pytest
 from asyncflow.cli.eval import _config
 from asyncflow.types import UserError
 from tests.conftest import MODEL, ROOT
+from tests.depth import deep
 from tests.e2e.commands import run_command
 
 
@@ -42,6 +43,7 @@ def test_an_evaluation_and_its_files(tmp_path: Path) -> None:
     assert "Tom finds 3." in (tmp_path / "out" / "evaluation.html").read_text()
 
 
+@deep
 def test_the_same_twice_is_the_same(tmp_path: Path) -> None:
     shown = [
         run_command("eval", MODEL, "generated:arithmetic", "--prompts", "8", "--samples", "2", "run.seed=3", "rollout.num_slots=8")
@@ -110,12 +112,14 @@ def test_what_training_demands_is_not_demanded_of_an_evaluation(tmp_path: Path) 
     train = "{prompts_per_step: 10, mini_batches: 5, epochs: 2, old: step_start, responses_per_micro_batch: 3, reference: task}"
     config.write_text(
         f"train: {train}\nrollout: {{group_size: 9, num_workers: 5}}\nalgorithm: {{name: ppo, kl_coefficient: 0.1}}\n"
-        "plan: {train: {dp: 2}}\nweight_sync: {min_healthy_workers: 5}\nschedule: bounded\n"
+        "plan: {train: {dp: 2}}\nweight_sync: {min_healthy_workers: 5}\nschedule: bounded\nqueue: {samplers: {values: oldest}}\n"
     )
     for overrides in (["rollout.num_workers=3"], ["rollout.group_size=1"], ["rollout.num_workers=4", "rollout.group_size=2"]):
         parsed = _config("m", "d.jsonl", overrides, config, "s", {}, None)
-        assert parsed.train.prompts_per_step % parsed.rollout.num_workers == 0 and parsed.train.prompts_per_step >= 10
+        assert parsed.train.prompts_per_step == 10
         assert (parsed.layout.size, parsed.algorithm.name, parsed.train.reference) == (1, "grpo", "fused")
+        assert not parsed.queue.samplers and parsed.weight_sync.min_healthy_workers == 1
+    assert _config("m", "d.jsonl", ["rollout.num_workers=11"], config, "s", {}, None).train.prompts_per_step == 11
     assert _config("m", "d.jsonl", [], None, "s", {}, None).train.prompts_per_step == 32
     with pytest.raises(UserError, match=r"rollout\.num_workers: .* greater than 0"):
         _config("m", "d.jsonl", ["rollout.num_workers=0"], None, "s", {}, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,10 @@ import pytest
 
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from tests.conftest import MODEL
-from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.depth import deep
+from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
 from tests.e2e.lives import Life
+from tests.forked import Command
 
 
 def tree(folder: Path, mode: str, num_evaluators: int, **sections: Any) -> dict[str, Any]:
@@ -46,10 +47,10 @@ def prints(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("mode", "num_evaluators", "sections"),
     [
-        ("periodic", 1, {}),
-        ("periodic", 1, {"cluster": "inline"}),
+        pytest.param("periodic", 1, {}, marks=deep),
+        pytest.param("periodic", 1, {"cluster": "inline"}, marks=deep),
         ("delayed", 2, {"weight_sync": {"name": "network"}}),
-        ("synchronous", 1, {"reward": {"place": "task"}, "queue": {"place": "workers"}}),
+        pytest.param("synchronous", 1, {"reward": {"place": "task"}, "queue": {"place": "workers"}}, marks=deep),
     ],
 )
 def test_figures_and_training_are_those_of_a_run_without_evaluators(
@@ -70,13 +71,13 @@ def test_figures_and_training_are_those_of_a_run_without_evaluators(
     assert '"evaluator/0"' in (own / "report.html").read_text()
 
 
-def test_an_evaluator_that_is_killed_is_started_again(tmp_path: Path, background: Callable[..., subprocess.Popen[str]]) -> None:
+def test_an_evaluator_that_is_killed_is_started_again(tmp_path: Path, background: Callable[..., Command]) -> None:
     run = background("train", write_config(tmp_path, tree(tmp_path, "periodic", 1, cluster="local")))
     run_dir, until = tmp_path / "test", time.monotonic() + 100
     while not (run_dir / "metrics.jsonl").exists() or not rows(run_dir / "metrics.jsonl"):
         assert time.monotonic() < until and run.poll() is None
         time.sleep(0.02)
-    killed = [process for process in processes_of(run_dir) if "evaluator/0" in process.cmdline()]
+    killed = [process for process in processes_of(run_dir) if "evaluator/0" in words_of(process)]
     killed[0].kill()
     said, errors = run.communicate(timeout=120)
     assert run.returncode == 0, errors
@@ -85,6 +86,7 @@ def test_an_evaluator_that_is_killed_is_started_again(tmp_path: Path, background
     assert {0, 6} <= figures.keys() and all(row["num_responses/sampled"] == 12 for row in figures.values())
 
 
+@deep
 def test_weights_that_wait_for_their_evaluation_are_in_the_checkpoint(tmp_path: Path) -> None:
     """An evaluation takes longer than the run's first life, which ends after step 4: version 3 waits, or is under way."""
     config = tree(tmp_path, "periodic", 1)

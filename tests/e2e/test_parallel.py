@@ -17,7 +17,9 @@ from safetensors.numpy import load_file
 from asyncflow.telemetry.fingerprints import StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import merged
-from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+from tests.depth import deep, few
+from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.forked import Command
 
 Small = Callable[..., dict[str, Any]]
 STEPS = 5
@@ -76,18 +78,19 @@ def test_tensor_and_pipeline_parallel_training_is_that_of_one_process(small: Sma
     assert lanes == {f"trainer/{rank}" for rank in range(4)}
 
 
+@deep
 def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tmp_path: Path) -> None:
     """Saved by two data-parallel ranks, each with its part of every parameter; loaded by two that cut the matrices."""
     whole = trained(small, tmp_path, "whole", plan={"train": {"dp": 2}})
     tree = merged(merged(SECTIONS, {"run": {"name": "cut"}}), {"plan": {"train": {"dp": 2}}})
     config, run_dir = write_config(tmp_path, small(**tree)), tmp_path / "runs" / "cut"
-    process = subprocess.Popen(command_line("train", config), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
+    process = Command("train", config)
+    deadline = time.monotonic() + 300
     while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.terminate()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 143, errors
     saved = [folder.name for folder in (run_dir / "checkpoints").iterdir()]
     assert saved and saved[0] < f"step-{STEPS:06}"  # or nothing would have been shown
@@ -99,6 +102,10 @@ def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tm
     assert not processes_of(run_dir)
 
 
+AGAIN = ((["--resume"], 0, "finished already"), ([], 1, "holds an earlier run"))
+
+
+@deep
 def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
     sections = merged(SECTIONS, {"run": {"steps": 2}, "plan": {"train": {"dp": 2}}})
     config = write_config(tmp_path, small(**sections))
@@ -118,7 +125,7 @@ def test_torchrun_may_start_the_trainers(small: Small, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished after 2 steps" in done.stdout and (run_dir / "model" / "model.safetensors").is_file()
     assert {span.worker for span in read_spans(run_dir / "spans.jsonl")} == {"rollout/0", "trainer/0", "trainer/1"}
-    for more, status, words in ((["--resume"], 0, "finished already"), ([], 1, "holds an earlier run")):
+    for more, status, words in few(AGAIN[:1], AGAIN):
         again = subprocess.run(  # every rank ends with the driver, which has nothing for them to do
             [torchrun, "--nproc-per-node", "2", "-m", "asyncflow", "train", config, *more],
             capture_output=True, text=True, timeout=60, env=environment, check=False,

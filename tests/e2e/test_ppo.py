@@ -11,6 +11,7 @@ from typing import Any
 from asyncflow.run_dir import RunDir
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL, ROOT
+from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
 
 TASKS = {"generate", "reward", "reference", "values", "forward_backward", "critic_update"}
@@ -82,6 +83,7 @@ def test_ppo_from_a_users_file_is_the_same_six_tasks_and_the_same_run(small: Cal
     assert models["own"]["model/model.safetensors"] != (MODEL / "model.safetensors").read_bytes()
 
 
+@deep
 def test_a_run_with_a_critic_goes_on_as_if_it_had_not_ended(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     def run(name: str, steps: int, *options: str) -> list[list[dict[str, Any]]]:
         tree = small(

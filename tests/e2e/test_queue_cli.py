@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +19,8 @@ from asyncflow.transfer_queue.dataloader import StreamDataLoader
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transport import ConnectionLost, Credentials
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
-from tests.e2e.commands import command_line, write_config
+from tests.e2e.commands import run_command, write_config
+from tests.forked import Command
 
 SCHEMA = """
 group_size: 2
@@ -32,7 +31,6 @@ tasks:
   - {name: rollout, reads: [prompt_ids], writes: [response_ids], whole_groups: false}
   - {name: train, reads: [prompt_ids, response_ids], sampler: whole_groups}
 """
-COMMAND = command_line("queue")
 
 
 @contextmanager
@@ -41,22 +39,22 @@ def serving(*arguments: object, doors: int = 1, by: signal.Signals = signal.SIGI
 
     It is started as a shell starts what is in the background: SIGINT is ignored.
     """
-    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *COMMAND, *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = Command("queue", *map(str, arguments), ignores=signal.SIGINT)
     try:
         said = [process.stdout.readline().strip() for _ in range(doors)]
         yield [line.removeprefix("listening at ") for line in said]
     finally:
         process.send_signal(by)
         try:
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
 
 
 def asked(*arguments: object) -> str:
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=True).stdout
+    done = run_command("queue", *map(str, arguments))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -133,7 +131,7 @@ async def test_units_and_controllers_join_over_tls_and_nobody_else(schema: Path,
         assert await asyncio.to_thread(loaded, hub, key) == [6, 7]
         with pytest.raises(ConnectionLost):
             await TransferQueueClient.connect(hub, "stranger", credentials=Credentials.load(other))
-        refused = subprocess.run([*COMMAND, "metrics", hub], capture_output=True, text=True, timeout=60)
+        refused = await asyncio.to_thread(run_command, "queue", "metrics", hub)
         assert refused.returncode == 2 and "needs credentials" in refused.stderr
         await client.disconnect()
 
@@ -147,26 +145,22 @@ def test_what_is_wrong_is_one_sentence(schema: Path, tmp_path: Path) -> None:
     }
     for text, (mistake, says) in wrong.items():
         schema.write_text(SCHEMA.replace(text, mistake, 1))
-        done = subprocess.run(
-            [*COMMAND, "serve", str(schema), "--address", f"unix:{tmp_path}/s"], capture_output=True, text=True, timeout=60
-        )
+        done = run_command("queue", "serve", schema, "--address", f"unix:{tmp_path}/s")
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
 
 
 def test_a_run_opens_a_second_door_with_its_own_key(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     config = write_config(tmp_path, small(run={"steps": 500}, queue={"listen": "tls:127.0.0.1:0"}))
-    command = command_line("train", config)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
+    process = Command("train", config)
     try:
         line = next(line for line in process.stdout if "the queue listens at" in line)
         found = re.search(r"(tls:\S+), with (\S+)", line)
         assert found is not None
         hub, key = found[1], found[2]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while "asyncflow_queue_rows" not in (text := asked("metrics", hub, "--key", key)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert 'task="rollout"' in text
     finally:
-        os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=300)

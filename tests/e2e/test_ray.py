@@ -1,4 +1,4 @@
-"""Runs whose workers Ray places: on this machine, and over nodes that share nothing but the network. `make test-ray`."""
+"""Runs whose workers Ray places: on this machine, and over nodes that share nothing but the network: suite `ray`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ import pytest
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
-from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+from tests.e2e.commands import command_line, processes_of, rows, run_command, words_of, write_config
+from tests.forked import Command
 from tests.processes import alive
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-ray")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-deep SUITES=ray")
 
 Small = Callable[..., dict[str, Any]]
 SECONDS = 200.0
@@ -52,7 +53,7 @@ def learned(run_dir: Path) -> list[Any]:
     ]
 
 
-def wait_for(condition: Callable[[], Any], command: subprocess.Popen[str] | None = None, seconds: float = SECONDS) -> Any:
+def wait_for(condition: Callable[[], Any], command: Command | None = None, seconds: float = SECONDS) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert command is None or command.poll() is None, command.communicate()
@@ -65,12 +66,13 @@ def num_steps(run_dir: Path) -> int:
     return len(rows(run_dir / "metrics.jsonl")) if (run_dir / "metrics.jsonl").exists() else 0
 
 
-def leaves_of(command: subprocess.Popen[str]) -> list[psutil.Process]:
+def leaves_of(command: Command) -> list[psutil.Process]:
     return psutil.Process(command.pid).children(recursive=True)
 
 
+@pytest.mark.smoke
 def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+    small: Small, tmp_path: Path, background: Callable[..., Command]
 ) -> None:
     config = write_config(tmp_path, recipe(small, run={"steps": 6}))
     local = run_command("train", config, "run.name=local", timeout=SECONDS)
@@ -79,7 +81,7 @@ def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
     run_dirs = [tmp_path / "runs" / name for name in ("local", "ray")]
     wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
     everyone = leaves_of(command)
-    victim = next(p for p in processes_of(run_dirs[1]) if "rollout/1" in p.cmdline())
+    victim = next(p for p in processes_of(run_dirs[1]) if "rollout/1" in words_of(p))
     assert [p for p in victim.parents() if p.name().startswith("ray::Host")]
     victim.kill()
     output, errors = command.communicate(timeout=SECONDS)
@@ -115,9 +117,7 @@ def test_evaluators_on_ray_give_the_figures_and_the_training_of_a_run_without_th
     assert not processes_of(run_dirs[1])
 
 
-def test_workers_join_and_leave_a_run_on_ray(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_workers_join_and_leave_a_run_on_ray(small: Small, tmp_path: Path, background: Callable[..., Command]) -> None:
     run_dir = tmp_path / "runs" / "test"
     tree = recipe(small, run={"steps": 5000}, rollout={"num_workers": 1})
     command = background("train", write_config(tmp_path, tree), "cluster=ray")
@@ -139,9 +139,7 @@ def test_workers_join_and_leave_a_run_on_ray(
     wait_for(lambda: not alive(everyone), seconds=20.0)
 
 
-def test_a_killed_driver_leaves_neither_worker_nor_ray(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_killed_driver_leaves_neither_worker_nor_ray(small: Small, tmp_path: Path, background: Callable[..., Command]) -> None:
     run_dir = tmp_path / "runs" / "test"
     command = background("train", write_config(tmp_path, recipe(small, run={"steps": 500})), "cluster=ray")
     wait_for(lambda: num_steps(run_dir) >= 1, command)
@@ -155,9 +153,7 @@ def test_a_killed_driver_leaves_neither_worker_nor_ray(
     assert not scratch.exists()
 
 
-def test_a_run_on_ray_ends_in_order_when_it_is_told_to(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
-) -> None:
+def test_a_run_on_ray_ends_in_order_when_it_is_told_to(small: Small, tmp_path: Path, background: Callable[..., Command]) -> None:
     """Ray has handlers of its own for signals, which must not be in the way."""
     run_dir = tmp_path / "runs" / "test"
     command = background("train", write_config(tmp_path, recipe(small, run={"steps": 500})), "cluster=ray")
@@ -175,7 +171,7 @@ def test_a_run_on_ray_ends_in_order_when_it_is_told_to(
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
 def test_a_run_whose_ray_dies_says_so_and_saves_its_model(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]], name: str
+    small: Small, tmp_path: Path, background: Callable[..., Command], name: str
 ) -> None:
     """Ray by itself would end the driver's process a minute later, as it stands."""
     run_dir = tmp_path / "runs" / "test"
@@ -276,9 +272,9 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
     command = subprocess.Popen(command_line(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run_dirs = [tmp_path / "runs" / name for name in ("local", "nodes")]
     try:
-        far = wait_for(lambda: [p for p in psutil.process_iter() if is_worker(p, "asyncflow-node-")], command)
+        far = wait_for(lambda: [p for p in psutil.process_iter() if works_in(p, "asyncflow-node-")], command)
         wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
-        far = [p for p in psutil.process_iter() if is_worker(p, "asyncflow-node-")]
+        far = [p for p in psutil.process_iter() if works_in(p, "asyncflow-node-")]
         names = sorted(p.cmdline()[-2] for p in far)
         assert names[:2] == ["rollout/0", "rollout/1"]  # on the head there is no room for them
         assert len(names) == 3 and names[2].startswith("storage/")
@@ -304,7 +300,7 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
 
 @pytest.mark.parametrize("nodes", ["sharing"], indirect=True)
 def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits(
-    small: Small, tmp_path: Path, nodes: str, background: Callable[..., subprocess.Popen[str]]
+    small: Small, tmp_path: Path, nodes: str, background: Callable[..., Command]
 ) -> None:
     config = write_config(tmp_path, recipe(small, run={"steps": 4}, plan={"train": {"dp": 2}}, checkpoint={"every_steps": 2}))
     local = run_command("train", config, "run.name=local", timeout=SECONDS)
@@ -314,7 +310,7 @@ def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits(
     command = background("train", config, "run.name=nodes", *on_nodes(nodes), *apart, *units)
     run_dirs = [tmp_path / "runs" / name for name in ("local", "nodes")]
     wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
-    workers = {process.cmdline()[-2]: process for process in psutil.process_iter() if is_worker(process, str(run_dirs[1]))}
+    workers = {process.cmdline()[-2]: process for process in psutil.process_iter() if works_in(process, str(run_dirs[1]))}
     far = {name for name, process in workers.items() if "ASYNCFLOW_NODE_FILES" in process.environ()}
     assert len(workers) == 6 and {name.partition("/")[0] for name in far} == {"trainer", "storage", "rollout"}
     assert "trainer/1" in far and "trainer/0" not in far and len(far & {"storage/0", "storage/1"}) == 1
@@ -337,7 +333,7 @@ def test_a_rank_that_would_not_see_the_runs_folder_is_refused(small: Small, tmp_
     refused = run_command("train", config, *on_nodes(nodes), *apart, timeout=SECONDS)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "trainer/1 would be on a node that does not see" in refused.stderr and "share it" in refused.stderr
-    assert not [process for process in psutil.process_iter() if is_worker(process, str(tmp_path))]
+    assert not [process for process in psutil.process_iter() if works_in(process, str(tmp_path))]
 
 
 SPREAD_UNITS = ("cluster.placement.storage=STRICT_SPREAD", "cluster.resources.storage.CPU=0.1", "cluster.resources.trainer.CPU=0.9")
@@ -350,7 +346,7 @@ def on_nodes(address: str) -> list[str]:
     return ["cluster=ray", f"cluster.address={address}", "cluster.start_seconds=180", *doors]
 
 
-def is_worker(process: psutil.Process, folder: str) -> bool:
+def works_in(process: psutil.Process, folder: str) -> bool:
     words = cmdline(process)
     return "asyncflow.cluster.child" in words and folder in words[-1]
 

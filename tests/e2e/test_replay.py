@@ -15,6 +15,7 @@ import safetensors.numpy
 from asyncflow.replay import plan_replay, replay_config
 from asyncflow.types import UserError
 from tests.conftest import MODEL, merged
+from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
 
 TREE: dict[str, Any] = {
@@ -128,6 +129,7 @@ def test_a_run_that_has_left_nothing_to_compare_with_agrees_with_nothing(finishe
     assert command.returncode == 1 and "do not agree bit for bit: metrics" in command.stdout, "what one of them lacks is not equal"
 
 
+@deep
 def test_a_critic_is_trained_again_and_compared(tmp_path: Path) -> None:
     run_dir = train(
         tmp_path,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.depth import in_gate
 from tests.e2e.commands import run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
@@ -40,10 +41,13 @@ class HalfOf:
             if 2 * number > len(self.specs):
                 os.kill(os.getpid(), signal.SIGKILL)
             yield named
+
+    async def gathered(self):
+        await self._source.gathered()
 """
 
 
-@pytest.mark.parametrize("weight_sync", ["shared_memory", "network", "collective"])
+@pytest.mark.parametrize("weight_sync", in_gate("shared_memory", of=["shared_memory", "network", "collective"]))
 def test_the_newest_whole_version_is_the_runs_model(small: Small, tmp_path: Path, weight_sync: str) -> None:
     common = {"weight_sync": {"name": weight_sync}, "rollout": {"num_workers": 2}}
     whole = small(**common, run={"name": "whole", "steps": 1}, train={"accumulate": "exact"})

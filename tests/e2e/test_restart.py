@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,13 @@ from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
-from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.depth import in_gate
+from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
+from tests.forked import Command
 from tests.processes import alive
 
 Small = Callable[..., dict[str, Any]]
-Background = Callable[..., "subprocess.Popen[str]"]
+Background = Callable[..., Command]
 SLOW_REWARD = """
 import time
 def score(sample):
@@ -48,7 +49,7 @@ def config(small: Small, tmp_path: Path, name: str, **changes: Any) -> Path:
     return write_config(folder, small(**merged(sections, changes)))
 
 
-def wait_for(condition: Callable[[], bool], command: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], command: Command, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert command.poll() is None, command.communicate()
@@ -66,7 +67,7 @@ def worker(run_dir: Path, name: str) -> psutil.Process:
 
 def is_named(process: psutil.Process, name: str) -> bool:
     try:
-        return name in process.cmdline()
+        return name in words_of(process)
     except psutil.Error:  # it has just ended
         return False
 
@@ -91,7 +92,7 @@ def stopped_with_rows(run_dir: Path, process: psutil.Process) -> bool:
     return has_rows
 
 
-@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
+@pytest.mark.parametrize("schedule", in_gate("delayed", of=["periodic", "delayed"]))
 def test_a_rollout_worker_killed_in_mid_step_changes_no_bit(
     small: Small, tmp_path: Path, background: Background, schedule: str
 ) -> None:
@@ -156,7 +157,7 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
     assert (run_dir / "report.html").is_file()
 
 
-def kill_twice(run_dir: Path, name: str, command: subprocess.Popen[str]) -> None:
+def kill_twice(run_dir: Path, name: str, command: Command) -> None:
     """A worker, and the one that is started in its place."""
     first = worker(run_dir, name)
     first.kill()

@@ -8,7 +8,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,8 +31,10 @@ from asyncflow.telemetry.trace import join_pieces, read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import Batch, RunError
 from tests.conftest import MODEL, merged
+from tests.depth import deep, few, in_gate
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.lives import Life
+from tests.forked import Command
 
 STEPS, PROMPTS, GROUP = 8, 4, 4
 UNSTEADY = f"{Path(__file__).with_name('unsteady.py')}:UnsteadySlots"
@@ -60,7 +61,7 @@ def tree(folder: Path, *changes: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=in_gate("delayed", of=MODES))
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
     """A mode, and the folder of a run in it that nothing has disturbed."""
     mode = MODES[request.param]
@@ -114,6 +115,7 @@ def data_order(count: int) -> list[str]:
     return SeededOrder(texts, seed=0).take(count)
 
 
+@deep
 def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     mode, undisturbed = whole
     config, rng, starts = tree(tmp_path, mode), random.Random(17), []
@@ -140,6 +142,7 @@ def test_killed_at_random_moments(whole: tuple[dict[str, Any], Path], tmp_path: 
     assert record.resumed_at and not record.made_again_at  # by engines that make the same again: no later life has to know
 
 
+@deep
 def test_terminated_while_a_checkpoint_is_written(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     mode, undisturbed = whole
     config = tree(tmp_path, mode, {"checkpoint": {"every_steps": 3}})
@@ -156,7 +159,7 @@ def test_killed_at_a_write(whole: tuple[dict[str, Any], Path], tmp_path: Path) -
     """tests/unit/checkpoint kills at every one of them."""
     mode, undisturbed = whole
     config = tree(tmp_path, mode)
-    for how, number in (("kill", 0), ("after", 7), ("kill", 19)):
+    for how, number in few([("after", 7)], [("kill", 0), ("after", 7), ("kill", 19)]):
         life = Life(config, harm=(how, number))
         assert life.end() == 137, life.said()
     last = Life(config)
@@ -212,6 +215,7 @@ def test_a_disk_that_is_full_at_each_write_in_turn(whole: tuple[dict[str, Any], 
     assert failed >= {"rename checkpoints/step-n", "rmtree checkpoints/step-n.over"}
 
 
+@deep
 def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     mode, undisturbed = whole
     config = tree(tmp_path, mode)
@@ -232,11 +236,11 @@ def test_a_damaged_checkpoint_is_passed_over(whole: tuple[dict[str, Any], Path],
 @pytest.mark.parametrize(
     "changes",
     [
-        {"schedule": {"name": "sub_step"}},
-        {"schedule": {"name": "bounded", "max_staleness": 2}},
-        {"schedule": {"name": "bounded", "max_staleness": 2, "membership": "first_come"}},
+        pytest.param({"schedule": {"name": "sub_step"}}, marks=deep),
+        pytest.param({"schedule": {"name": "bounded", "max_staleness": 2}}, marks=deep),
+        pytest.param({"schedule": {"name": "bounded", "max_staleness": 2, "membership": "first_come"}}, marks=deep),
         # what each scorer gave is a column of rows that are kept, too
-        {"schedule": {"name": "bounded", "max_staleness": 2}, "reward": {"value_on_failure": 0.0}},
+        pytest.param({"schedule": {"name": "bounded", "max_staleness": 2}, "reward": {"value_on_failure": 0.0}}, marks=deep),
     ],
     ids=["sub_step", "bounded", "first_come", "reward_parts"],
 )
@@ -323,7 +327,7 @@ def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_ha
 BETWEEN = {**MODES, "bounded": {"schedule": {"name": "bounded", "max_staleness": 2}}}
 
 
-@pytest.mark.parametrize("mode", BETWEEN)
+@pytest.mark.parametrize("mode", in_gate("bounded", of=BETWEEN))
 def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first_one(mode: str, tmp_path: Path) -> None:
     """The next life is killed as soon as its files are cut back."""
     config = between(tmp_path, BETWEEN[mode])
@@ -366,8 +370,9 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     assert len(certificate.voided) == 1 and "at step 3, where the run was gone on with" in certificate.voided[0]
 
 
+@deep
 def test_killed_with_its_trainers_on_two_ranks_a_run_goes_on_with_the_rows_of_its_checkpoint(
-    background: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    background: Callable[..., Command], tmp_path: Path
 ) -> None:
     """Every worker in a process of its own."""
     changes = {"plan": {"train": {"dp": 2}}, "eval": {"path": None}}
@@ -474,7 +479,7 @@ def digest(values: Any) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("by", in_gate(signal.SIGTERM, of=[signal.SIGINT, signal.SIGTERM]), ids=["SIGINT", "SIGTERM"])
 def test_a_step_whose_updates_have_begun_is_made_to_its_end_and_kept(by: signal.Signals, tmp_path: Path) -> None:
     """They take longer than workers are given to end in, which begins with the commit."""
     config = tree(tmp_path, {"train": {"epochs": 6, "old": "rollout"}, "run": {"stop_grace_seconds": 2}})
@@ -484,6 +489,7 @@ def test_a_step_whose_updates_have_begun_is_made_to_its_end_and_kept(by: signal.
     assert life.num_steps() == 1 and [path.name for path in (life.run_dir / "checkpoints").iterdir()] == ["step-000001"]
 
 
+@deep
 def test_a_step_is_made_to_its_end_for_as_long_as_something_moves_and_nobody_interrupts_again(tmp_path: Path) -> None:
     config = tree(tmp_path, {"train": {"epochs": 2, "old": "rollout"}, "run": {"stop_grace_seconds": 0.5}})
     began = time.monotonic()
@@ -583,6 +589,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+@deep
 def test_who_computes_the_references_log_probs_may_change(tmp_path: Path) -> None:
     """Rows that were completed have them, or lack them."""
     config = tree(tmp_path, {"schedule": "sub_step", "run": {"steps": 4}, "eval": {"path": None}})

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from asyncflow.telemetry.trace import read_spans
+from tests.depth import deep, in_gate
 from tests.e2e.commands import rows, run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
@@ -52,7 +53,7 @@ def train(tmp_path: Path, tree: dict[str, Any], *overrides: str) -> tuple[Any, P
     return command, tmp_path / "runs" / tree["run"]["name"]
 
 
-@pytest.mark.parametrize("place", ["rollout", "task"])
+@pytest.mark.parametrize("place", in_gate("task", of=["rollout", "task"]))
 def test_several_rewards_are_weighted_and_each_is_logged_by_its_name(
     small: Small, tmp_path: Path, graders: Path, place: str
 ) -> None:
@@ -115,6 +116,7 @@ print(json.dumps([sorted({text.strip() for text in evaluated if len(text) < 1000
 """
 
 
+@deep
 def test_the_process_of_a_run_evaluates_nothing_that_the_model_wrote_and_has_no_parser_that_would(small: Small) -> None:
     """torch imports sympy itself, here and there: what reads a formula with it is math-verify, over latex2sympy2."""
     tree = small(
@@ -201,7 +203,7 @@ def test_a_row_that_cannot_be_scored_has_the_value_that_was_configured_and_is_co
     assert mean == pytest.approx(1.0 - 2.0 * failed / trained, abs=1e-6)
 
 
-@pytest.mark.parametrize("value", [None, 0.0])
+@pytest.mark.parametrize("value", in_gate(None, of=[None, 0.0]))
 def test_too_many_that_cannot_be_scored_stop_the_run(small: Small, tmp_path: Path, graders: Path, value: float | None) -> None:
     scorer = {"path": f"{graders}:fails_for", "share": 2.0}
     reward = {"scorer": scorer, "max_attempts": 1, "max_failed_fraction": 0.1, "value_on_failure": value}

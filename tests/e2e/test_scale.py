@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,20 @@ from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
+from tests.depth import deep, few
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 from tests.e2e.test_restart import committed, holds, is_named, wait_for, worker
+from tests.forked import Command
 
 Small = Callable[..., dict[str, Any]]
-Background = Callable[..., "subprocess.Popen[str]"]
+Background = Callable[..., Command]
 SLOW_REWARD = """
 import os, time
 def score(sample, *, gate):
     time.sleep(0.0 if os.path.exists(gate) else 0.3)  # a step takes seconds, in which workers hold rows without a reward
     return float(len(sample.response) % 3)
 """
-STEPS = 30
+STEPS = few(16, 30)
 
 
 def config(small: Small, tmp_path: Path, name: str, **changes: Any) -> Path:
@@ -62,7 +63,7 @@ def is_there(run_dir: Path, name: str) -> bool:
 
 @pytest.mark.parametrize(
     ("schedule", "weight_sync", "grace_seconds"),
-    [("periodic", "shared_memory", 60), ("delayed", "network", 0)],
+    [pytest.param("periodic", "shared_memory", 60, marks=deep), ("delayed", "network", 0)],
 )
 def test_a_run_of_one_worker_then_three_then_one_changes_no_bit(
     small: Small, tmp_path: Path, background: Background, schedule: str, weight_sync: str, grace_seconds: float
@@ -112,6 +113,7 @@ def test_a_run_of_one_worker_then_three_then_one_changes_no_bit(
         assert certificate.rows_redelivered > 0, "the leavers held nothing: this shows nothing"
 
 
+@deep
 def test_workers_that_lack_the_reward_file_are_given_up_and_the_run_goes_on(
     small: Small, tmp_path: Path, background: Background
 ) -> None:
@@ -144,7 +146,7 @@ def test_what_a_run_cannot_have_is_refused_with_a_sentence(small: Small, tmp_pat
     wait_for(lambda: committed(run_dir) >= 1, command)
     for size, words in {
         "rollout=0": "a run needs a rollout worker",
-        "rollout=4": "6 = 1 x 4 + 2, so no fair share exists; take one of 1, 2, 3, 6",
+        "rollout=7": "rollout=7 is more than train.prompts_per_step=6, so 1 of them would have nothing to generate: take 6",
         "trainer=2": "only rollout workers may join and leave a run",
         "rollout": "'rollout' is not of the form rollout=NUMBER",
     }.items():

@@ -16,6 +16,7 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.schedule import Schedule
 from tests.conftest import merged
+from tests.depth import deep
 from tests.e2e.commands import processes_of, run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
@@ -90,14 +91,13 @@ def differs(first: Path, second: Path) -> bool:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("synchronous", {}),
-        ("periodic", {}),
-        ("delayed", {}),
-        ("sub_step", {}),
-        ("bounded", {"max_staleness": 1}),
-        ("bounded", {"max_staleness": 2, "membership": "first_come"}),
+        pytest.param("synchronous", {}, id="synchronous"),
+        pytest.param("periodic", {}, id="periodic", marks=deep),
+        pytest.param("delayed", {}, id="delayed", marks=deep),
+        pytest.param("sub_step", {}, id="sub_step"),
+        pytest.param("bounded", {"max_staleness": 1}, id="bounded", marks=deep),
+        pytest.param("bounded", {"max_staleness": 2, "membership": "first_come"}, id="first_come"),
     ],
-    ids=["synchronous", "periodic", "delayed", "sub_step", "bounded", "first_come"],
 )
 def test_a_run_keeps_what_its_schedule_promises(small: Small, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     run_dir = trained(small, tmp_path, "run", {"name": name, **options})
@@ -147,6 +147,7 @@ def test_two_delayed_runs_with_other_timing_are_the_same_run_to_the_bit(small: S
     assert not differs(*runs)
 
 
+@deep
 def test_the_reward_as_a_task_changes_no_bit(small: Small, tmp_path: Path) -> None:
     runs = [
         trained(small, tmp_path, place, "periodic", train={"accumulate": "exact"}, reward={"place": place})

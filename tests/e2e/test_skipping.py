@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from tests.conftest import merged
+from tests.depth import deep, in_gate
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.test_parallel import of_metric, prints, trained
 
@@ -31,7 +32,7 @@ def in_this_process(small: Small, tmp_path: Path, name: str, **changes: Any) -> 
     return tmp_path / "runs" / name
 
 
-@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
+@pytest.mark.parametrize("schedule", in_gate("periodic", of=["periodic", "delayed"]))
 def test_the_weights_have_the_same_bits_and_the_figures_tell_what_was_left_out(small: Small, tmp_path: Path, schedule: str) -> None:
     whole = in_this_process(small, tmp_path, "whole", schedule=schedule)
     thrifty = in_this_process(small, tmp_path, "thrifty", schedule=schedule, train=SKIPS)
@@ -54,9 +55,9 @@ def test_the_weights_have_the_same_bits_and_the_figures_tell_what_was_left_out(s
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train": {"epochs": 2, "mini_batches": 2, "old": "step_start", "learning_rate": 1e-3}},
-        {"algorithm": "ppo", "reward": {"scorer": {"name": "regex", "pattern": "="}}},
-        {"algorithm": "reinforce_plus_plus"},
+        pytest.param({"train": {"epochs": 2, "mini_batches": 2, "old": "step_start", "learning_rate": 1e-3}}, marks=deep),
+        pytest.param({"algorithm": "ppo", "reward": {"scorer": {"name": "regex", "pattern": "="}}}, marks=deep),
+        pytest.param({"algorithm": "reinforce_plus_plus"}, marks=deep),
         {"algorithm": {"name": "cispo", "loss_normaliser": "sequences"}, "train": {"dtype": "bfloat16"}},
     ],
     ids=["epochs and mini-batches", "ppo", "a statistic of the batch", "bfloat16"],
@@ -88,6 +89,7 @@ def test_data_parallel_ranks_leave_out_the_same(small: Small, tmp_path: Path) ->
     assert sum(of_metric(two, "rows/zero_advantage")) > 0
 
 
+@deep
 def test_so_do_tensor_and_pipeline_parallel_ones(small: Small, tmp_path: Path) -> None:
     layout = {"plan": {"train": {"tp": 2, "pp": 2}}, "train": {"pipeline_micro_batches": 1}}
     one, four = trained(small, tmp_path, "one"), trained(small, tmp_path, "four", **merged(layout, {"train": SKIPS}))
@@ -96,6 +98,7 @@ def test_so_do_tensor_and_pipeline_parallel_ones(small: Small, tmp_path: Path) -
     assert max(abs(weights[name] - others[name]).max() for name in weights) < 1e-4
 
 
+@deep
 def test_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
     config = write_config(tmp_path, small(run={"steps": 100}, train=SKIPS))
     command = run_command("verify", config, "--steps", "4", "train.accumulate=exact")

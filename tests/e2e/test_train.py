@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +14,13 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from transformers import AutoConfig
 
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.metrics import DEFINITIONS, metric_key
 from asyncflow.telemetry.trace import read_spans
+from tests.conftest import MODEL
+from tests.depth import deep
 from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
 from tests.report_page import check_chart
 
@@ -34,6 +38,18 @@ def test_that_prompts_are_too_short_to_share_is_said_once(small: Callable[..., d
     assert command.returncode == 0 and command.stdout.count("prompts are not shared where that saves less than a tenth") == 1
     for row in rows(tmp_path / "runs" / "test" / "metrics.jsonl"):
         assert row["perf/physical_tokens_ratio"] == 1.0
+
+
+def test_a_model_whose_config_is_written_whole_and_names_no_architecture(
+    small: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    whole = {name: value for name, value in AutoConfig.from_pretrained(model).to_dict().items() if name != "architectures"}
+    assert whole["chunk_size_feed_forward"] == 0
+    (model / "config.json").write_text(json.dumps(whole))
+    command = run_command("train", write_config(tmp_path, small(run={"steps": 1}, model={"path": str(model)})))
+    assert command.returncode == 0 and "finished after 1 step" in command.stdout, command.stdout + command.stderr
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +212,7 @@ def test_dry_run_starts_nothing(small: Callable[..., dict[str, Any]], tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
+@deep
 def test_a_terminal_gets_a_progress_bar(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """In a pseudo-terminal: steps, reward, TPSPD, staleness and the time left, in one line that is drawn over and over."""
     config = write_config(tmp_path, small(cluster="inline"))

@@ -58,8 +58,8 @@ def test_workers_join_and_leave_a_run_by_hand(small: Callable[..., dict[str, Any
         driver = trainer._started.driver
         assert driver is not None and driver.board.serving == {"rollout/0": 1, "rollout/1": 1}
         assert trainer.step() is not None
-        with pytest.raises(UserError, match="4 = 1 x 3 \\+ 1, so no fair share exists"):
-            trainer.scale_rollout(3)
+        with pytest.raises(UserError, match=r"rollout=5 is more than train\.prompts_per_step=4"):
+            trainer.scale_rollout(5)
         assert "rollout/1 leaves" in trainer.scale_rollout(1, 0.0)
         assert trainer.step() is not None and trainer.step() is not None
         assert driver.board.serving.keys() == {"rollout/0"} and driver.board.crew.leaving == set()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,9 @@ import psutil
 import pytest
 
 from asyncflow.cluster.abroad import Abroad
-from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+from tests.depth import deep, in_gate
+from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
+from tests.forked import Command
 
 Small = Callable[..., dict[str, Any]]
 UNITS = ("queue.place=workers", "queue.num_units=2")
@@ -31,11 +31,11 @@ def fingerprints(run_dir: Path) -> list[Any]:
 
 
 def units_of(run_dir: Path) -> dict[str, psutil.Process]:
-    found = {process.cmdline()[-2]: process for process in processes_of(run_dir)}
+    found = {words_of(process)[-2]: process for process in processes_of(run_dir)}
     return {name: process for name, process in found.items() if name.startswith("storage/")}
 
 
-def wait_for(condition: Callable[[], Any], command: subprocess.Popen[str], seconds: float = 120.0) -> Any:
+def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 120.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert command.poll() is None, command.communicate()
@@ -45,7 +45,7 @@ def wait_for(condition: Callable[[], Any], command: subprocess.Popen[str], secon
 
 
 def test_units_in_processes_of_their_own_give_the_same_bits(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+    small: Small, tmp_path: Path, background: Callable[..., Command]
 ) -> None:
     config = write_config(tmp_path, recipe(small, eval={"path": "generated:arithmetic", "num_prompts": 4}))
     near = run_command("train", config, "run.name=near")
@@ -61,6 +61,7 @@ def test_units_in_processes_of_their_own_give_the_same_bits(
     assert (run_dirs[1] / "logs" / "storage-1.log").read_text() == ""
 
 
+@deep
 def test_units_that_are_reached_by_tls_alone_give_the_same_bits(small: Small, tmp_path: Path) -> None:
     """As on other machines: each listens where its machine reaches the driver."""
     places = Abroad(tmp_path / "memory", tmp_path / "files")
@@ -69,16 +70,14 @@ def test_units_that_are_reached_by_tls_alone_give_the_same_bits(small: Small, tm
     config, listen = write_config(tmp_path, recipe(small)), "tls:127.0.0.1:0"
     assert run_command("train", config, "run.name=near").returncode == 0
     doors = [f"queue.listen={listen}", "weight_sync.name=network", f"weight_sync.listen={listen}"]
-    command = command_line("train", config, "run.name=far", *UNITS, *doors)
-    environment = {**os.environ, **places.environment()}
-    far = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    far = run_command("train", config, "run.name=far", *UNITS, *doors, **places.environment())
     assert far.returncode == 0, far.stdout + far.stderr
     assert fingerprints(tmp_path / "runs" / "near") == fingerprints(tmp_path / "runs" / "far")
     assert len([*places.memory.glob("unit-*.arena")]) == 2 and not [*places.memory.glob("unit-*.sock")]
 
 
 def test_a_run_that_has_lost_rows_with_a_unit_says_so_and_saves_its_model(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]]
+    small: Small, tmp_path: Path, background: Callable[..., Command]
 ) -> None:
     run_dir = tmp_path / "runs" / "test"
     command = background("train", write_config(tmp_path, recipe(small, run={"steps": 5000})), *UNITS)
@@ -95,7 +94,7 @@ def test_a_run_that_has_lost_rows_with_a_unit_says_so_and_saves_its_model(
 
 
 def test_a_unit_that_dies_is_started_again_and_goes_on_with_what_is_durable(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]], redis_url: str
+    small: Small, tmp_path: Path, background: Callable[..., Command], redis_url: str
 ) -> None:
     config = write_config(tmp_path, recipe(small, run={"steps": 6}))
     assert run_command("train", config, "run.name=near").returncode == 0
@@ -109,9 +108,9 @@ def test_a_unit_that_dies_is_started_again_and_goes_on_with_what_is_durable(
     assert fingerprints(run_dirs[0]) == fingerprints(run_dirs[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", in_gate(signal.SIGKILL, of=[signal.SIGTERM, signal.SIGKILL]))
 def test_units_end_with_their_run_and_no_sooner(
-    small: Small, tmp_path: Path, background: Callable[..., subprocess.Popen[str]], number: int
+    small: Small, tmp_path: Path, background: Callable[..., Command], number: int
 ) -> None:
     """Told to end, the run still writes a checkpoint, with rows that lie on units; killed, it leaves nobody behind."""
     run_dir = tmp_path / "runs" / "test"

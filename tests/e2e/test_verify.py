@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asyncflow.cli import app
+from asyncflow.build.prepare import check_choices
+from asyncflow.cli.verbs import app
 from asyncflow.cli.verify import variants
 from asyncflow.config import parse
 from asyncflow.job import Job, Listener
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.types import RunError, UserError
+from tests.depth import deep
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
@@ -118,12 +120,26 @@ def test_sums_in_order_of_arrival_differ_and_the_first_difference_is_named(small
     assert found["what"] == "tensor" and found["values"][0] != found["values"][1]
 
 
+SLOW = """
+import time
+from asyncflow.engines.train.torch_engine import TorchEngine
+
+class Slow(TorchEngine):
+    def __init__(self, *, seconds, **given):
+        time.sleep(seconds)
+        super().__init__(**given)
+"""
+
+
+@deep
 def test_a_step_that_was_generated_while_the_trainer_loaded_proves_nothing(small: Small, tmp_path: Path) -> None:
     earlier = tmp_path / "runs" / "test-verify" / "periodic"
     earlier.mkdir(parents=True)
     for name in (".asyncflow-run", "fingerprints.jsonl"):  # of an earlier verification, which is overwritten
         (earlier / name).write_text("{}\n")
-    command = run_command("verify", small_config(small, tmp_path), "train.accumulate=exact", "--steps", "1")
+    (tmp_path / "slow.py").write_text(SLOW)
+    engine = f"train.engine={{path: '{tmp_path / 'slow.py'}:Slow', seconds: 5}}"
+    command = run_command("verify", small_config(small, tmp_path), "train.accumulate=exact", engine, "--steps", "1")
     assert command.returncode == 2, command.stdout + command.stderr
     assert (
         "VOID, no proof: periodic never trained while responses were made or scored; periodic lost no row with a killed worker"
@@ -145,7 +161,7 @@ def test_a_step_that_was_generated_while_the_trainer_loaded_proves_nothing(small
         (["train.num_threads=2"], ["verify sets train.num_threads itself"]),
         (["reward.delays.salt=3"], ["verify sets reward.delays itself"]),
         (["train.accumulat=fp32"], ["unknown key 'train.accumulat'", "'accumulate'"]),
-        (["train.prompts_per_step=7"], ["7 = 3 x 2 + 1", "6 or 8"]),
+        (["train.prompts_per_step=1"], ["rollout.num_workers=2 is more than train.prompts_per_step=1"]),
         (["model.path=nowhere"], ["nowhere"]),
     ],
 )
@@ -176,6 +192,15 @@ def test_a_user_s_schedule_that_leaves_timing_no_choice_is_compared_with_itself(
     assert first.run.steps == 7 and first.rollout.num_workers == 2 and first.run_dir == tmp_path / "runs/test-verify/TwoLate-1"
     on_policy = parse(small(schedule={"path": path, "late": 0}))
     assert [config.schedule.name for config in variants(on_policy, 7)] == ["synchronous", "periodic"]
+
+
+def test_the_sampler_of_evaluators_is_left_out_with_them(small: Small) -> None:
+    samplers = {"rollout": "shortest_queue", "evaluate": "oldest"}
+    given = parse(small(eval={"path": "generated:arithmetic", "num_workers": 1}, queue={"samplers": samplers}))
+    check_choices(given)
+    for config in variants(given, 2):
+        check_choices(config)
+        assert {task: chosen.name for task, chosen in config.queue.samplers.items()} == {"rollout": "shortest_queue"}
 
 
 def test_a_worker_in_the_driver_s_own_process_cannot_be_killed(small: Small) -> None:

@@ -12,11 +12,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from asyncflow.cli import app
+from asyncflow.cli.verbs import app
 from asyncflow.config import Config
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Equivalence, Kill
 from tests.conftest import merged
+from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
@@ -53,11 +54,11 @@ def config_of(small: Small, tmp_path: Path, changes: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"name": "dr_grpo", "loss_constant": 48},
-        {"name": "dapo", "overlong_length": 48, "overlong_buffer": 40},
-        "rloo",
+        pytest.param({"name": "dr_grpo", "loss_constant": 48}, marks=deep),
+        pytest.param({"name": "dapo", "overlong_length": 48, "overlong_buffer": 40}, marks=deep),
+        pytest.param("rloo", marks=deep),
         "gspo",
-        "cispo",
+        pytest.param("cispo", marks=deep),
     ],
     ids=["dr_grpo", "dapo", "rloo", "gspo", "cispo"],
 )
@@ -65,6 +66,7 @@ def test_periodic_equals_synchronous(small: Small, tmp_path: Path, algorithm: st
     equal(config_of(small, tmp_path, {"algorithm": algorithm}), 3)
 
 
+@deep
 def test_with_the_kl_term_in_the_reward_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
     changes = {
         "algorithm": {"name": "rloo", "kl_coefficient": 0.05, "kl_place": "reward"},
@@ -75,6 +77,7 @@ def test_with_the_kl_term_in_the_reward_periodic_equals_synchronous(small: Small
     assert kl[0] == 0.0 < min(kl[1:])
 
 
+@deep
 def test_reinforce_plus_plus_delayed_equals_itself(small: Small, tmp_path: Path) -> None:
     changes = {"algorithm": "reinforce_plus_plus", "schedule": "delayed"}
     equal(config_of(small, tmp_path, changes), 4, ("delayed-1", "delayed-2"))
@@ -102,8 +105,15 @@ NORMALISING_PPO: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
-@pytest.mark.parametrize("changes", [BASELINE, NORMALISING_PPO], ids=["baseline", "ppo"])
+@pytest.mark.parametrize(
+    ("changes", "schedule"),
+    [
+        pytest.param(BASELINE, "periodic", id="baseline-periodic", marks=deep),
+        pytest.param(BASELINE, "delayed", id="baseline-delayed", marks=deep),
+        pytest.param(NORMALISING_PPO, "periodic", id="ppo-periodic", marks=deep),
+        pytest.param(NORMALISING_PPO, "delayed", id="ppo-delayed"),
+    ],
+)
 def test_with_a_statistic_of_the_step_bits_are_equal_and_periodic_overlaps_nothing(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], schedule: str
 ) -> None:

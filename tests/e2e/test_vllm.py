@@ -10,11 +10,14 @@ import pytest
 
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
+from tests.depth import deep, in_gate
 from tests.e2e.commands import processes_of, rows, run_command, write_config
 from tests.vllm.servers import fake_python
 
+BOUNDED = {"name": "bounded", "max_staleness": 1}
 
-@pytest.mark.parametrize("schedule", ["periodic", {"name": "bounded", "max_staleness": 1}])
+
+@pytest.mark.parametrize("schedule", in_gate(BOUNDED, of=["periodic", BOUNDED]))
 def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: Path, schedule: Any) -> None:
     """The stand-in's log-probs are not the model's, of which the run warns."""
     engine = {"name": "vllm", "python": str(fake_python(tmp_path)), "instances": 2}
@@ -48,6 +51,7 @@ def test_evaluators_have_servers_of_their_own(small: Callable[..., dict[str, Any
     assert not processes_of(run_dir)
 
 
+@deep
 def test_a_run_that_is_gone_on_with_says_that_its_bits_may_be_others(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """And why. One on an engine that is deterministic says nothing of it."""
     path = write_config(tmp_path, small(run={"steps": 1}, checkpoint={"every_steps": 1}))

@@ -43,7 +43,7 @@ def drawn(mode: str, seed: int) -> tuple[Config, Costs]:
             "kv_on_install": rng.choice(("keep", "recompute")),
             "max_restarts": 10,
         },
-        "train": {"prompts_per_step": workers * max(1, round(rng.uniform(0.5, 1.5) * 4 / workers))},
+        "train": {"prompts_per_step": max(workers, round(rng.uniform(0.5, 1.5) * 4))},
         "queue": {"lease_seconds": rng.choice((2.0, 120.0, 120.0)), "num_units": rng.choice((1, 1, 2))},
         "telemetry": {"samples_per_step": 0},
         "eval": {"path": rng.choice((None, "generated:arithmetic")), "num_prompts": 2, "every_steps": rng.choice((None, None, 1))},

@@ -17,6 +17,7 @@ from asyncflow.simulation.run import Simulated, simulate, simulate_lives
 from asyncflow.weight_sync.base import NoRoom
 from asyncflow.weight_sync.sleeping import SleepingSender
 from asyncflow.workflows import SCHEDULES
+from tests.depth import in_gate
 
 MODES: dict[str, Any] = {
     "synchronous": "synchronous",
@@ -54,7 +55,7 @@ def generation(run: Simulated, step: int, *, evaluation: bool) -> tuple[float, f
     return min(span.start for span in groups), max(span.end for span in groups)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", in_gate("bounded", of=MODES))
 def test_the_trainer_computes_while_the_version_is_evaluated(mode: str) -> None:
     without, evaluated = run_of(mode), run_of(mode, path="generated:arithmetic", every_steps=1)
     assert not without.violations and not evaluated.violations
@@ -124,7 +125,7 @@ def evaluated_by(run: Simulated) -> set[tuple[str, int, int]]:
     return {(span.worker, span.version, span.step) for span in groups}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", in_gate("delayed", of=MODES))
 def test_evaluators_do_not_hold_training_up_by_a_moment(mode: str, even_wire: None) -> None:
     without = simulate(parse(tree_of(mode)), faults=SLOW)
     generating = sum(s.end - s.start for s in without.spans if s.task == "generate" and s.worker == "rollout/0")
@@ -140,7 +141,7 @@ def test_evaluators_do_not_hold_training_up_by_a_moment(mode: str, even_wire: No
     assert {"evaluate", "install"} <= lane and "generate" not in lane
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", in_gate("periodic", of=MODES))
 def test_an_evaluation_that_is_too_slow_costs_another_one_and_training_nothing(
     mode: str, even_wire: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +169,7 @@ def test_an_evaluation_that_is_too_slow_costs_another_one_and_training_nothing(
     assert max(kept) <= staleness + 1 + 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", in_gate("sub_step", of=MODES))
 def test_an_evaluator_that_dies_evaluates_the_same_version_again(mode: str, even_wire: None) -> None:
     calm = own_run(mode, every_steps=2, num_prompts=16)
     assert [row["step"] for row in calm.evaluations] == [0, 2, 4]
@@ -202,7 +203,7 @@ def test_a_rollout_worker_that_joins_or_leaves_is_no_evaluators_business() -> No
     assert [row["step"] for row in resized.evaluations] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", in_gate("delayed", of=MODES))
 def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> None:
     """Whose checkpoint, of a later version, has the weights."""
     tree = tree_of(mode, path="generated:arithmetic", num_workers=1, every_steps=2, num_prompts=20)
@@ -220,7 +221,7 @@ def test_a_version_under_way_is_evaluated_by_the_run_that_goes_on(mode: str) -> 
     assert min(span.start for span in again.spans if span.task == "forward_backward") < generation(again, 2, evaluation=True)[1]
 
 
-@pytest.mark.parametrize("mode", ["periodic", "delayed"])
+@pytest.mark.parametrize("mode", in_gate("periodic", of=["periodic", "delayed"]))
 def test_what_was_left_out_is_told_by_the_run_that_goes_on(mode: str) -> None:
     """The first evaluation lasts longer than the first life."""
     tree = tree_of(mode, path="generated:arithmetic", num_workers=1, every_steps=1)

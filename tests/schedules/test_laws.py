@@ -1,5 +1,5 @@
-"""Every mode in simulated runs, 100 seeds each: slow, dying and stalled workers, late rewards, weights that do not arrive, workers
-that join and leave.
+"""Every mode in simulated runs, 100 seeds each (in the gate 8): slow, dying and stalled workers, late rewards, weights that do not
+arrive, workers that join and leave.
 
 No law is broken: the version interval of every row, each row trained once, all steps committed, no deadlock, a clean shutdown.
 """
@@ -24,9 +24,12 @@ from asyncflow.workflows.critic import Version
 from asyncflow.workflows.ledger import Candidates, LedgerService
 from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.rollout import Rollout
+from tests.depth import few
 from tests.schedules.configurations import MODES, drawn
 
-SEEDS, CHUNK, PROCESSES = 100, 10, 2
+SEEDS, CHUNK, PROCESSES = few(range(8, 16), range(100)), few(4, 10), 2
+FIRST_WITH_FAULTS = 10
+MOST = 100
 COUNTED: dict[str, Counter[str]] = {}
 
 AT_LEAST = {
@@ -46,12 +49,12 @@ AT_LEAST = {
     "degenerate groups": 1000,
     "surplus groups": 200,
 }
-"""How often, over all modes, what is to be tested has to happen."""
+"""How often, over all modes and 100 seeds each, what is to be tested has to happen."""
 
 
-def run_seeds(mode: str, first: int, *, has_faults: bool) -> list[Outcome]:
+def run_seeds(mode: str, seeds: range) -> list[Outcome]:
     gc.freeze()  # a run looks for what nobody took, but not among what was imported
-    return [run_seed(*drawn(mode, seed), seed, has_faults=has_faults) for seed in range(first, first + CHUNK)]
+    return [run_seed(*drawn(mode, seed), seed, has_faults=seed >= FIRST_WITH_FAULTS) for seed in seeds]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_law_is_broken(mode: str, pool: ProcessPoolExecutor) -> None:
-    chunks = [pool.submit(run_seeds, mode, first, has_faults=first > 0) for first in range(0, SEEDS, CHUNK)]
+    chunks = [pool.submit(run_seeds, mode, SEEDS[first : first + CHUNK]) for first in range(0, len(SEEDS), CHUNK)]
     found = [outcome for chunk in chunks for outcome in chunk.result()]
     assert {outcome.seed: outcome.violations for outcome in found if outcome.violations} == {}
     COUNTED[mode] = sum((Counter(outcome.counts) for outcome in found), Counter())
@@ -72,13 +75,15 @@ def test_what_is_to_be_tested_has_happened_often() -> None:
     if len(COUNTED) < len(MODES):
         pytest.skip("only some of the modes have run")
     counts = sum(COUNTED.values(), Counter())
-    assert {what: counts[what] for what, least in AT_LEAST.items() if counts[what] < least} == {}
+    share = len(SEEDS) / MOST * few(0.5, 1)  # what is rare may be rarer in a few seeds
+    assert {what: counts[what] for what, least in AT_LEAST.items() if counts[what] < least * share} == {}
     assert COUNTED["periodic"]["responses of several versions"] == COUNTED["delayed"]["responses of several versions"] == 0
 
 
 def test_a_seed_is_the_same_each_time_and_in_every_process(pool: ProcessPoolExecutor) -> None:
-    here = run_seeds("bounded", 20, has_faults=True)
-    assert here == pool.submit(run_seeds, "bounded", 20, has_faults=True).result()
+    seeds = range(20, 20 + CHUNK)
+    here = run_seeds("bounded", seeds)
+    assert here == pool.submit(run_seeds, "bounded", seeds).result()
     assert len({outcome.seconds for outcome in here}) == CHUNK
 
 
@@ -130,11 +135,20 @@ BUGS = {
 }
 
 
+FOUND_BY = {
+    "nobody goes back for rows that only old weights may make": 17,
+    "whoever is fast is a member": 11,
+    "prompts that were not needed do not come again": 3,
+    "rows that are given up stay members of their step": 12,
+}
+"""Seeds that find a bug, where the first does not: tried before all others, since a search takes seconds."""
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(bug: str) -> None:
     mode, planted, told = BUGS[bug]
     with planted:
-        for seed in range(SEEDS):
+        for seed in (FOUND_BY.get(bug, 0), *range(MOST)):
             violations = run_seed(*drawn(mode, seed), seed, has_faults=True).violations
             if violations:
                 break

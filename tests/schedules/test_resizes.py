@@ -9,6 +9,7 @@ from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.simulation.run import Simulated, simulate
 from asyncflow.telemetry.idle import busy_and_idle
+from tests.depth import in_gate
 from tests.schedules.configurations import MODES
 
 COSTS = Costs(
@@ -36,7 +37,7 @@ def run_of(mode: str, *resizes: Resize) -> Simulated:
     return simulated
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", in_gate("delayed", "bounded", of=MODES))
 def test_joiners_help_and_leavers_end_what_they_hold(mode: str) -> None:
     alone = run_of(mode)
     run = run_of(mode, Resize(15.0, 4, 60.0), Resize(35.0, 2, 60.0), Resize(35.1, 3, 60.0))
@@ -52,7 +53,7 @@ def test_joiners_help_and_leavers_end_what_they_hold(mode: str) -> None:
     assert all(lane.unrecorded_seconds < 1e-6 for lane in lanes.values())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", in_gate("sub_step", of=MODES))
 def test_what_leavers_cannot_end_in_time_is_made_again(mode: str) -> None:
     run = run_of(mode, Resize(15.0, 4, 60.0), Resize(30.0, 1, 0.0))
     assert run.counts["leavers that were cut short"] == 3

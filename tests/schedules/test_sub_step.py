@@ -11,6 +11,7 @@ from asyncflow.cluster.faults import Faults, Hangs
 from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.simulation.run import NO_FAULTS, Simulated, simulate
+from tests.depth import in_gate
 
 LENGTHS = Lengths(prompt=16, response_median=60.0, response_sigma=0.3)
 COSTS = Costs(decode_step_seconds=0.02, forward_backward_seconds=0.0, load_seconds=0.0, lengths=LENGTHS)
@@ -46,7 +47,7 @@ def test_workers_that_change_in_turn_make_samples_of_the_newest_version() -> Non
     assert sub_step.seconds < 1.05 * delayed.seconds
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", in_gate(4, of=[1, 4]))
 def test_where_training_is_the_slower_half_part_of_each_batch_is_of_the_newest_version_too(workers: int) -> None:
     costs = Costs(
         decode_step_seconds=0.02,
@@ -71,7 +72,7 @@ def test_one_that_begins_again_and_whose_weights_do_not_come_keeps_nobody_from_t
 
 
 @pytest.mark.parametrize("called", [(), (8.0, 16.0)], ids=["in turn", "all at once"])
-@pytest.mark.parametrize("moment", range(5, 9))
+@pytest.mark.parametrize("moment", in_gate(6, of=range(5, 9)))
 def test_one_that_stands_still_in_its_turn_keeps_nobody_from_changing(moment: int, called: tuple[float, ...]) -> None:
     """It holds no rows then, so no lease ends that would have anybody look around."""
     costs = msgspec.structs.replace(COSTS, install_seconds=2.0)

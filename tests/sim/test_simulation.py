@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import few
 from tests.sim.run import report
 from tests.sim.world import simulate
 
-SEEDS, CHUNK = 2000, 100
+SEEDS, CHUNK = few(100, 2000), 50
 COUNTED: dict[int, Counter[str]] = {}
 
 AT_LEAST = {
@@ -58,7 +59,7 @@ AT_LEAST = {
     "loss named": 100,
     "trained": 10000,
 }
-"""How often, over all seeds, what is to be tested has to happen: a simulation must not stop testing something without a word."""
+"""How often, over 2,000 seeds, what is to be tested has to happen: a simulation must not stop testing something without a word."""
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
@@ -75,12 +76,13 @@ def test_everything_that_can_happen_has_happened_often() -> None:
     if len(COUNTED) < SEEDS // CHUNK:
         pytest.skip("only some of the seeds have run")
     counts = sum(COUNTED.values(), Counter())
-    assert {what: counts[what] for what, least in AT_LEAST.items() if counts[what] < least} == {}
+    share = SEEDS / 2000 * few(0.5, 1)  # what is rare may be rarer in a few seeds
+    assert {what: counts[what] for what, least in AT_LEAST.items() if counts[what] < least * share} == {}
 
 
 def test_a_seed_is_the_same_each_time_and_in_every_process() -> None:
     """Whatever is hashed how, and wherever in memory it lies: in some of these seeds many tasks are cancelled at once."""
-    seeds = [*range(7, 12), 21, 50, 53, 82, 98, 107]
+    seeds = [*range(7, 12), 21, 50, 53, 82, 98, 107][:: few(3, 1)]
     program = f"from tests.sim.world import simulate; print(*(simulate(seed).digest for seed in {seeds}))"
     digests = [[simulate(seed).digest for seed in seeds]]
     for number in (1, 2):

@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from asyncflow.build.parts import critic_options, make_algorithm, num_devices, tasks_before_training
+from asyncflow.build.parts import (
+    critic_options,
+    make_algorithm,
+    num_devices,
+    queue_schema,
+    tasks_before_training,
+    weights_need_key,
+)
 from asyncflow.build.prepare import check_choices
 from asyncflow.config import Config, dump, load, parse, parse_dumped
 from asyncflow.settings import Choice, apply_override
 from asyncflow.types import UserError
+from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
 
 NEEDED: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}}
 
@@ -32,7 +40,16 @@ def write(folder: Path, text: str) -> Path:
         ({"rolout": {}}, "unknown key 'rolout': did you mean 'rollout'?"),
         ({"train": {"zzz": 1}}, "unknown key 'train.zzz': known here are engine, prompts_per_step, "),
         ({"weight_sync": {"nmae": "shared_memory"}}, "unknown key 'weight_sync.nmae': did you mean 'name'?"),
-        ({"weight_sync": {"listen": "tls:h:1"}}, "weight_sync: nobody connects to tls:h:1 when weights travel by shared_memory"),
+        (
+            {"weight_sync": {"path": "f.py:Mine", "every": 3}},
+            "unknown key 'weight_sync.every': known here are name, options, dtype",
+        ),
+        ({"weight_sync": {"path": "f.py:Mine", "optoins": {}}}, "unknown key 'weight_sync.optoins': did you mean 'options'?"),
+        ({"weight_sync": {"path": "f.py:Mine", "name": "network"}}, "weight_sync: needs exactly one of 'name' and 'path'"),
+        ({"weight_sync": {"options": 3}}, "weight_sync.options: Input should be a valid dictionary, not 3"),
+        ({"weight_sync": 3}, "weight_sync: .*, not 3"),
+        ({"queue": {"samplers": ["oldest"]}}, "queue.samplers: Input should be a valid dictionary"),
+        ({"queue": {"samplers": {"train": {"window": 3}}}}, "queue.samplers.train: needs exactly one of 'name' and 'path'"),
         ({"model": {}}, "'model.path' is missing"),
         ({"run": {"steps": "many"}}, "run.steps: Input should be a valid integer.*, not 'many'"),
         ({"run": {"steps": 0}}, "run.steps: Input should be greater than 0, not 0"),
@@ -76,22 +93,13 @@ def test_several_mistakes_are_all_said() -> None:
             "train.responses_per_micro_batch does not divide rollout.group_size: 8 = 2 x 3 + 2; take one of 1, 2, 4, 8",
         ),
         (
-            {"rollout": {"num_workers": 3}, "train": {"prompts_per_step": 32}},
-            "train.prompts_per_step does not divide by rollout.num_workers: 32 = 10 x 3 + 2, so no fair share exists; "
-            "take 30 or 33 prompts",
-        ),
-        (
-            {"rollout": {"num_workers": 4}, "train": {"prompts_per_step": 2}},
-            "train.prompts_per_step does not divide by rollout.num_workers: 2 = 0 x 4 + 2, so no fair share exists; take 4 prompts",
+            {"rollout": {"num_workers": 6}, "train": {"prompts_per_step": 4}},
+            "rollout.num_workers=6 is more than train.prompts_per_step=4, so 2 of them would have nothing to generate: "
+            "take 4 workers or fewer, or more prompts",
         ),
         (
             {"eval": {"num_workers": 2}},
             "eval.num_workers=2 have nothing to evaluate: set eval.path, or leave it out",
-        ),
-        (
-            {"eval": {"num_workers": 1, "path": "d"}, "weight_sync": {"name": "collective"}},
-            "weight_sync.name=collective broadcasts each version to all who have once asked for one, and eval.num_workers=1 take "
-            "only some, later: take shared_memory or network, or eval.num_workers=0",
         ),
     ],
 )
@@ -131,6 +139,33 @@ def test_a_choice_is_a_name_or_a_mapping_with_its_options(written: Any, chosen: 
         ({"cluster": {"name": "ray", "resources": {"rollout": {"GPU": 1.5}}}}, "cluster.resources.rollout.GPU=1.5 is neither"),
         ({"queue": {"listen": "tls:0.0.0.0:7001"}}, "queue.listen=tls:0.0.0.0:7001 names no machine, .*: take this machine's own"),
         ({"weight_sync": {"name": "network", "listen": "tls:[::]:0"}}, r"weight_sync.listen=tls:\[::\]:0 names no machine"),
+        (
+            {"weight_sync": "colective"},
+            "weight sync 'colective' is not known; choose one of collective, network, shared_memory, or",
+        ),
+        (
+            {"weight_sync": {"path": "no_file.py:Mine"}},
+            "weight sync 'no_file.py:Mine' cannot be imported: there is no file no_file",
+        ),
+        (
+            {"weight_sync": {"listen": "tls:h:1"}},
+            "weight_sync.listen=tls:h:1: .* travel by shared_memory: take collective or network$",
+        ),
+        (
+            {"eval": {"num_workers": 1, "path": "d"}, "weight_sync": {"name": "collective"}},
+            "weight_sync.name=collective broadcasts each version to all who have once asked for one, and eval.num_workers=1 take "
+            "only some, later: take shared_memory or network, or eval.num_workers=0$",
+        ),
+        (
+            {"queue": {"samplers": {"rolout": "oldest"}}},
+            "queue.samplers.rolout: this run has no task 'rolout': its tasks are rollout, train, eval$",
+        ),
+        ({"queue": {"samplers": {"values": "oldest"}}}, "has no task 'values': its tasks are rollout, train, eval$"),
+        ({"queue": {"samplers": {"train": "fifo"}}}, "queue.samplers.train: sampler 'fifo' is not known; choose one of oldest, "),
+        ({"queue": {"samplers": {"train": {"name": "token_balanced", "ranks": 2}}}}, "queue.samplers.train: .* stand still$"),
+        ({"queue": {"samplers": {"train": {"name": "token_balanced", "ranks": 0}}}}, "queue.samplers.train: .*: 0 ranks"),
+        ({"queue": {"samplers": {"train": {"name": "oldest", "x": 1}}}}, "sampler 'oldest' does not take these options"),
+        ({"queue": {"samplers": {"rollout": "whole_groups"}}}, "queue.samplers.rollout: .*'rollout', which may split groups"),
     ],
 )
 def test_an_unknown_choice_lists_the_known_ones(tree: dict[str, Any], sentence: str) -> None:
@@ -139,6 +174,82 @@ def test_an_unknown_choice_lists_the_known_ones(tree: dict[str, Any], sentence: 
         check_choices(config)
     check_choices(parse(NEEDED))
     check_choices(parse({**NEEDED, "reward": {"scorer": {"path": "my_file.py:Mine"}}}))
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "options"),
+    [
+        ("network", "network", {}),
+        ({"name": "network", "dtype": "bfloat16"}, "network", {}),
+        ({"path": "f.py:Mine", "options": {"every": 3}, "dtype": "bfloat16"}, "f.py:Mine", {"every": 3}),
+        ({"name": "mine", "options": {"every": 3}}, "mine", {"every": 3}),
+        ({}, "shared_memory", {}),
+    ],
+)
+def test_a_weight_sync_is_a_name_or_a_path_beside_the_sections_own_keys(written: Any, name: str, options: dict[str, Any]) -> None:
+    config = parse({**NEEDED, "weight_sync": written})
+    assert (config.weight_sync.name, config.weight_sync.options) == (name, options)
+    assert parse_dumped(dump(config)) == config
+    tree = {**NEEDED, "weight_sync": written}
+    for override in ("weight_sync.deadline_seconds=5", "weight_sync.options.every=4"):
+        apply_override(tree, override)
+    changed = parse(tree).weight_sync
+    assert (changed.name, changed.options, changed.deadline_seconds) == (name, {"every": 4}, 5)
+
+
+OWN_SYNC = """
+from asyncflow.weight_sync.base import WeightSyncFacts
+class Plain:
+    def __init__(self, options): ...
+    def sender(self, incarnation): ...
+    def receiver(self, name): ...
+class Doors(Plain): facts = WeightSyncFacts(has_door=True)
+class Keys(Plain): facts = WeightSyncFacts(needs_key=True)
+class Broadcast(Plain): facts = WeightSyncFacts(is_broadcast=True)
+class Wrong(Plain): facts = {"has_door": True}
+class OneEnd:
+    def sender(self, incarnation): ...
+"""
+
+
+def test_what_the_driver_must_know_of_a_weight_sync_is_asked_of_its_class(tmp_path: Path) -> None:
+    (tmp_path / "syncs.py").write_text(OWN_SYNC)
+
+    def config(name: str, listen: str | None = None, evaluators: int = 0) -> Config:
+        own = {"path": f"{tmp_path / 'syncs.py'}:{name}", "listen": listen}
+        return parse({**NEEDED, "weight_sync": own, "eval": {"num_workers": evaluators, "path": "d" if evaluators else None}})
+
+    for name, listen, evaluators in (("Plain", None, 1), ("Doors", "tls:h:1", 1), ("Keys", None, 1), ("Broadcast", None, 0)):
+        check_choices(config(name, listen, evaluators))
+    for name, listen, evaluators, sentence in (
+        ("Plain", "tls:h:1", 0, "weight_sync.listen=tls:h:1: nobody connects to it when weights travel by .*syncs.py:Plain"),
+        ("Broadcast", None, 1, "syncs.py:Broadcast broadcasts each version"),
+        ("Wrong", None, 0, "has {'has_door': True} as its facts, which are no WeightSyncFacts: asyncflow/weight_sync/base.py says"),
+        ("OneEnd", None, 0, "has no 'receiver': asyncflow/weight_sync/base.py says what is needed"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check_choices(config(name, listen, evaluators))
+    assert [weights_need_key(config(name)) for name in ("Plain", "Doors", "Keys")] == [False, False, True]
+    assert weights_need_key(config("Doors", "tls:h:1"))
+    built_in = {name: weights_need_key(parse({**NEEDED, "weight_sync": name})) for name in WEIGHT_SYNCS}
+    assert built_in == {"shared_memory": False, "collective": False, "network": True}
+    assert WEIGHT_SYNC_FACTS.keys() == WEIGHT_SYNCS.keys()
+
+
+def test_each_task_of_the_queue_has_the_sampler_that_was_chosen_for_it() -> None:
+    samplers = {"train": {"name": "token_balanced", "ranks": 1, "window": 8}, "evaluate": "shortest_queue"}
+    config = parse({**NEEDED, "queue": {"samplers": samplers}, "eval": {"num_workers": 1, "path": "d"}})
+    check_choices(config)
+    assert parse_dumped(dump(config)) == config
+    chosen = {task.name: (task.sampler, task.sampler_options) for task in queue_schema(config).tasks}
+    assert chosen == {
+        "rollout": ("oldest", {}),
+        "train": ("token_balanced", {"ranks": 1, "window": 8}),
+        "eval": ("whole_groups", {}),
+        "evaluate": ("shortest_queue", {}),
+    }
+    train = queue_schema(config).task("train")
+    assert (train.lease_seconds, train.whole_groups, train.purpose) == (120.0, True, "train"), "and is otherwise as it was"
 
 
 def test_staleness_is_corrected_unless_told_otherwise(tmp_path: Path) -> None:

@@ -5,9 +5,39 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
+from typer.main import get_command
+
+from asyncflow.cli.verbs import app
+from asyncflow.config import Config
+from asyncflow.settings import Section
 from asyncflow.telemetry.metrics import definitions_table
 from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OWN = {
+    "my_reward.py",
+    "my_rewards.py",
+    "my_loss.py",
+    "my_engine.py",
+    "my_file.py",
+    "my_sync.py",
+    "keeping.py",
+    "longest.py",
+    "sapo.py",
+    "file.py",
+    "NAME.py",
+}
+"""What pages call files of a reader's own."""
+EARLIER = {"build.py": "0001-build-is-a-room.md"}
+"""What a decision was made about, and is not there any more."""
+SECTIONS = "|".join(Config.model_fields)
 
 
 def test_metrics_page_is_the_definitions() -> None:
@@ -15,7 +45,7 @@ def test_metrics_page_is_the_definitions() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
@@ -31,3 +61,91 @@ def test_every_room_of_the_package_is_on_the_map() -> None:
     for page in ("README.md", "docs/architecture.md"):
         text = (ROOT / page).read_text()
         assert not [room for room in rooms if room not in text], page
+
+
+def test_rooms_that_are_said_to_be_missing_are_missing() -> None:
+    missing = (ROOT / "docs" / "architecture.md").read_text().split("## 6. Not there yet")[1].split("\n## ")[0]
+    rooms = re.findall(r"(?m)^\* `(\w+)/`:", missing)
+    assert len(rooms) == 3 and not [room for room in rooms if (ROOT / "asyncflow" / room).exists()]
+
+
+def pages() -> Any:
+    return pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+@pages()
+def test_files_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    rooms = ("asyncflow", "benchmarks", "docs", "recipes", "tests")
+    there = {path.name for room in rooms for path in (ROOT / room).rglob("*.py")}
+    named = set(re.findall(r"\b\w+\.py\b", text)) - OWN - {name for name, of in EARLIER.items() if page.name == of}
+    assert named <= there
+    for path in set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(rooms)})(?:/[\w.-]*\w)+", text)):
+        assert Path(path).name in OWN or (ROOT / path).exists(), path
+
+
+def mappings(text: str) -> Iterator[tuple[str, Any]]:
+    """Sections of configurations that a page has in YAML: their names, and what is in them."""
+    blocks = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
+    for block in blocks.findall(text):
+        yield from (item for tree in yaml.safe_load_all(block) for item in tree.items())
+    text = blocks.sub("", text)
+    for found in re.finditer(rf"(?:^ *|`|  )({SECTIONS}): (?=\{{)", text, re.MULTILINE):
+        depth = 0
+        for end in range(found.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if not depth:
+                yield found[1], yaml.safe_load(text[found.end() : end + 1])
+                break
+
+
+def flat(prefix: str, tree: Any) -> Iterator[str]:
+    """Keys of nested mappings, with dots."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from flat(f"{prefix}.{key}", value)
+    else:
+        yield prefix
+
+
+def is_key(path: str) -> bool:
+    """Whether a configuration has such a key. Below what is chosen by name, and in mappings of a user's own, any is one."""
+    section: type[Section] | None = Config
+    for part in path.split("."):
+        fields = section.model_fields if section is not None else {}
+        field = fields.get(part) or (fields.get("name") if part == "path" else None)  # a choice by name is one by path, too
+        if field is None:
+            return False
+        kinds = {field.annotation, *typing.get_args(field.annotation)}
+        if any("Choice" in str(kind) or str(kind).startswith("dict") for kind in kinds):
+            return True
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return True
+
+
+@pages()
+def test_keys_of_a_configuration_that_are_named_exist(page: Path) -> None:
+    blocks = r"```(\w*)\n(.*?)```"
+    text = re.sub(blocks, lambda found: "" if found[1] == "python" else found[0], page.read_text(), flags=re.DOTALL)
+    named = set(re.findall(rf"(?<![\w./`-])`?((?:{SECTIONS})(?:\.[a-z_]+)+)\b(?!\()", text))
+    named -= {path for path in named if path.endswith((".py", ".md", ".pem", ".json", ".yaml", ".safetensors", ".html", ".jsonl"))}
+    named |= {path for name, tree in mappings(text) for path in flat(name, tree)}
+    assert not [path for path in sorted(named) if not is_key(path)]
+
+
+def test_what_looks_for_keys_finds_them() -> None:
+    text = "`rollout.engine` and\n    plan: {train: {dp: 2}}\n```yaml\neval: {every_step: 3}\n```"
+    assert [path for name, tree in mappings(text) for path in flat(name, tree)] == ["eval.every_step", "plan.train.dp"]
+    known = ("plan.train.dp", "rollout.engine.instances", "train.critic.learning_rate", "reward.scorers.mine.weight", "eval.path")
+    assert all(map(is_key, known)) and not any(map(is_key, ("eval.every_step", "train.lr", "plan.train.dp.size", "plan.rollout")))
+
+
+@pages()
+def test_options_of_commands_that_are_named_exist(page: Path) -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for line in re.findall(rf"asyncflow (?:{'|'.join(commands)})\b[^`\n]*", page.read_text()):
+        _, *names = line.split()
+        command = commands[names[0]]
+        command = getattr(command, "commands", {}).get([*names, ""][1], command)
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options, line

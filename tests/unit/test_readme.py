@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from typer.main import get_command
 
-from asyncflow.cli import app
+from asyncflow.cli.verbs import app
 from asyncflow.config import load
 from asyncflow.registry import load as load_target
 from asyncflow.rewards.base import Sample

@@ -9,6 +9,8 @@ from typing import Any
 
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 
+CONTEXT = 224
+"""Tokens of a row, of the one server that tests share."""
 VLLM_PYTHON = os.environ.get("ASYNCFLOW_VLLM_PYTHON")
 
 

@@ -1,4 +1,4 @@
-"""Against a real vLLM (`make test-vllm`): updates beside a fresh server, and a whole run. Six starts of a minute each."""
+"""Against a real vLLM (suite `vllm`): updates beside a fresh server, and a whole run. Six starts of a minute each."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import Refused, VllmClient
 from asyncflow.engines.rollout.vllm_instance import OwnServer
+from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import command_line, processes_of, rows, write_config
@@ -137,6 +138,27 @@ def run(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes],
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+@pytest.mark.smoke
+def test_a_run_over_a_server_that_is_there(
+    run: Callable[..., tuple[subprocess.Popen[bytes], Path]],
+    tmp_path: Path,
+    vllm_server: VllmServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two updates, installed between two steps: what generates computes what the trainer computes."""
+    monkeypatch.setenv("THE_KEY", vllm_server.key)
+    engine = {"name": "vllm", "addresses": [vllm_server.address], "key_variable": "THE_KEY"}
+    rollout = {"engine": engine, "num_slots": 16, "group_size": 4, "max_new_tokens": 48}
+    command, run_dir = run(run={"steps": 3}, rollout=rollout)
+    assert command.wait(600) == 0, (tmp_path / "said").read_text()[-2000:]
+    steps = rows(run_dir / "metrics.jsonl")
+    assert [(step["rows/trained"], step["rows/dead"], step["staleness/max"]) for step in steps] == [(32, 0, 0)] * 3
+    assert all(step["mismatch/kl"] < 1e-6 for step in steps)
+    certificate = read_certificate(run_dir)
+    assert certificate is not None and not certificate.voided and not certificate.is_deterministic
+    assert not processes_of(run_dir)
 
 
 def test_a_bounded_run_on_two_instances_one_of_which_is_killed(

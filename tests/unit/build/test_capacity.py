@@ -1,4 +1,4 @@
-"""Whether a bounded queue has room for what enters it at once."""
+"""Whether a bounded queue has room for what enters it at once, and evaluators have something to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.build.prepare import check_capacity
+from asyncflow.build.prepare import check_capacity, check_evaluators
 from asyncflow.config import Config, parse
 from asyncflow.types import UserError
 
@@ -25,6 +25,12 @@ def config_of(capacity_rows: int, num_evaluators: int, **queue: Any) -> Config:
             "queue": {"capacity_rows": capacity_rows, **queue},
         }
     )
+
+
+def test_each_evaluator_must_have_a_share_of_an_evaluation() -> None:
+    check_evaluators(config_of(STEP, 6), 3)
+    with pytest.raises(UserError, match=r"^eval.num_workers=7 is more than the 6 groups of an evaluation \(3 prompts, .* 1 of"):
+        check_evaluators(config_of(STEP, 7), 3)
 
 
 def test_a_step_and_an_evaluation_must_fit_each_alone_and_with_evaluators_together() -> None:

@@ -56,3 +56,21 @@ def test_evaluators_are_started_as_rollout_workers_are_on_devices_that_count() -
 def test_options_that_say_no_number_of_devices_are_refused() -> None:
     with pytest.raises(UserError, match="does not take these options"):
         num_devices(config(rollout={"engine": {"name": "vllm", "instances": "two", "addresses": 3}}))
+
+
+def test_each_worker_computes_with_as_many_threads_as_it_is_given() -> None:
+    found = config(rollout={"num_threads": 3}, train={"num_threads": 2, "reference": "task"}, reward={"place": "task"})
+    specs = {spec.name: spec.environment for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+    threads = {name: (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) for name, environment in specs.items()}
+    assert threads == {"rollout/0": ("3", "3"), "trainer/0": ("2", "2"), "reference": ("2", "2"), "reward": ("1", "1")}
+
+
+def test_what_may_be_imported_for_several_workers_is_imported_for_ours_on_a_cpu_alone() -> None:
+    def imports(**sections: Any) -> dict[str, bool]:
+        specs = workers(config(**sections), Path(), is_training=True, are_trainers_there=False)
+        return {spec.name: bool(spec.imports) for spec in specs}
+
+    assert imports() == {"rollout/0": True, "trainer/0": True}
+    assert imports(rollout={"device": "cuda"}, train={"device": "cuda"}) == {"rollout/0": False, "trainer/0": False}
+    own = {"engine": "my_engine.py:MyEngine"}
+    assert imports(rollout=own, train=own) == {"rollout/0": False, "trainer/0": False}

@@ -21,7 +21,7 @@ from asyncflow.types import UserError
 from tests.conftest import MODEL, ROOT
 
 PAPERS = ROOT / "recipes" / "papers"
-PUBLISHED = {"qwen2.5-7b": 7_615_616_512, "qwen3-8b": 8_190_735_360, "qwen2.5-32b": 32_763_876_352}
+PUBLISHED = {"qwen2.5-7b": 7_615_616_512, "qwen3-8b": 8_190_735_360, "deepseek-r1-distill-qwen-32b": 32_763_876_352}
 """Parameters, as the models' pages on the Hub count them."""
 
 
@@ -124,19 +124,35 @@ def test_the_cache_is_as_large_as_the_engines_own() -> None:
     assert parts["keys and values"] == cache.tensor.nbytes
 
 
-@pytest.mark.parametrize(
-    ("recipe", "devices", "context"),
-    [("qwen2.5-7b-gsm8k", 16, 1024), ("qwen3-8b-deepscaler", 16, 16384), ("qwen2.5-32b-64-devices", 64, 8192)],
-)
-def test_a_papers_recipe_fits_its_devices(recipe: str, devices: int, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+SET_UPS = {
+    "qwen2.5-7b-gsm8k": (16, 1024, 64, 200),
+    "qwen3-8b-deepscaler": (16, 16384, 32, 100),
+    "deepseek-r1-distill-qwen-32b-64-devices": (64, 8192, 64, 20),
+    "deepseek-r1-distill-qwen-32b-48-npus": (48, 8192, 64, 20),
+}
+"""Devices, context, prompts a step and steps: PA's Table 1, but for GSM8K's steps."""
+
+
+def test_every_set_up_of_the_paper_is_looked_at() -> None:
+    assert {path.stem for path in PAPERS.glob("*.yaml")} == SET_UPS.keys()
+    assert {path.stem for path in (PAPERS / "models").iterdir()} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("recipe", SET_UPS)
+def test_a_papers_recipe_is_the_papers_and_fits_its_devices(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load(PAPERS / f"{recipe}.yaml")
     shapes = Shapes.of(check_shapes(config))
+    devices, context, prompts, steps = SET_UPS[recipe]
     assert num_devices(config) == devices and config.model.max_context_tokens == context
+    assert (config.train.prompts_per_step, config.rollout.group_size, config.run.steps) == (prompts, 32, steps)
+    assert config.run.name == recipe
     longest = config.data.max_prompt_tokens
     assert longest is not None and longest + config.rollout.max_new_tokens <= context
-    for parts in (training_parts(config, shapes, longest), rollout_parts(config, shapes, context)):
-        assert 8 * GIB < sum(part.num_bytes for part in parts) < 64 * GIB
+    parts = training_parts(config, shapes, longest)
+    assert {"old policy", "reference"} < by_name(parts).keys(), "the tri-model"
+    for of_kind in (parts, rollout_parts(config, shapes, context)):
+        assert 8 * GIB < sum(part.num_bytes for part in of_kind) < 64 * GIB
     shown = lines(config, shapes, prompt_tokens=longest, context=context, max_staleness=0)
     assert f"{shapes.parameters:,} parameters" in shown[0] and len(shown) > 10
 

@@ -105,7 +105,8 @@ def test_rows_that_have_some_of_a_tasks_outputs_are_made_again_and_others_go_on(
         {"telemetry": {"fingerprints": True}},
         {"checkpoint": {"every_steps": 3}},
         {"weight_sync": {"name": "collective"}},
-        {"queue": {"num_units": 2}},
+        {"weight_sync": {"path": "f.py:Mine", "options": {"every": 3}}},
+        {"queue": {"num_units": 2, "samplers": {"train": "oldest"}}},
     ],
 )
 def test_what_may_change(change: dict[str, Any]) -> None:

@@ -98,8 +98,8 @@ async def test_joiners_are_started_and_leavers_are_waited_for() -> None:
         ("rollout", 0, 1, "a run needs a rollout worker, so it cannot have 0: to end it, send it SIGINT or SIGTERM"),
         ("rollout", -3, 1, "cannot have -3"),
         ("rollout", 1, 1, "weight_sync.min_healthy_workers=2 is more than rollout=1: take 2 or more"),
-        ("rollout", 5, 1, r"12 = 2 x 5 \+ 2, so no fair share exists; take one of 2, 3, 4, 6, 12"),
-        ("rollout", 24, 1, r"12 = 0 x 24 \+ 12"),
+        ("rollout", 13, 1, "=13 is more than train.prompts_per_step=12, so 1 of them would have nothing .*: take 12 or fewer"),
+        ("rollout", 24, 1, "so 12 of them would have nothing"),
         ("trainer", 3, 1, "only rollout workers may join and leave a run, by rollout=NUMBER: 'trainer' stays"),
         ("", 3, 1, "only rollout workers"),
         ("rollout", 3, -1, "take 0 or more"),
@@ -170,6 +170,13 @@ async def test_whoever_waits_for_all_workers_is_told_of_one_that_never_came() ->
     with pytest.raises(RunError, match="rollout/2 could not be started"):
         await asked
     await asyncio.wait_for(served, 1.0)
+
+
+@pytest.mark.parametrize("size", [5, 12])
+async def test_there_may_be_as_many_as_a_step_has_prompts_whether_these_divide_by_them_or_not(size: int) -> None:
+    world = World()
+    await world.scale(size)
+    assert world.cluster.started == [f"rollout/{i}" for i in range(2, size)]
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), UserError("the cluster has no room")])

@@ -42,7 +42,7 @@ def told(name: str, why: str) -> None:
 async def test_workers_end_well_each_under_its_name(tmp_path: Path) -> None:
     cluster = InlineCluster(tmp_path)
     await cluster.start([spec(tmp_path, "well", "a"), spec(tmp_path, "well", "b")])
-    await asyncio.wait_for(cluster.wait(told), 5)
+    await asyncio.wait_for(cluster.wait(told), 60.0)
     assert [(tmp_path / name).read_text() for name in "ab"] == ["a", "b"]
     assert await cluster.stop(1.0) == [] and cluster.pids() == {}
 
@@ -51,7 +51,7 @@ async def test_a_fault_is_raised_as_it_is_and_not_tried_again(tmp_path: Path) ->
     cluster = InlineCluster(tmp_path)
     await cluster.start([spec(tmp_path, "broken", "a"), spec(tmp_path, "stays", "b")])
     with pytest.raises(ValueError, match="the wheel came off"):
-        await asyncio.wait_for(cluster.wait(told), 5)
+        await asyncio.wait_for(cluster.wait(told), 60.0)
     assert await cluster.stop(0.05) == ["b"]
 
 
@@ -66,14 +66,14 @@ async def test_workers_join_and_leave(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_text() == "b" and not waiting.done()
     await cluster.start([spec(tmp_path, "broken", "d")])
     with pytest.raises(ValueError, match="the wheel came off"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60.0)
     assert await cluster.stop(0.05) == ["a"]
 
 
 async def test_who_outlives_the_others_is_ended_last(tmp_path: Path) -> None:
     cluster = InlineCluster(tmp_path)
     await cluster.start([replace(spec(tmp_path, "stays", "server"), outlives_others=True), spec(tmp_path, "well", "a")])
-    await asyncio.wait_for(cluster.wait(told), 5)
+    await asyncio.wait_for(cluster.wait(told), 60.0)
     seen: list[bool] = []
 
     async def settle() -> None:

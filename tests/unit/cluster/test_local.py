@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,10 +71,24 @@ async def computes(name, run_dir):
 """
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> LocalCluster:
+WAYS = {"an interpreter of its own": (), "a fork": ("asyncflow.types",)}
+
+
+class Cluster(LocalCluster):
+    """Starts every worker in one of the two ways."""
+
+    imports: tuple[str, ...] = ()
+
+    async def start(self, workers: Sequence[WorkerSpec]) -> None:
+        await super().start([replace(worker, imports=self.imports) for worker in workers])
+
+
+@pytest.fixture(params=WAYS)
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> LocalCluster:
     (tmp_path / "workers.py").write_text(WORKERS)
-    return LocalCluster(tmp_path)
+    cluster = Cluster(tmp_path)
+    cluster.imports = WAYS[request.param]
+    return cluster
 
 
 @pytest.fixture
@@ -106,7 +121,7 @@ async def test_a_worker_that_ends_well(cluster: LocalCluster, tmp_path: Path) ->
     await cluster.wait(deaths)
     assert deaths.told == []
     assert (tmp_path / "w").read_text() == "blue"
-    assert await cluster.stop(1.0) == [] and cluster.pids() == {}
+    assert await cluster.stop(60.0) == [] and cluster.pids() == {}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +138,7 @@ async def test_a_worker_that_fails(
 ) -> None:
     await cluster.start([spec(tmp_path, function), spec(tmp_path, "stays", "other")])
     with pytest.raises(error, match=words):
-        await asyncio.wait_for(cluster.wait(Deaths()), 20.0)
+        await asyncio.wait_for(cluster.wait(Deaths()), 60.0)
     assert await cluster.stop(0.1) == ["other"]
 
 
@@ -131,13 +146,13 @@ async def test_a_worker_that_fails(
 async def test_a_worker_that_dies_is_started_again_after_a_pause_that_doubles(cluster: LocalCluster, tmp_path: Path) -> None:
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "clumsy", max_restarts=3)])
-    await asyncio.wait_for(cluster.wait(deaths), 30.0)
+    await asyncio.wait_for(cluster.wait(deaths), 60.0)
     assert (tmp_path / "lives").read_text() == "III" and (tmp_path / "w").exists()
     assert [name for name, _ in deaths.told] == ["w", "w"]
     for (_, why), life, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
         assert f"its last words: RuntimeError: life {life} was too hard" in why
         assert why.endswith(f"it is started again in {pause} s")
-    assert await cluster.stop(1.0) == [] and cluster.pids() == {}
+    assert await cluster.stop(60.0) == [] and cluster.pids() == {}
 
 
 @pytest.mark.usefixtures("soon")
@@ -146,7 +161,7 @@ async def test_one_that_dies_too_often_is_given_up_and_the_others_go_on(cluster:
     await cluster.start([spec(tmp_path, "doomed", max_restarts=2), spec(tmp_path, "stays", "other")])
     waiting = asyncio.create_task(cluster.wait(deaths))
     while len(deaths.told) < 3:
-        await asyncio.wait_for(deaths.first.wait(), 30.0)
+        await asyncio.wait_for(deaths.first.wait(), 60.0)
         deaths.first.clear()
     await asyncio.sleep(0.3)  # longer than any pause
     assert len(deaths.told) == 3 and not waiting.done() and (tmp_path / "lives").read_text() == "III"
@@ -162,7 +177,7 @@ async def test_a_mistake_of_the_users_is_not_tried_again(cluster: LocalCluster, 
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "mistaken", max_restarts=3)])
     with pytest.raises(UserError, match=r"^give another model$"):
-        await asyncio.wait_for(cluster.wait(deaths), 20.0)
+        await asyncio.wait_for(cluster.wait(deaths), 60.0)
     assert deaths.told == [] and cluster._children["w"].num_restarts == 0
 
 
@@ -178,7 +193,7 @@ async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluste
     waiting = asyncio.create_task(cluster.wait(deaths, goes_on_without))
     await asyncio.sleep(0)
     await cluster.start([spec(tmp_path, "mistaken", "joiner", max_restarts=3)])
-    await asyncio.wait_for(deaths.first.wait(), 20.0)
+    await asyncio.wait_for(deaths.first.wait(), 60.0)
     await asyncio.sleep(0.3)  # longer than any pause
     ((name, why),) = deaths.told
     assert (name, deaths.given_up) == ("joiner", [True]) and "found a mistake: give another model (more in " in why
@@ -186,7 +201,7 @@ async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluste
     assert not waiting.done() and cluster.pids().keys() == {"first"}
     await cluster.start([spec(tmp_path, "mistaken", "needed")])  # one that is never started again
     with pytest.raises(UserError, match=r"^give another model$"):
-        await asyncio.wait_for(waiting, 20.0)
+        await asyncio.wait_for(waiting, 60.0)
     assert asked == ["joiner"] and await cluster.stop(0.1) == ["first"]
 
 
@@ -202,7 +217,7 @@ async def test_workers_may_join_and_are_started_again_as_the_others_are(cluster:
     assert [name for name, _ in deaths.told] == ["joiner", "joiner"] and not waiting.done()
     await cluster.start([spec(tmp_path, "raises", "broken")])
     with pytest.raises(WorkerDied, match=r"worker broken .* the wheel came off"):
-        await asyncio.wait_for(waiting, 20.0)
+        await asyncio.wait_for(waiting, 60.0)
     assert await cluster.stop(0.1) == ["first"]
 
 
@@ -218,7 +233,7 @@ async def test_who_leaves_is_not_missed_however_it_ends(
     await asyncio.sleep(0.3)  # longer than any pause
     assert not waiting.done() and deaths.told == [] and cluster.pids().keys() == {"other"}
     await cluster.start([spec(tmp_path, "well")])  # under its name
-    await asyncio.wait_for(cluster._children["w"].process.wait(), 20.0)
+    await asyncio.wait_for(cluster._children["w"].process.wait(), 60.0)
     assert (tmp_path / "w").read_text() == "blue"
     assert await cluster.stop(0.1) == ["other"]
     await asyncio.wait([waiting])
@@ -227,28 +242,28 @@ async def test_who_leaves_is_not_missed_however_it_ends(
 async def test_who_leaves_in_the_pause_before_a_restart_is_not_started(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "RESTART_SECONDS", (0.3, 0.3))
+    monkeypatch.setattr(base, "RESTART_SECONDS", (600.0, 600.0))
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
     waiting = asyncio.create_task(cluster.wait(deaths))
-    await asyncio.wait_for(deaths.first.wait(), 20.0)
-    assert await cluster.end("w", 5.0) is True
-    await asyncio.wait_for(waiting, 5.0)
+    await asyncio.wait_for(deaths.first.wait(), 60.0)
+    assert await cluster.end("w", 60.0) is True
+    await asyncio.wait_for(waiting, 60.0)
     assert (tmp_path / "lives").read_text() == "I" and cluster.pids() == {}
-    assert await cluster.stop(1.0) == []
+    assert await cluster.stop(60.0) == []
 
 
 async def test_nobody_is_started_again_once_the_cluster_is_stopped(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "RESTART_SECONDS", (0.3, 0.3))
+    monkeypatch.setattr(base, "RESTART_SECONDS", (2.0, 2.0))
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
     waiting = asyncio.create_task(cluster.wait(deaths))
-    await asyncio.wait_for(deaths.first.wait(), 20.0)
-    assert await cluster.stop(1.0) == []  # in the middle of the pause
+    await asyncio.wait_for(deaths.first.wait(), 60.0)
+    assert await cluster.stop(60.0) == []  # in the middle of the pause
     await asyncio.wait([waiting])
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(2.5)
     assert (tmp_path / "lives").read_text() == "I" and cluster.pids() == {} and len(deaths.told) == 1
 
 
@@ -260,7 +275,7 @@ async def test_workers_are_started_again_whether_or_not_somebody_waits(cluster: 
     while not (tmp_path / "w").exists():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(cluster.wait(deaths), 0.02)
-    await asyncio.wait_for(cluster.wait(deaths), 20.0)
+    await asyncio.wait_for(cluster.wait(deaths), 60.0)
     assert len(deaths.told) == 2  # each death once
 
 
@@ -269,7 +284,7 @@ async def test_one_that_does_not_end_in_time_is_killed(cluster: LocalCluster, tm
     await started(tmp_path)
     began = time.monotonic()
     assert await cluster.stop(0.2) == ["w"]
-    assert time.monotonic() - began < 1.5 and cluster.pids() == {}
+    assert time.monotonic() - began < 30.0 and cluster.pids() == {}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="control pipes are POSIX")
@@ -280,7 +295,7 @@ async def test_the_end_of_the_control_pipe_ends_the_worker(cluster: LocalCluster
     process = cluster._children["w"].process
     assert process.stdin is not None
     process.stdin.close()
-    assert await asyncio.wait_for(process.wait(), 5.0) == 0
+    assert await asyncio.wait_for(process.wait(), 60.0) == 0
 
 
 async def started(tmp_path: Path) -> None:
@@ -293,7 +308,7 @@ async def test_who_outlives_the_others_is_not_waited_for_and_is_ended_last(clust
     await cluster.start([server, spec(tmp_path, "asks", "client"), spec(tmp_path, "stays", "late")])
     waiting = asyncio.create_task(cluster.wait(lambda *_: None))
     assert not await cluster.end("late", 0.5)
-    await asyncio.wait_for(waiting, 20.0)  # the server goes on
+    await asyncio.wait_for(waiting, 60.0)  # the server goes on
     settled: list[set[str]] = []
 
     async def settle() -> None:
@@ -325,10 +340,10 @@ async def test_who_outlives_the_others_is_started_again_until_they_have_settled(
     async def settle() -> None:
         first = cluster.pids()["server"]
         os.kill(first, signal.SIGKILL)
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60.0):
             while cluster.pids().get("server", first) == first:
                 await asyncio.sleep(0.01)
 
     assert await cluster.stop(0.1, settle) == ["w"]
-    await asyncio.wait_for(waiting, 5.0)
+    await asyncio.wait_for(waiting, 60.0)
     assert [name for name, _ in deaths.told] == ["server"] and cluster.pids() == {}

@@ -1,4 +1,4 @@
-"""Workers that Ray places. What needs Ray itself is skipped where it is not installed: `make test-ray`."""
+"""Workers that Ray places. What needs Ray itself is skipped where it is not installed: `make test-deep SUITES=ray`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asyncflow.cluster.ray_cluster import RayCluster
 from asyncflow.cluster.ray_host import Host, Letter
 from asyncflow.types import UserError
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-ray")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-deep SUITES=ray")
 
 WORKERS = """
 import asyncio, os, subprocess, sys
@@ -365,6 +365,7 @@ async def test_one_that_dies_is_started_again_and_one_that_dies_too_often_is_giv
 
 @needs_ray
 @pytest.mark.usefixtures("soon")
+@pytest.mark.smoke
 async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluster, run_dir: Path) -> None:
     deaths = Deaths()
     await cluster.start([spec(run_dir, "stays", max_restarts=2)])

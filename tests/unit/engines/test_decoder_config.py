@@ -1,13 +1,44 @@
 """What is read of a config.json, and the fields that are refused."""
 
+import json
+from typing import Any
+
 import pytest
 import torch
+import transformers
 
-from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
+from asyncflow.engines.decoder_config import DEFAULTS, FIXED, HARMLESS, READ, DecoderConfig, rope_frequencies
+from asyncflow.engines.families import FAMILIES
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def written_whole(kind: str, **fields: Any) -> dict[str, Any]:
+    """The config.json of a model of this family with all fields in it, those that have the library's default too."""
+    config = getattr(transformers, f"{kind.capitalize()}Config")(**fields)
+    return json.loads(json.dumps(config.to_dict()))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_what_the_library_takes_for_granted_is_what_is_listed(kind: str) -> None:
+    whole = written_whole(kind)
+    ours = READ | HARMLESS | (FIXED.keys() - DEFAULTS.keys())
+    assert {name: value for name, value in whole.items() if name not in ours and value is not None} == DEFAULTS
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_config_that_is_written_whole_is_what_it_is_in_short(kind: str) -> None:
+    whole = written_whole(kind, **SIZES, **HEADS)
+    assert whole["architectures"] is None and whole["chunk_size_feed_forward"] == 0
+    short = DecoderConfig.from_fields({"model_type": kind, **SIZES, **HEADS})
+    assert DecoderConfig.from_fields(whole) == short
+    del whole["architectures"]
+    assert DecoderConfig.from_fields(whole) == short
+    for name in DEFAULTS:
+        with pytest.raises(ValueError, match=f"{name} = 3 is not implemented"):
+            DecoderConfig.from_fields({**whole, name: 3})
 
 
 def test_both_spellings_of_rope_and_dtype() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.metrics import StepMetrics, StepTimes
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.telemetry.trace import SpanLog
@@ -67,7 +68,7 @@ def make_spans(num_steps: int, groups: int = 8, seed: int = 0) -> list[Span]:
                 advance("trainer/0", clocks["trainer/0"].now + 0.12 + 0.08 * draw.random())
         with trainer.busy("optim_step", step=step, version=step + 1):
             advance("trainer/0", clocks["trainer/0"].now + 0.15)
-        with trainer.busy("publish", version=step + 1):
+        with trainer.held("publish"):
             advance("trainer/0", clocks["trainer/0"].now + 0.1)
         start = clocks["trainer/0"].now
         for worker in ("rollout/0", "rollout/1"):
@@ -133,7 +134,7 @@ def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int
         committed = next(span.end for span in spans if span.task == "optim_step" and span.step == step)
         begun = min(span.start for span in spans if span.task == "forward_backward" and span.step == step)
         times = StepTimes(started=started, committed=committed, could_generate=started, train_began=begun)
-        row = metrics.row(times, 3, log.window(started, committed))
+        row = metrics.row(times, 3, attributed(log.window(started, committed, step), begins=step == 0))
         row |= {f"memory/rss_bytes/{worker}": 5e8 + 1e7 * step * draw.random() for worker in ("rollout/0", "trainer/0")}
         for tracker in trackers:
             tracker.log(step, row)

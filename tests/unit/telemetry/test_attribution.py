@@ -12,7 +12,7 @@ import pytest
 
 from asyncflow.engines.sleeping import Costs
 from asyncflow.simulation.run import simulate
-from asyncflow.telemetry.attribution import REASONS, attributed
+from asyncflow.telemetry.attribution import REASONS, attributed, exposed_weights
 from asyncflow.telemetry.gantt import step_ends
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.spans import Span
@@ -42,13 +42,13 @@ def waits(spans: Sequence[Span], worker: str) -> list[tuple[float, float, str]]:
 
 
 def periodic() -> list[Span]:
-    """Two workers, two groups a step; worker 1 is slow. The trainer updates from 7 to 8 and publishes until 9."""
+    """Two workers, two groups a step; worker 1 is slow. The trainer updates from 7 to 8 and gathers until 9."""
     trained = [
         (3, "forward_backward", {"step": 0, "group": 0}),
         (6, "wait: rows", {}),
         (7, "forward_backward", {"step": 0, "group": 1}),
     ]
-    update = [(8, "optim_step", {"step": 0}), (9, "publish", {"step": 0}), (13, "wait: rows", {})]
+    update = [(8, "optim_step", {"step": 0}), (9, "wait: publish", {}), (13, "wait: rows", {})]
     again = [(14, "forward_backward", {"step": 1, "group": 2}), (15, "forward_backward", {"step": 1, "group": 3})]
     return [
         *lane("rollout/0", (2, "generate", {}), (10, "wait: weights", {}), (11, "install", {"version": 1}), (13, "generate", {})),
@@ -70,6 +70,7 @@ def test_a_periodic_step_second_by_second():
     assert waits(spans, "trainer/0") == [
         (0, 2, "data"),
         (3, 6, "slowest group"),
+        (8, 9, "weights"),  # it gathers them
         (9, 11, "weights"),  # on their way to the workers
         (11, 12, "data"),
         (12, 13, "slowest group"),
@@ -103,8 +104,36 @@ def test_a_wait_without_an_install_after_it_is_for_prompts_and_the_last_one_for_
 def test_a_part_of_a_lane_is_cut_where_it_begins_and_ends():
     activity = busy_and_idle(attributed(periodic()), "trainer/0", 5.0, 12.5)
     assert activity.wall == 7.5
-    assert activity.busy == {"forward_backward": 1, "optim_step": 1, "publish": 1}
-    assert activity.idle == {"slowest group": 1.5, "weights": 2, "data": 1}
+    assert activity.busy == {"forward_backward": 1, "optim_step": 1}
+    assert activity.idle == {"slowest group": 1.5, "weights": 3, "data": 1}
+
+
+def test_exposed_weights_are_installed_or_waited_for_by_workers_and_trainers() -> None:
+    spans = attributed(periodic())
+    # From update to update: each worker waits for 2 s and installs for 1, the trainer gathers for 1 and waits for 2.
+    assert exposed_weights(spans, 8.0, 16.0) == (3 + 3 + 3) / (5 + 4 + 8)
+    assert exposed_weights(spans, 8.5, 9.0) == 1.0 and exposed_weights(spans, 14.0, 16.0) == 0.0
+    assert exposed_weights(spans, 20.0, 21.0) is None
+    evaluator = lane("evaluator/0", (8, "generate", {}), (16, "install", {}))
+    assert exposed_weights([*spans, *attributed(evaluator)], 8.0, 16.0) == 9 / 17
+
+
+def test_publishing_beside_training_exposes_nothing() -> None:
+    spans = [
+        *lane("trainer/0", (4, "forward_backward", {"step": 1}), (5, "wait: publish", {}), (6, "optim_step", {"step": 1})),
+        Span(worker="trainer/0", task="publish", start=0.0, end=5.0, step=0, is_lane=False),
+    ]
+    assert exposed_weights(attributed(spans), 0.0, 6.0) == 1 / 6
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "periodic", "delayed", "sub_step", "bounded"])
+def test_a_steps_row_says_of_exposed_weights_what_the_whole_run_does(mode: str) -> None:
+    run = simulate(every_task_apart(mode, steps=6), costs=Costs(publish_seconds=0.2, fetch_seconds=0.4))
+    spans, rows = attributed(run.spans), [run.rows[step]["perf/exposed_weights"] for step in range(6)]
+    ends = [end for _, end in step_ends(spans, 0.0)]
+    assert rows[0] == 0.0, "of the first step, nobody has to wait for its weights"
+    assert rows[1:] == pytest.approx([exposed_weights(spans, start, end) for start, end in pairwise(ends)], abs=1e-3)
+    assert sum(rows) > 0.0
 
 
 def test_no_second_is_lost_or_counted_twice():

@@ -78,6 +78,7 @@ def test_a_hand_worked_step():
         "perf/idle_ratio/rollout/0": 0.4,
         "perf/idle_ratio/rollout/1": 0.25,
         "perf/idle_ratio/trainer/0": 0.6,
+        "perf/exposed_weights": 4 / 28,
         "rows/trained": 8,
         "rows/zero_advantage": 0,
         "rows/dead": 1,

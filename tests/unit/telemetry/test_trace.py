@@ -41,13 +41,15 @@ def test_a_line_that_is_no_span_is_named(tmp_path):
         read_spans(tmp_path / "spans.jsonl")
 
 
-def test_a_window_holds_overlapping_lane_spans_and_forgets_older_ones(tmp_path):
+def test_a_window_holds_overlapping_spans_and_forgets_older_ones_but_groups_of_later_steps(tmp_path):
     log = SpanLog(tmp_path / "spans.jsonl")
     for span in SPANS:
         log.append(span)
-    assert log.window(10.5, 13.0) == SPANS[:2]
-    assert log.window(11.0, 20.0) == [SPANS[1], SPANS[4]]
-    assert log.window(10.0, 20.0) == [SPANS[1], SPANS[4]]
+    assert log.window(10.5, 13.0, 1) == SPANS[:4]
+    assert log.window(11.0, 20.0, 1) == SPANS[1:]
+    assert log.window(10.0, 20.0, 1) == SPANS[1:]
+    assert log.window(13.5, 20.0, 2) == SPANS[2:]
+    assert log.window(13.5, 20.0, 3) == [SPANS[4]]
     log.close()
 
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from asyncflow.transport import Limits, codec, remote
 from asyncflow.transport.frames import PREFIX, FrameParser, encode_frame, new_buffer
 from asyncflow.types import GroupMeta, Interval
+from tests.depth import few
 from tests.unit.transport.bench import HELLO, Bench, Parcel, frame, packed, request
 
 LIMITS = Limits(header_bytes=60_000, body_bytes=100_000, buffers=64)
@@ -210,7 +211,7 @@ def test_a_claim_inside_a_header_is_not_believed(claim: bytes) -> None:
         tracemalloc.stop()
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=few(80, 400), deadline=None, derandomize=True, database=None)
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\x95\xa7request\x01\xa5store", b"\x95\xa7request\x01\xa5store\xa3put\x92"]))
 def test_any_bytes_are_decoded_or_refused(tail: bytes, head: bytes) -> None:
     decode_all(tail)

@@ -13,7 +13,7 @@ import xxhash
 from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.layout import Layout
-from asyncflow.weight_sync.staging import Filling, Staging, wire_specs
+from asyncflow.weight_sync.staging import Filling, Staging, verified, wire_specs
 
 TENSORS = {
     "wide": torch.randn(700_001),  # casts in several chunks, the last one short
@@ -81,6 +81,20 @@ def test_bytes_that_are_missing_or_wrong_are_refused() -> None:
     other[12] ^= 1
     with pytest.raises(WeightSyncError, match="names, shapes and dtypes"):
         Staging().begin(manifest).write(other)
+
+
+@pytest.mark.parametrize("at", [-1, 1 << 20])
+def test_a_single_bit_that_is_another_is_refused_on_its_way_and_where_the_file_is(at: int) -> None:
+    file, manifest = published(None)
+    layout = Layout(manifest.tensors)
+    assert torch.equal(verified(file, layout, manifest)["wide"], TENSORS["wide"])
+    file[at] ^= 1
+    with pytest.raises(WeightSyncError, match="hash"):
+        verified(file, layout, manifest)
+    arriving = Staging().begin(manifest)
+    arriving.write(file)
+    with pytest.raises(WeightSyncError, match="hash"):
+        arriving.finish()
 
 
 def test_a_refused_version_leaves_the_staging_to_the_next() -> None:

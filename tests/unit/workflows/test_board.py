@@ -70,8 +70,8 @@ def manifest(version: int) -> Manifest:
     return Manifest("incarnation", version, "nowhere", "hash", 0, {})
 
 
-def target(version: int) -> Target:
-    return Target(version, manifest(version) if version else None, 2)
+def target(version: int, worker: str = A) -> Target:
+    return Target(version, manifest(version) if version else None, (A, B).index(worker), 2)
 
 
 async def waits(task: asyncio.Task[Any]) -> bool:
@@ -140,7 +140,8 @@ async def test_without_staleness_nobody_is_sent_for_weights_that_are_being_writt
     begins, late = books.asks(A, books.board.join()), books.asks(B, books.board.next_target(0))
     assert await waits(begins) is await waits(late) is not is_there
     await books.publish(2)
-    assert await begins == await late == target(1 if is_there else 2)
+    version = 1 if is_there else 2
+    assert await begins == target(version) and await late == target(version, B)
 
 
 async def test_a_version_is_not_skipped_while_rows_in_nobodys_hands_need_it() -> None:
@@ -168,7 +169,7 @@ async def test_a_worker_joins_with_the_newest_version() -> None:
     await books.serves(A, 0)
     await books.publish(1, 2)
     books.rows.waiting = [2]
-    assert await books.asks(B, books.board.join()) == target(2)
+    assert await books.asks(B, books.board.join()) == target(2, B)
     assert books.board.installing == {B: 2} and books.board.serving == {A: 0}
 
 
@@ -178,14 +179,14 @@ async def test_one_that_joins_late_begins_with_what_nobody_else_can_make(serving
     await books.publish(1, 2, 3, 4)
     await books.serves(A, serving)
     books.rows.waiting = [3, 4]
-    assert await books.asks(B, books.board.join()) == target(begins_with)
+    assert await books.asks(B, books.board.join()) == target(begins_with, B)
 
 
 async def test_of_two_that_join_only_one_begins_with_the_old_version() -> None:
     books = Books("delayed")
     await books.publish(1, 2)
     books.rows.waiting = [1]
-    assert [await books.asks(worker, books.board.join()) for worker in (A, B)] == [target(1), target(2)]
+    assert [await books.asks(worker, books.board.join()) for worker in (A, B)] == [target(1), target(2, B)]
 
 
 async def test_version_0_is_the_workers_own_files_and_is_always_there() -> None:
@@ -212,7 +213,7 @@ async def called_back(mode: str = "delayed") -> tuple[Books, list[asyncio.Task[A
 
 async def test_rows_of_an_older_version_call_one_of_those_that_are_past_it_back() -> None:
     books, following = await called_back()
-    assert await asyncio.gather(*following) == [target(1), target(1)]
+    assert await asyncio.gather(*following) == [target(1), target(1, B)]
     granted = [books.asks(worker, books.board.may_install(1, 2)) for worker in (A, B)]
     assert await asyncio.gather(*granted) == [True, False]  # one goes: the other has no other target than what it serves by now
     assert books.board.installing == {A: 1}
@@ -243,10 +244,10 @@ async def test_nobody_counts_on_an_older_version_that_is_still_to_be_fetched(ser
     await books.serves(A, 2)
     books.rows.waiting = [1]
     if serving is None:
-        assert await books.asks(B, books.board.join()) == target(1)
+        assert await books.asks(B, books.board.join()) == target(1, B)
     else:
         await books.serves(B, serving)
-        assert await books.asks(B, books.board.next_target(serving)) == target(1)
+        assert await books.asks(B, books.board.next_target(serving)) == target(1, B)
     assert await books.asks(A, books.board.next_target(2)) == target(1)  # B's fetch hangs
     if serving is not None:
         assert await books.asks(B, books.board.may_install(1, serving)) is True  # now it has come
@@ -261,7 +262,7 @@ async def test_one_that_dies_when_it_was_called_back_is_replaced() -> None:
     other = books.asks(B, books.board.next_target(2))
     assert await waits(other)
     books.board.forget(A)
-    assert await other == target(1)
+    assert await other == target(1, B)
 
 
 async def test_nobody_is_called_back_for_a_version_that_is_not_kept() -> None:
@@ -281,7 +282,7 @@ async def test_a_worker_that_takes_nothing_does_not_keep_others_from_being_calle
     following = books.asks(B, books.board.next_target(2))
     assert await waits(following)  # A will make them
     await books.asks(A, books.board.failed("the disk is gone"))
-    assert await following == target(1)
+    assert await following == target(1, B)
 
 
 # -- leave to install -----------------------------------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ async def test_in_sub_step_nobody_waits_for_the_first_weights_of_one_that_has_be
     books = Books("sub_step")
     await books.serves(A, 0)
     await books.publish(1)
-    assert await books.asks(B, books.board.join()) == target(1)  # and its fetch hangs
+    assert await books.asks(B, books.board.join()) == target(1, B)  # and its fetch hangs
     assert await books.asks(A, books.board.may_install(1, 0)) is True
 
 
@@ -509,11 +510,12 @@ async def test_who_joins_begins_with_what_is_needed_and_shares_a_step_with_the_o
     await books.serves(B, 3)
     books.rows.waiting = [2, 3]
     assert books.board.resize(4) == (["rollout/2", "rollout/3"], [])
-    assert await books.asks("rollout/2", books.board.join()) == Target(2, manifest(2), 4)
-    assert await books.asks("rollout/3", books.board.join()) == Target(3, manifest(3), 4)
-    assert (await books.asks(A, books.board.next_target(2))) == Target(3, manifest(3), 4)
+    assert await books.asks("rollout/2", books.board.join()) == Target(2, manifest(2), 2, 4)
+    assert await books.asks("rollout/3", books.board.join()) == Target(3, manifest(3), 3, 4)
+    assert (await books.asks(B, books.board.next_target(2))) == Target(3, manifest(3), 1, 4)
     books.board.died(B, is_given_up=True)
-    assert (await books.asks(A, books.board.next_target(2))) == Target(3, manifest(3), 3)
+    assert (await books.asks(A, books.board.next_target(2))) == Target(3, manifest(3), 0, 3)
+    assert (await books.asks("rollout/2", books.board.next_target(2))) == Target(3, manifest(3), 1, 3)
 
 
 async def test_who_is_to_leave_is_told_wherever_it_waits_and_is_granted_nothing_more() -> None:
@@ -544,7 +546,7 @@ async def test_nobody_counts_on_who_is_to_leave() -> None:
     assert await waits(following)  # B will make them
     books.board.resize(1)
     assert books.board.serving == {A: 2}
-    assert await following == Target(1, manifest(1), 1)
+    assert await following == Target(1, manifest(1), 0, 1)
     assert books.board.num_healthy(0.0) == 1
     await asyncio.wait_for(books.board.all_serve(2), 5)
     await books.asks(B, books.board.failed("and it has no weights"))
@@ -558,7 +560,7 @@ async def test_the_name_of_one_that_has_left_is_anothers() -> None:
     books.board.left(B)
     books.board.resize(2)
     assert books.board.serving == {} and books.board.crew.leaving == set()
-    assert await books.asks(B, books.board.join()) == target(0)
+    assert await books.asks(B, books.board.join()) == target(0, B)
 
 
 async def test_stopping_answers_everybody_who_waits() -> None:

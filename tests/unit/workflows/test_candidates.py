@@ -14,6 +14,7 @@ from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
 from asyncflow.workflows.ledger import Candidates, Consumed, Ledger, Sifted, StepTotals, num_to_admit
 from tests.builders import meta
+from tests.depth import few
 from tests.unit.workflows.test_ledger import BITS, Service, consumed, dead, settled
 
 SELECTED = ("rollout", "select", "values")
@@ -38,7 +39,7 @@ def certain(verdicts: list[bool | None], wanted: int, *, has_places: bool) -> di
     return {group: place for group, place in outcomes[0].items() if all(o.get(group) == place for o in outcomes)}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(60, 300), deadline=None)
 @given(
     st.lists(st.booleans(), min_size=1, max_size=8),
     st.integers(1, 4),

@@ -38,6 +38,17 @@ def test_who_was_given_up_does_not_count_and_leaves(size: int, coming: list[str]
     assert crew.given_up == set() and len(crew.working) == size and crew.leaving == set(going)
 
 
+def test_those_that_work_have_places_in_the_order_in_which_they_came() -> None:
+    crew = Crew(3)
+    crew.given_up.add("rollout/1")
+    crew.resize(3)
+    assert crew.members == names(0, 2, 3) and [crew.place(name) for name in crew.members] == [0, 1, 2]
+    crew.given_up.add("rollout/0")
+    assert [crew.place(name) for name in names(2, 3)] == [0, 1]
+    crew.resize(1)
+    assert crew.place("rollout/2") == 0 and crew.place("rollout/3") == 1  # it leaves, and may still ask
+
+
 def test_who_could_not_be_started_is_no_member() -> None:
     crew = Crew(1)
     coming, _ = crew.resize(3)

@@ -23,6 +23,7 @@ from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.signal import Signal
 from asyncflow.workflows.synchronous import Synchronous
 from tests.builders import meta
+from tests.depth import few
 
 BITS = 2
 UPDATE = Update(1.0, 1e-3, 10, False)
@@ -329,7 +330,7 @@ class FirstCome:
             self.complete.append(group)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(60, 300), deadline=None)
 @given(st.randoms(use_true_random=True), st.integers(0, 4), st.integers(1, 4))
 def test_first_come_trains_every_group_once_in_time_and_as_many_in_each_step(
     chance: random.Random, max_staleness: int, num_groups: int

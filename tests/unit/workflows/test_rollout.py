@@ -26,7 +26,7 @@ from asyncflow.workflows.board import Board
 from asyncflow.workflows.books import Books
 from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.ledger import Ledger
-from asyncflow.workflows.rollout import Rollout
+from asyncflow.workflows.rollout import Rollout, share_of
 from asyncflow.workflows.samples import Prompt, Shape, admission, schema
 from asyncflow.workflows.signal import Signal
 from tests.builders import turns
@@ -106,17 +106,26 @@ class Receiver:
 class World:
     """One worker, and everything around it."""
 
-    def __init__(self, mode: str, options: Mapping[str, Any], *, num_slots: int, rewards: Callable[[Sample], float]) -> None:
+    def __init__(
+        self,
+        mode: str,
+        options: Mapping[str, Any],
+        *,
+        num_slots: int,
+        rewards: Callable[[Sample], float],
+        prompts: int = 2,
+        workers: int = 1,
+    ) -> None:
         self.schedule = build("schedule", mode, options, SCHEDULES)
         self.signal, self.ledger = Signal(), Ledger(BITS, max_staleness=self.schedule.max_staleness)
         callbacks = {"on_done": self._done, "on_change": self.signal.notify}
         self.queue = TransferQueue(schema(BITS, 30.0, 3), [MemoryStorage()], callbacks={"rollout": callbacks})
         books = Books(self.ledger, self.queue.controllers)
-        self.board = Board(self.schedule, books, self.signal, lambda: 0.0, Crew(1))
+        self.board = Board(self.schedule, books, self.signal, lambda: 0.0, Crew(workers))
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards
-        self.shape = Shape(2, 2, BITS, 0, 1.0, 8, 2, 1, 1)
+        self.shape = Shape(prompts, 2, BITS, 0, 1.0, 8, 2, 1, 1)
         recorder = Recorder(WORKER, lambda: 0.0, self.spans.append)
         self.loop = Rollout(
             self.client, self.board, self.schedule, self.engine, self.receiver, lambda: {"of": 0}, self._score,
@@ -173,10 +182,12 @@ async def a_worker(
     num_slots: int = 8,
     rewards: Callable[[Sample], float] = lambda sample: 0.0,
     before: Callable[[World], Awaitable[None]] | None = None,
+    prompts: int = 2,
+    workers: int = 1,
     **options: Any,
 ) -> AsyncIterator[World]:
     """Running, in a world that `before` has prepared; it ends well when the board stops."""
-    world = World(mode, options, num_slots=num_slots, rewards=rewards)
+    world = World(mode, options, num_slots=num_slots, rewards=rewards, prompts=prompts, workers=workers)
     async with world.queue.running():
         await turns()
         if before is not None:
@@ -205,6 +216,37 @@ async def test_it_takes_no_more_than_its_share_of_a_step_and_the_next_group_when
         assert world.groups == [0, 1]
         await world.end(0, 1)
         assert world.groups == [1, 2]
+
+
+@pytest.mark.parametrize("workers", range(1, 8))
+@pytest.mark.parametrize("prompts", [7, 12, 32])
+def test_shares_add_up_to_the_step_and_differ_by_one_at_most_in_a_step_and_over_all_of_them(workers: int, prompts: int) -> None:
+    totals = [0] * workers
+    for version in range(50):
+        shares = [share_of(prompts, place, workers, version) for place in range(workers)]
+        totals = [total + share for total, share in zip(totals, shares, strict=True)]
+        for each, expected in ((shares, prompts), (totals, (version + 1) * prompts)):
+            assert sum(each) == expected and max(each) - min(each) <= 1 <= min(each)
+
+
+async def test_the_larger_share_is_another_workers_with_each_version_and_follows_who_joins() -> None:
+    async with a_worker(num_slots=99, prompts=4, workers=3) as world:
+        for version, share in enumerate([2, 1, 1, 2, 1, 1]):
+            if version:
+                await world.publish(version)
+            first = 4 * version
+            await world.admit(*(meta(first + k, version + 1 if version else 0, version, version) for k in range(4)))
+            assert world.engine.version == version and world.groups == [first + k for k in range(share)], version
+            if version == 5:
+                break
+            for group in range(first, first + 4):
+                await world.end(group)
+        assert world.board.resize(4)[0] == ["rollout/3"]
+        for group in range(first, first + 4):
+            await world.end(group)
+        await world.publish(6)
+        await world.admit(*(meta(24 + k, 7, 6, 6) for k in range(4)))
+        assert world.groups == [24], "with three workers it would be two"
 
 
 async def test_new_weights_are_fetched_at_once_and_installed_when_what_is_under_way_has_ended() -> None:
@@ -378,6 +420,34 @@ async def test_without_its_weights_a_worker_takes_nothing_and_asks_again_for_wha
         await asyncio.sleep(0.1)
         assert world.receiver.asked[0] == 1 and world.receiver.asked[-1] == 2
         assert world.board.stale == {} and world.board.serving == {WORKER: 2} and world.groups == [1]
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_worker_that_was_busy_when_its_weights_could_not_be_had_takes_nothing_when_it_has_room() -> None:
+    async with a_worker(num_slots=4) as world:
+        await world.admit(meta(0, 0, 0, 0), meta(1, 0, 0, 0), meta(2, 1, 0, 0))
+        assert world.groups == [0, 1]
+        world.receiver.lacks = {1}
+        await world.publish(1)
+        assert world.board.stale
+        await world.end(0)
+        assert world.groups == [1]
+
+
+@pytest.mark.usefixtures("soon")
+async def test_one_that_was_called_back_in_vain_goes_on_with_the_version_that_it_serves() -> None:
+    async with a_worker() as world:
+        for version in (1, 2):
+            await world.publish(version)
+        assert world.board.serving == {WORKER: 2}
+        world.receiver.lacks = {1}
+        await world.admit(meta(0, 2, 1, 1))
+        assert world.board.stale
+        await world.queue.client().drop([0, 1])  # somebody else has made them
+        await asyncio.sleep(0.1)
+        assert world.board.stale == {} and world.board.serving == {WORKER: 2}
+        await world.admit(meta(1, 3, 2, 2))
+        assert world.groups == [1]
 
 
 @pytest.mark.usefixtures("soon")

@@ -102,6 +102,16 @@ def test_log_probs_equal_those_of_transformers(saved: tuple[PreTrainedModel, Pat
         assert (ours[:-1].gather(1, chosen) - theirs[:-1].gather(1, chosen)).abs().max() < tolerance
 
 
+def test_a_config_that_is_written_whole_computes_the_same(saved: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    model, path = saved
+    fields = {name: value for name, value in model.config.to_dict().items() if name != "architectures"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
+    prompts, responses = prompts_and_responses((5, 40), 3)
+    whole, short = (teacher_forced(load(folder), prompts, responses) for folder in (tmp_path, path))
+    assert all(torch.equal(left, right) for left, right in zip(whole, short, strict=True))
+
+
 @pytest.mark.skipif(not can_pack(torch.bfloat16, torch.device("cpu")), reason="this machine has no bfloat16 products")
 @torch.inference_mode()
 def test_bfloat16_prompts_are_computed_to_the_bits_of_transformers(saved: tuple[PreTrainedModel, Path]) -> None:

@@ -40,11 +40,13 @@ from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
 from asyncflow.types import RunError, UserError
 from tests.conftest import MODEL, ROOT
+from tests.depth import in_gate
 from tests.processes import alive
 from tests.vllm.servers import fake_python, server_options
 
 PROMPT = np.arange(7, 27)
 TENSORS = load_file(MODEL / "model.safetensors")
+VICTIMS = [(instances, victim) for instances in (1, 2) for victim in ("front end", "engine", "guard")]
 
 
 @pytest.fixture(autouse=True)
@@ -271,8 +273,7 @@ async def test_a_server_whose_weights_somebody_else_has_named_is_lost_and_nothin
 # -- servers that are lost --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", ["front end", "engine", "guard"])
-@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize(("instances", "victim"), in_gate((1, "guard"), (2, "front end"), (2, "engine"), of=VICTIMS))
 async def test_a_killed_server_is_started_again_with_the_current_weights(
     model: Path, python: str, instances: int, victim: str
 ) -> None:

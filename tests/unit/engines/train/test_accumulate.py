@@ -29,6 +29,7 @@ from asyncflow.engines.train.accumulate import (
     sum_of_squares,
 )
 from asyncflow.types import RunError
+from tests.depth import few
 
 FINITE = st.floats(-1000, 1000, width=32)
 
@@ -59,7 +60,7 @@ def wide_gradients(seed: int, num_gradients: int, num_elements: int) -> list[Ten
 
 
 @given(st.lists(st.lists(FINITE, min_size=3, max_size=3), min_size=1, max_size=8), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(20, 100), deadline=None)
 def test_sums_are_those_of_exact_arithmetic_on_the_grid(rows: list[list[float]], random: Random) -> None:
     addends = torch.tensor(rows)
     random.shuffle(rows)
@@ -71,7 +72,7 @@ def test_sums_are_those_of_exact_arithmetic_on_the_grid(rows: list[list[float]],
 
 
 @given(st.integers(0, 2**32), st.permutations(range(12)), st.lists(st.integers(0, 12), max_size=3).map(sorted))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=few(10, 50), deadline=None)
 def test_no_order_and_no_cut_over_processes_changes_a_bit(seed: int, order: list[int], cuts: list[int]) -> None:
     addends = wide_gradients(seed, 12, 50)
     whole = torch.zeros(50, dtype=torch.float64)
@@ -246,7 +247,7 @@ def test_no_bit_depends_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.integers(0, 2**32), st.permutations(range(200)), st.lists(st.integers(0, 200), max_size=3).map(sorted))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=few(10, 50), deadline=None)
 def test_the_norm_does_not_depend_on_order_or_cut(seed: int, order: list[int], cuts: list[int]) -> None:
     (gradient,) = wide_gradients(seed, 1, 200)
     parts = list(gradient[order].tensor_split(cuts))
@@ -283,7 +284,7 @@ def test_norms_of_nothing_of_zeros_and_of_what_is_not_finite() -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=few(10, 50), deadline=None)
 def test_squares_are_summed_exactly_on_their_grid(seed: int) -> None:
     (gradient,) = wide_gradients(seed, 1, 200)
     largest = largest_magnitude([gradient])

@@ -1,9 +1,10 @@
-"""The optimiser whose state is kept elsewhere, and activations that are made again: the same bits as without."""
+"""The optimiser's update; its state where that is kept elsewhere, and activations that are made again: the same bits as without."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,6 +49,37 @@ def updated(offloads: bool, num_steps: int = 3) -> tuple[list[torch.Tensor], dic
             parameter.grad = None
     states = {(name, kind): state for name, kind, state in optimizer.states()}
     return [p.detach() for p in parameters.values()], states, optimizer
+
+
+def test_an_update_is_adamw_of_clipped_gradients_at_a_rate_that_warms_up_and_shrinks_matrices_alone() -> None:
+    options = train_options(learning_rate=0.1, weight_decay=0.5, max_grad_norm=0.5, warmup_steps=2)
+    parameters = {"matrix": nn.Parameter(torch.tensor([[1.0, -2.0]])), "vector": nn.Parameter(torch.tensor([3.0, 4.0]))}
+    optimizer, (beta1, beta2) = Optimizer(parameters, options), options.betas
+    weights = {name: p.detach().double().numpy().copy() for name, p in parameters.items()}
+    first, second = ({name: np.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+    for number, norm in enumerate((0.25, 2.0, 5.0), 1):  # the first is not clipped
+        rate, factor = 0.1 * min(1.0, number / 2), min(1.0, 0.5 / norm)
+        for name, parameter in parameters.items():
+            parameter.grad = torch.full_like(parameter, norm / 2)  # of four elements
+            gradient = np.full(parameter.shape, factor * norm / 2)
+            first[name] = beta1 * first[name] + (1 - beta1) * gradient
+            second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
+            change = first[name] / (1 - beta1**number) / (np.sqrt(second[name] / (1 - beta2**number)) + 1e-8)
+            weights[name] *= 1 - rate * 0.5 * (name == "matrix")
+            weights[name] -= rate * change
+        result = optimizer.update([p.grad for p in parameters.values() if p.grad is not None], norm)
+        assert (result.grad_norm, result.skipped) == (norm, False) and result.learning_rate == pytest.approx(rate)
+        for name, parameter in parameters.items():
+            np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=1e-5)
+
+
+def test_an_update_without_a_finite_norm_is_left_out_and_is_none_of_the_warm_up() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Optimizer({"only": parameter}, train_options(learning_rate=0.1, warmup_steps=4))
+    parameter.grad = torch.tensor([1.0, torch.inf])
+    for gradients, norm in (([parameter.grad], float("inf")), ([parameter.grad], float("nan")), ([], 0.0)):
+        assert optimizer.update(gradients, norm).skipped
+    assert parameter.tolist() == [1.0, 1.0] and optimizer.num_updates == 0 and optimizer.learning_rate == pytest.approx(0.025)
 
 
 def test_state_that_comes_over_piece_by_piece_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,23 @@
 """Old policy and reference: which weights their log-probs are of, when those weights move, and what they cost nothing of."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from asyncflow.build.parts import train_engine_options
+from asyncflow.config import load
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.model import check_sharing
+from asyncflow.engines.train.model.causal_model import FrozenModel
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
-from asyncflow.types import LossSums, RunError, TokenBatch
+from asyncflow.types import Layout, LossSums, RunError, TokenBatch
+from tests.conftest import ROOT
 from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, frozen_engine, one_rank, torch_engine, train_on, weights_of
 
 
@@ -136,6 +141,28 @@ async def test_the_reference_stays_as_it_was_fused_or_as_a_task(
     trainer = torch_engine(model_path("qwen2-tiny"))
     seen = await step(trainer, replace(batch, ref_logprobs=given))
     assert seen.ref_logprobs_T is not None and seen.ref_logprobs_T.tolist() == original
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes" / "papers").glob("*.yaml")), ids=lambda path: path.stem)
+async def test_a_papers_recipe_computes_policy_old_policy_and_reference_in_one_micro_step(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch, recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(train_engine_options(load(recipe)), layout=Layout(), device="cpu", learning_rate=1e-2)
+    engine, batch, asked = TorchEngine(model_path("qwen2-tiny"), options), make_micro_batch(), []
+    log_probs_of = FrozenModel.log_probs
+
+    def noted(model: FrozenModel, packed: Packed) -> torch.Tensor:
+        asked.append(model)
+        return log_probs_of(model, packed)
+
+    monkeypatch.setattr(FrozenModel, "log_probs", noted)
+    models, first = one_rank(engine).models, await step(engine, batch)
+    asked.clear()
+    seen = await step(engine, batch)
+    assert len(asked) == 2 and asked[0] is models.reference and asked[1] is models.old_model
+    assert seen.old_logprobs_T.equal(seen.logprobs_T.detach()), "the policy that sampled: the ratio is 1"
+    assert seen.ref_logprobs_T is not None and seen.ref_logprobs_T.equal(first.logprobs_T.detach())
+    assert not seen.ref_logprobs_T.equal(seen.old_logprobs_T)
 
 
 async def test_frozen_models_may_be_kept_in_bfloat16(model_path: ModelPath, make_micro_batch: MakeMicroBatch) -> None:

@@ -10,7 +10,6 @@ that dies, is a failure with its number, and the processes are of no use after t
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -21,8 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncflow.engines.base import RANKS_STORE
-
-PRELOADED = ["torch.distributed.fsdp", "transformers.models.qwen2", "transformers.models.qwen3", "transformers.models.llama"]
+from tests.forked import context
 
 
 class RankFailed(AssertionError):
@@ -33,16 +31,14 @@ class Processes:
     """Ranks 0 .. n-1."""
 
     def __init__(self, number: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        os.environ["OMP_NUM_THREADS"] = "1"  # before the server that they are forked from imports torch
-        context.set_forkserver_preload([__name__, *PRELOADED])
+        makes = context()
         self._folder = tempfile.TemporaryDirectory()
         self._number_of_stores = 0
         self._ends: list[Connection] = []
         self.processes = []
         for rank in range(number):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), name=f"rank {rank}", daemon=True)
+            here, there = makes.Pipe()
+            process = makes.Process(target=_serve, args=(there,), name=f"rank {rank}", daemon=True)
             process.start()
             there.close()
             self._ends.append(here)

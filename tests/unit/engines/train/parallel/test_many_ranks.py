@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from asyncflow.engines.train.model.packing import INERT_TOKENS, pack_thrifty
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.types import Array, Layout
+from tests import depth
+from tests.depth import in_gate
 from tests.unit.engines.train.parallel import training_ranks as on_ranks
 from tests.unit.engines.train.parallel.processes import Processes, RankFailed
 from tests.unit.engines.train.training import ModelPath, moved_less, train_options
@@ -62,8 +64,8 @@ def difference(one: dict[str, Array], many: dict[str, Array]) -> float:
 @pytest.mark.parametrize(
     ("dp", "family", "is_shared", "more"),
     [
-        (2, "qwen2-tiny", True, {"old": "previous", "has_reference": True}),
-        (2, "llama-tiny", False, {"activation_checkpointing": True}),
+        pytest.param(2, "qwen2-tiny", True, {"old": "previous", "has_reference": True}, marks=depth.deep),
+        pytest.param(2, "llama-tiny", False, {"activation_checkpointing": True}, marks=depth.deep),
         (4, "qwen3-tiny", True, {"dtype": "bfloat16", "frozen_dtype": "bfloat16", "old": "step_start"}),
     ],
 )
@@ -90,17 +92,17 @@ def test_data_parallel_ranks_have_the_bits_of_one_process(
     assert by_loss == sorted(alone.results, key=lambda result: result.loss_sum)
 
 
-@pytest.mark.parametrize("is_shared", [True, False], ids=["shared", "rows"])
+@pytest.mark.parametrize("is_shared", in_gate(True, of=[True, False]), ids=["shared", "rows"])
 @pytest.mark.parametrize(
     ("layout", "family", "family_in_rows"),
     [
-        (Layout(dp=2), "qwen2-tiny", "llama-tiny"),
-        (Layout(tp=2), "qwen2-tiny", "qwen3-tiny"),
-        (Layout(pp=2), "qwen2-tiny", "deep"),
+        pytest.param(Layout(dp=2), "qwen2-tiny", "llama-tiny", marks=depth.deep),
+        pytest.param(Layout(tp=2), "qwen2-tiny", "qwen3-tiny", marks=depth.deep),
+        pytest.param(Layout(pp=2), "qwen2-tiny", "deep", marks=depth.deep),
         (Layout(dp=2, tp=2), "qwen3-tiny", "qwen2-tiny"),
-        (Layout(tp=2, pp=2), "llama-tiny", "qwen2-tiny"),
+        pytest.param(Layout(tp=2, pp=2), "llama-tiny", "qwen2-tiny", marks=depth.deep),
         (Layout(dp=2, pp=2), "qwen2-tiny", "qwen3-tiny"),
-        (Layout(dp=2, tp=2, pp=2), "qwen2-tiny", "qwen2-tiny"),
+        pytest.param(Layout(dp=2, tp=2, pp=2), "qwen2-tiny", "qwen2-tiny", marks=depth.deep),
     ],
     ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else str(value),
 )
@@ -135,12 +137,12 @@ def test_losses_and_gradients_of_a_layout_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("layout", "family", "more"),
     [
-        (Layout(pp=3), "qwen2-small", {}),
-        (Layout(pp=4), "deep", {"activation_checkpointing": True}),
-        (Layout(tp=4), "wide", {}),
-        (Layout(tp=2, pp=2), "qwen3-tiny", {"activation_checkpointing": True}),
+        pytest.param(Layout(pp=3), "qwen2-small", {}, marks=depth.deep),
+        pytest.param(Layout(pp=4), "deep", {"activation_checkpointing": True}, marks=depth.deep),
+        pytest.param(Layout(tp=4), "wide", {}, marks=depth.deep),
+        pytest.param(Layout(tp=2, pp=2), "qwen3-tiny", {"activation_checkpointing": True}, marks=depth.deep),
         (Layout(tp=2), "qwen2-tiny", {"dtype": "bfloat16"}),
-        (Layout(pp=2), "qwen2-tiny", {"dtype": "bfloat16"}),
+        pytest.param(Layout(pp=2), "qwen2-tiny", {"dtype": "bfloat16"}, marks=depth.deep),
     ],
     ids=["pp3", "pp4-recomputed", "tp4", "tp2-pp2-recomputed", "tp2-bfloat16", "pp2-bfloat16"],
 )
@@ -169,7 +171,7 @@ def test_steps_of_a_layout_are_those_of_one_process(
     assert len(first.fingerprint) == 4 * len(of_one)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("layout", in_gate(Layout(pp=2), of=[Layout(tp=2), Layout(pp=2)]), ids=str)
 def test_layers_are_passed_twice_where_activations_are_computed_again(
     ranks: Processes, model_path: ModelPath, layout: Layout
 ) -> None:
@@ -180,7 +182,11 @@ def test_layers_are_passed_twice_where_activations_are_computed_again(
 
 @pytest.mark.parametrize(
     ("layout", "family", "is_shared"),
-    [(Layout(pp=2), "qwen2-tiny", True), (Layout(tp=2, pp=2), "llama-tiny", False), (Layout(dp=2, pp=2), "qwen3-tiny", True)],
+    [
+        pytest.param(Layout(pp=2), "qwen2-tiny", True, marks=depth.deep),
+        pytest.param(Layout(tp=2, pp=2), "llama-tiny", False, marks=depth.deep),
+        (Layout(dp=2, pp=2), "qwen3-tiny", True),
+    ],
     ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else str(value),
 )
 def test_a_pipeline_filled_to_one_length_computes_the_same_and_tells_the_fill(
@@ -262,12 +268,12 @@ def test_a_model_is_exported_and_saved_whole_and_goes_on_under_another_layout(
 @pytest.mark.parametrize(
     ("layout", "family", "options"),
     [
-        (Layout(dp=3), "qwen2-tiny", {}),
-        (Layout(tp=2), "qwen3-tiny", {}),
-        (Layout(pp=2), "qwen2-tiny", {"frozen_dtype": "bfloat16"}),
+        pytest.param(Layout(dp=3), "qwen2-tiny", {}, marks=depth.deep),
+        pytest.param(Layout(tp=2), "qwen3-tiny", {}, marks=depth.deep),
+        pytest.param(Layout(pp=2), "qwen2-tiny", {"frozen_dtype": "bfloat16"}, marks=depth.deep),
         (Layout(dp=3, tp=2), "deep", {"offload": True}),
-        (Layout(pp=3), "qwen2-small", {}),
-        (Layout(dp=2, tp=2, pp=2), "llama-tiny", {}),
+        pytest.param(Layout(pp=3), "qwen2-small", {}, marks=depth.deep),
+        pytest.param(Layout(dp=2, tp=2, pp=2), "llama-tiny", {}, marks=depth.deep),
     ],
     ids=lambda value: f"{value.dp}x{value.tp}x{value.pp}" if isinstance(value, Layout) else "",
 )
@@ -283,6 +289,7 @@ def test_each_rank_reads_its_part_of_the_files_to_the_bit(
             assert np.array_equal(found[model][name], tensor.to(getattr(torch, dtype)).float().numpy()), (model, name)
 
 
+@depth.deep
 def test_each_of_four_ranks_reads_a_quarter(ranks: Processes, deep: Path) -> None:
     whole = sum(tensor.nbytes for tensor in load_file(deep / "model.safetensors").values())
     for layout in (Layout(dp=4), Layout(tp=2, pp=2)):
@@ -290,7 +297,11 @@ def test_each_of_four_ranks_reads_a_quarter(ranks: Processes, deep: Path) -> Non
         assert max(parts) < 0.35 * whole and sum(parts) >= whole
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    in_gate(Layout(dp=2, pp=2), of=[Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, pp=2)]),
+    ids=str,
+)
 def test_a_fault_of_sharing_the_prompt_is_found_in_log_probs_and_gradients_and_ends_all_ranks(
     ranks: Processes, model_path: ModelPath, layout: Layout
 ) -> None:
@@ -308,8 +319,8 @@ def test_a_fault_of_sharing_the_prompt_is_found_in_log_probs_and_gradients_and_e
         assert words in answer[1]
 
 
-@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(dp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("accumulate", in_gate("exact", of=["exact", "fp32"]))
+@pytest.mark.parametrize("layout", in_gate(Layout(dp=2, pp=2), of=[Layout(dp=2), Layout(tp=2), Layout(dp=2, pp=2)]), ids=str)
 def test_comparing_gradients_leaves_a_step_as_it_is(
     ranks: Processes, model_path: ModelPath, layout: Layout, accumulate: str
 ) -> None:
@@ -326,7 +337,7 @@ def test_comparing_gradients_leaves_a_step_as_it_is(
         assert ranks.run(on_ranks.sums_of_a_check, model_path("qwen2-tiny"), layout, size=layout.size) == [0.0] * layout.size
 
 
-@pytest.mark.parametrize("accumulate", ["exact", "fp32"])
+@pytest.mark.parametrize("accumulate", in_gate("exact", of=["exact", "fp32"]))
 def test_each_of_four_ranks_holds_a_quarter(ranks: Processes, deep: Path, accumulate: str) -> None:
     alone = OneRank(deep, train_options(accumulate=accumulate))
     for _ in range(2):
@@ -349,8 +360,17 @@ def test_what_cannot_be_started_is_said_in_a_sentence(ranks: Processes, model_pa
             ranks.run(on_ranks.train, path, [], layout, OPTIONS, size=size)
 
 
-@pytest.mark.parametrize("how", ["dies", "raises"])
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, pp=2), Layout(tp=2)], ids=["dp", "dp x pp", "tp"])
+@pytest.mark.parametrize(
+    ("how", "layout"),
+    [
+        pytest.param("dies", Layout(dp=2), id="dies-dp", marks=depth.deep),
+        pytest.param("dies", Layout(dp=2, pp=2), id="dies-dp x pp"),
+        pytest.param("dies", Layout(tp=2), id="dies-tp", marks=depth.deep),
+        pytest.param("raises", Layout(dp=2), id="raises-dp", marks=depth.deep),
+        pytest.param("raises", Layout(dp=2, pp=2), id="raises-dp x pp", marks=depth.deep),
+        pytest.param("raises", Layout(tp=2), id="raises-tp", marks=depth.deep),
+    ],
+)
 def test_a_rank_that_ends_ends_the_others_who_say_why(model_path: ModelPath, tmp_path: Path, how: str, layout: Layout) -> None:
     batches = [on_ranks.make_batch(seed, (5, 3), 20) for seed in (1, 2)]
     objective = on_ranks.Broken(how, float(batches[1].advantages[0]))

@@ -7,6 +7,7 @@ import pytest
 
 from asyncflow.engines.families import check_tensor_parallel
 from asyncflow.types import UserError
+from tests.depth import deep, in_gate
 from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.engines.train.parallel.tensor_ranks import (
     bytes_kept,
@@ -18,6 +19,9 @@ from tests.unit.engines.train.parallel.tensor_ranks import (
     refused_plans,
 )
 
+RAGGED = [1, 40, 2, 60]
+TOLERANCES = [("float64", 1e-12), ("float32", 5e-4), ("bfloat16", 2e-2)]
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Processes]:
@@ -27,7 +31,8 @@ def ranks() -> Iterator[Processes]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "families", "tied"), [(2, ("qwen2", "qwen3", "llama"), (True, False)), (4, ("qwen3",), (False,))]
+    ("num_ranks", "families", "tied"),
+    [(2, ("qwen2", "qwen3", "llama"), (True, False)), pytest.param(4, ("qwen3",), (False,), marks=deep)],
 )
 def test_losses_and_gradients_are_those_of_one_process(
     ranks: Processes, num_ranks: int, families: tuple[str, ...], tied: tuple[bool, ...]
@@ -37,8 +42,15 @@ def test_losses_and_gradients_are_those_of_one_process(
         assert not {case: error for case, error in errors.items() if not error < 1e-5}
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(("family", "is_tied", "is_checkpointed"), [("qwen3", True, True), ("llama", False, False)])
+@pytest.mark.parametrize(
+    ("family", "is_tied", "is_checkpointed", "sequence_parallel"),
+    [
+        ("qwen3", True, True, True),
+        pytest.param("qwen3", True, True, False, marks=deep),
+        pytest.param("llama", False, False, True, marks=deep),
+        pytest.param("llama", False, False, False, marks=deep),
+    ],
+)
 def test_fsdp_shards_what_is_sharded(
     ranks: Processes, family: str, is_tied: bool, is_checkpointed: bool, sequence_parallel: bool
 ) -> None:
@@ -47,13 +59,13 @@ def test_fsdp_shards_what_is_sharded(
         assert not {name: error for name, error in errors.items() if not error < 1e-5}
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", in_gate(True, of=[True, False]))
 def test_bfloat16_is_as_near_as_in_one_process(ranks: Processes, sequence_parallel: bool) -> None:
     for error, in_one_process in ranks.run(compare_bfloat16, sequence_parallel):
         assert 0 < error < 1.3 * in_one_process < 0.1
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", in_gate(True, of=[True, False]))
 def test_what_crosses_between_stages_is_as_it_is_without(ranks: Processes, sequence_parallel: bool) -> None:
     for errors in ranks.run(compare_stages, sequence_parallel, size=2):
         assert not {name: error for name, error in errors.items() if not error < 1e-5}
@@ -65,8 +77,10 @@ def test_a_rank_keeps_its_share_alone(ranks: Processes) -> None:
             assert share == 1.0 if name.endswith("norm.weight") else 0.2 < share < 0.27, name
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 5e-4), ("bfloat16", 2e-2)])
-@pytest.mark.parametrize("sizes", [[25, 25, 25, 25], [26, 26, 26, 23], [1, 40, 2, 60], [50, 51]])
+@pytest.mark.parametrize(("dtype", "tolerance"), in_gate(("float64", 1e-12), of=TOLERANCES))
+@pytest.mark.parametrize(
+    "sizes", in_gate([1, 40, 2, 60], [50, 51], of=[[25, 25, 25, 25], [26, 26, 26, 23], [1, 40, 2, 60], [50, 51]])
+)
 def test_log_probs_over_shards_are_those_of_the_whole_head(
     ranks: Processes, sizes: list[int], dtype: str, tolerance: float
 ) -> None:

@@ -1,0 +1,202 @@
+"""Processes of tests that begin with everything imported: forks of one server for each process that tests run in.
+
+    context().Process(target=...)                a function in a process of its own
+    Command("train", config)                     `asyncflow train config`, and its workers, likewise; used as `subprocess.Popen` is
+
+An interpreter that imports torch and transformers takes seconds, and a whole run would start three of them. The few tests of how a
+command starts do start one: `command_line` in tests/e2e/commands.py.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from setproctitle import getproctitle
+
+from asyncflow.threads import thread_environment as threads
+
+BEGAN_WITH = dict(os.environ)
+"""The environment before anything of `MODULES` is imported, some of which add to it."""
+MODULES = [
+    "asyncflow.cli.verbs", "asyncflow.job", "asyncflow.trainer", "asyncflow.replay", "asyncflow.build.workers",
+    "asyncflow.cluster.fork_server", "asyncflow.cluster.child", "asyncflow.cluster.local", "asyncflow.engines.rollout.engine",
+    "asyncflow.engines.train.torch_engine", "asyncflow.engines.train.parallel.many_ranks", "asyncflow.weight_sync.shared_memory",
+    "asyncflow.simulation.run", "tensorboardX", "plotly.graph_objects", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.hf_storage", "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama", "transformers.generation.utils",
+]  # fmt: skip
+
+
+def context() -> ForkServerContext:
+    """What starts processes with all of `MODULES`."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([__name__, *MODULES])
+    kept = dict(os.environ)
+    os.environ.update(threads(1))  # as workers have it: read when torch is imported
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+    return found
+
+
+class Command:
+    """`asyncflow ARGUMENTS`, begun."""
+
+    def __init__(self, *arguments: str | Path, ignores: int = 0, **environment: str) -> None:
+        """`ignores`: a signal that it is started to ignore. `environment`: what is added to this process's."""
+        self.args = ["asyncflow", *map(str, arguments)]
+        makes = context()
+        out, err = makes.Pipe(duplex=False), makes.Pipe(duplex=False)
+        settings = {**os.environ, **environment}
+        self._process = makes.Process(target=_run, args=(self.args, out[1], err[1], settings, os.getcwd(), ignores), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        for theirs in (out[1], err[1]):
+            theirs.close()
+        self.stdout, self.stderr = (open(os.dup(pipe[0].fileno())) for pipe in (out, err))  # noqa: SIM115
+        self._text = ""
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit status, or minus the signal's number; None while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it prints until it ends, what has been read from `stdout` by line excepted. Raises `TimeoutExpired`."""
+        deadline = time.monotonic() + (timeout or 1e6)
+        streams = {stream.fileno(): (stream, bytearray()) for stream in (self.stdout, self.stderr) if not stream.closed}
+        with selectors.DefaultSelector() as held:
+            for number in streams:
+                held.register(number, selectors.EVENT_READ)
+            while held.get_map():
+                if not (ready := held.select(max(0.0, deadline - time.monotonic()))):
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                for key, _ in ready:
+                    if chunk := os.read(key.fd, 1 << 16):
+                        streams[key.fd][1].extend(chunk)
+                    else:
+                        held.unregister(key.fd)
+        self.wait(max(0.0, deadline - time.monotonic()))
+        for stream, _ in streams.values():
+            stream.close()
+        out, err = (bytes(text).decode() for _, text in streams.values()) if streams else ("", "")
+        return out, err
+
+
+def _run(arguments: list[str], out: Connection, err: Connection, environment: dict[str, str], folder: str, ignored: int) -> None:
+    """The process of a command."""
+    os.setsid()
+    if ignored:
+        signal.signal(ignored, signal.SIG_IGN)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    out.close()
+    err.close()
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    getproctitle()  # it finds where a title goes as long as the environment is where it was
+    set_environment(environment)
+    os.chdir(folder)
+    sys.argv = arguments
+    fork_workers_from_here()
+    from asyncflow.cli import main
+
+    status: Any = 1
+    try:
+        main()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def set_environment(environment: dict[str, str]) -> None:
+    """Have this as the environment, without what imports alone have added to it."""
+    added = os.environ.keys() - BEGAN_WITH.keys()
+    os.environ.clear()
+    os.environ.update({name: value for name, value in environment.items() if name not in added})
+
+
+def fork_workers_from_here() -> None:
+    """A fork server of this command is a fork, too, where it would import the same."""
+    from asyncflow.cluster import fork_server, forking
+
+    started = forking.ForkServer._start
+
+    def start(theirs: socket.socket, environment: dict[str, str]) -> Any:
+        if forking.read_at_import(environment) != forking.read_at_import({**BEGAN_WITH, **threads(1)}):
+            return started(theirs, environment)
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os.dup2(theirs.fileno(), 0)
+            os.closerange(3, 256)
+            os.environ.clear()
+            os.environ.update(environment)
+            fork_server.main()
+            os._exit(0)
+        return _Child(child)
+
+    forking.ForkServer._start = staticmethod(start)  # type: ignore[method-assign,assignment]
+
+
+class _Child:
+    """As much of `subprocess.Popen` as a fork server's owner uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        return self._look(os.WNOHANG)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int | None:
+        return self._look(0)
+
+    def _look(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode

@@ -1,0 +1,86 @@
+"""`asyncflow check` says of each extra what it is for: what pyproject.toml declares, and what the package imports."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from asyncflow.cli.check import EXTRAS, UNUSED, _extras
+from tests.conftest import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MODULES = {
+    "pyyaml": "yaml",
+    "prometheus-client": "prometheus_client",
+    "math-verify": "math_verify",
+    "mooncake-transfer-engine": "mooncake",
+    "megatron-core": "megatron",
+}
+"""What packages are imported as, where it is another name."""
+OF_OTHERS = {
+    "vllm": "where vLLM is, which may be another environment",
+    "torch_npu": "where NPUs are",
+    "mindspeed": "where NPUs are, for Megatron-Core",
+    "pyarrow": "required by datasets",
+    "sympy": "required by math-verify",
+}
+"""What is imported, and is asked of nobody in pyproject.toml."""
+
+
+def modules_of(requirements: list[str]) -> set[str]:
+    names = [re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in requirements]
+    return {MODULES.get(name, name) for name in names}
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The outermost modules that a file imports, by a statement or by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0]
+        elif isinstance(node, ast.Call) and re.search(r"import_(module|telling)$", ast.unparse(node.func)):
+            name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            if isinstance(name, ast.Constant):
+                yield name.value.partition(".")[0]
+
+
+def third_party() -> set[str]:
+    files = (ROOT / "asyncflow").rglob("*.py")
+    found = {name for file in files for name in imported(ast.parse(file.read_text()))}
+    return found - set(sys.stdlib_module_names) - {"asyncflow", "asyncflow_vllm"}
+
+
+def test_every_extra_is_listed_by_the_package_that_is_imported() -> None:
+    extras = {name: modules_of(needed) for name, needed in PROJECT["optional-dependencies"].items() if name != "dev"}
+    listed = {name: modules_of([package]) for name, (package, _) in EXTRAS.items()}
+    assert listed == {name: modules for name, modules in extras.items() if name not in UNUSED}
+    used = third_party()
+    for name, modules in extras.items():
+        assert modules <= used if name in EXTRAS else not modules & used, name
+
+
+def test_what_is_imported_is_declared() -> None:
+    extras = [needed for name, needed in PROJECT["optional-dependencies"].items() if name != "dev"]
+    declared = modules_of([*PROJECT["dependencies"], *(one for needed in extras for one in needed)])
+    assert third_party() - declared == OF_OTHERS.keys()
+
+
+def test_a_missing_extra_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package != "ray":
+            raise importlib.metadata.PackageNotFoundError
+        return "2.60"
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    rows = dict(_extras())
+    assert rows.keys() == EXTRAS.keys() | UNUSED.keys()
+    assert rows["ray"].startswith("ray 2.60, for workers placed by Ray")
+    assert rows["maths"].startswith("missing: pip install 'asyncflow-rl[maths]', for rewards")
+    assert rows["service"].endswith("nothing in this version uses it")

@@ -1,0 +1,214 @@
+"""Workers that are forked from a process which has imported what they need begin as others do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncflow.cluster import forking
+from asyncflow.cluster.base import WorkerDied, WorkerSpec
+from asyncflow.cluster.forking import IS_POSSIBLE, ForkServer, Refusal
+from asyncflow.cluster.local import LocalCluster
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="workers are forked on Linux alone")
+
+WORKERS = """
+import asyncio, gc, glob, json, os, random, sys
+import numpy
+
+async def tells(name, run_dir):
+    found = {
+        "environment": dict(os.environ), "folder": os.getcwd(), "path": sys.path, "session": os.getsid(0), "pid": os.getpid(),
+        "parent": os.getppid(), "random": random.random(), "numpy": float(numpy.random.rand()), "collects": gc.isenabled(),
+        "files": sorted(os.readlink(fd).split(":")[0].replace(name, "NAME") for fd in glob.glob("/proc/self/fd/*") if
+                        os.path.exists(fd)),
+    }
+    print("printed", end="")
+    (run_dir / f"{name}.json").write_text(json.dumps(found))
+
+async def stays(name, run_dir):
+    (run_dir / name).touch()
+    await asyncio.sleep(600)
+"""
+
+
+@pytest.fixture
+def servers() -> Iterator[None]:
+    """None is left of the tests before, nor to those after."""
+    forking._servers.clear()
+    yield
+    forking._servers.clear()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> LocalCluster:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    return LocalCluster(tmp_path)
+
+
+def spec(tmp_path: Path, function: str, name: str = "w", *imports: str, **environment: str) -> WorkerSpec:
+    entry = f"{tmp_path / 'workers.py'}:{function}"
+    return WorkerSpec(name, entry, {"COLOUR": "blue", "OPENBLAS_NUM_THREADS": "1", **environment}, imports=imports or ("numpy",))
+
+
+def told(tmp_path: Path, name: str = "w") -> dict[str, object]:
+    found: dict[str, object] = json.loads((tmp_path / f"{name}.json").read_text())
+    return found
+
+
+def nobody(name: str, why: str, is_given_up: bool) -> None:
+    """Deaths are not looked at."""
+
+
+async def run(cluster: LocalCluster, *specs: WorkerSpec) -> None:
+    await cluster.start(specs)
+    async with asyncio.timeout(120):
+        await cluster.wait(nobody)
+    assert await cluster.stop(60.0) == []
+
+
+async def test_workers_have_one_parent_that_has_imported_for_them(cluster: LocalCluster, tmp_path: Path) -> None:
+    await run(cluster, spec(tmp_path, "tells", "a"), spec(tmp_path, "tells", "b"))
+    a, b = told(tmp_path, "a"), told(tmp_path, "b")
+    assert a["parent"] == b["parent"] != os.getpid()
+    assert a["pid"] == a["session"] != b["pid"] == b["session"]
+    server = psutil.Process(int(str(a["parent"])))
+    assert any("numpy" in mapped.path for mapped in server.memory_maps())
+    assert a["random"] != b["random"] and a["numpy"] != b["numpy"] and a["collects"] and b["collects"]
+
+
+async def test_a_worker_finds_what_an_interpreter_of_its_own_would(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run(cluster, spec(tmp_path, "tells", "first"))  # the server is there, with what was set then
+    monkeypatch.setenv("SHAPE", "round")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    await run(cluster, spec(tmp_path, "tells", "forked"))
+    own = spec(tmp_path, "tells", "own")
+    await run(cluster, WorkerSpec(own.name, own.entry, own.environment))
+    forked, own_interpreter = told(tmp_path, "forked"), told(tmp_path, "own")
+    for what in ("environment", "folder", "path", "collects", "files"):
+        assert forked[what] == own_interpreter[what], what
+    assert (tmp_path / "logs" / "forked.log").read_text() == "printed"
+
+
+async def test_variables_that_libraries_read_once_have_a_server_of_their_own(cluster: LocalCluster, tmp_path: Path) -> None:
+    threads = [spec(tmp_path, "tells", f"{count}", OMP_NUM_THREADS=count) for count in ("1", "2")]
+    await run(cluster, *threads, spec(tmp_path, "tells", "rank", OMP_NUM_THREADS="2", RANK="1"))
+    one, two, rank = (told(tmp_path, name)["parent"] for name in ("1", "2", "rank"))
+    assert one != two == rank
+
+
+@pytest.mark.usefixtures("servers")
+async def test_where_a_fork_is_not_safe_a_worker_gets_an_interpreter(
+    cluster: LocalCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    (tmp_path / "starts_a_thread.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    await run(cluster, spec(tmp_path, "tells", "w", "starts_a_thread"))
+    assert told(tmp_path)["parent"] == os.getpid()
+    assert "worker w is not forked, and starts slower: something that it imported has started threads: there are 2" in caplog.text
+
+
+async def test_what_cannot_be_imported_is_the_workers_to_say(cluster: LocalCluster, tmp_path: Path) -> None:
+    await run(cluster, spec(tmp_path, "tells", "w", "no_such_module", "numpy"))
+    assert told(tmp_path)["parent"] != os.getpid()
+
+
+@pytest.mark.usefixtures("servers")
+async def test_workers_end_with_their_server_and_the_next_ones_have_a_new_one(cluster: LocalCluster, tmp_path: Path) -> None:
+    await cluster.start([spec(tmp_path, "stays")])
+    while not (tmp_path / "w").exists():
+        await asyncio.sleep(0.01)
+    worker = psutil.Process(cluster.pids()["w"])
+    server = worker.ppid()
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL"):
+        await asyncio.wait_for(cluster.wait(nobody), 60)
+    psutil.wait_procs([worker], timeout=60)
+    assert not worker.is_running() and await cluster.stop(0.0) == []
+    await run(LocalCluster(tmp_path), spec(tmp_path, "tells"))
+    assert told(tmp_path)["parent"] != server
+
+
+@pytest.mark.usefixtures("servers")
+async def test_a_server_that_cannot_start_is_done_without(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forking.sys, "executable", "/bin/false")
+    server = ForkServer(dict(os.environ))
+    with open(os.devnull, "wb") as log, pytest.raises(Refusal, match="it has ended with status 1"):
+        await asyncio.wait_for(server.fork(spec(tmp_path, "tells"), tmp_path, {}, log.fileno()), 60)
+
+
+def test_a_server_is_used_by_one_event_loop_after_another(tmp_path: Path) -> None:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    for name in ("first", "second"):
+        asyncio.run(run(LocalCluster(tmp_path), spec(tmp_path, "tells", name)))
+    assert told(tmp_path, "first")["parent"] == told(tmp_path, "second")["parent"]
+
+
+def test_nothing_is_left_of_a_driver_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    program = f"""
+import asyncio
+from pathlib import Path
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.local import LocalCluster
+
+async def drive():
+    cluster = LocalCluster(Path({str(tmp_path)!r}))
+    await cluster.start([WorkerSpec("w", "{tmp_path / "workers.py"}:stays", imports=("asyncflow.types",))])
+    print(cluster.pids()["w"], flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(drive())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as driver:
+        assert driver.stdout is not None
+        worker = psutil.Process(int(driver.stdout.readline()))
+        server = worker.parent()
+        assert server is not None
+        driver.kill()
+    _, alive = psutil.wait_procs([worker, server], timeout=60)
+    assert not alive
+
+
+async def test_what_glibc_reads_at_its_start_is_set_in_a_fork(cluster: LocalCluster, tmp_path: Path) -> None:
+    """A block below the threshold lies on the heap; above it, it would be mapped by itself, and given back when it is freed."""
+    (tmp_path / "workers.py").write_text("""
+import ctypes
+async def allocates(name, run_dir):
+    c = ctypes.CDLL(None)
+    c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    block = c.malloc(64 << 20)
+    line = next(l for l in open("/proc/self/maps") if int(l.split("-")[0], 16) <= block < int(l.split("-")[1].split()[0], 16))
+    (run_dir / name).write_text(str("[heap]" in line))
+""")
+    entry = f"{tmp_path / 'workers.py'}:allocates"
+    for name, environment in (("kept", {"MALLOC_MMAP_THRESHOLD_": str(10**9)}), ("mapped", dict[str, str]())):
+        await run(cluster, WorkerSpec(name, entry, environment, imports=("asyncflow.types",)))
+    assert ((tmp_path / "kept").read_text(), (tmp_path / "mapped").read_text()) == ("True", "False")
+
+
+@pytest.mark.usefixtures("servers")
+async def test_a_server_that_was_begun_in_vain_ends_and_one_with_workers_stays(cluster: LocalCluster, tmp_path: Path) -> None:
+    await run(cluster, spec(tmp_path, "tells"))
+    (used,) = forking._servers.values()
+    vain = ForkServer.here({**os.environ, "OMP_NUM_THREADS": "7"})
+    process = psutil.Process(vain._process.pid)
+    ForkServer.keep([])
+    assert not process.is_running() and list(forking._servers.values()) == [used] and used.is_there
+    assert ForkServer.here({**os.environ, "OMP_NUM_THREADS": "7"}) is not vain

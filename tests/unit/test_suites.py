@@ -1,0 +1,143 @@
+"""The gate: which tests it runs, and that it fails when one of them does."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import suites
+from tests.conftest import ROOT
+from tests.depth import in_gate
+from tests.suites import EVERYTHING, SUITES, Result, Suite
+
+PACKAGES = ("deepspeed", "megatron", "ray")
+
+
+def imported(file: Path) -> set[str]:
+    """Top packages that a module imports, wherever in it, by a statement or by `import_module`."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            found |= set(re.findall(r"^f?'(\w+)", ast.unparse(node.args[0])))
+    return found
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_rooms_and_tests_are_there(suite: Suite) -> None:
+    assert [path for path in (*suite.rooms, *suite.tests) if not (ROOT / path).exists()] == []
+    assert suite.rooms
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_whatever_imports_another_ones_package_is_a_room_of_its_suite(name: str) -> None:
+    rooms = next(suite.rooms for suite in SUITES if suite.name == name)
+    users = [file for file in (ROOT / "asyncflow").rglob("*.py") if name in imported(file)]
+    assert users and [str(file.relative_to(ROOT)) for file in users if str(file.relative_to(ROOT)) not in rooms] == []
+
+
+def test_all_of_the_vllm_adapter_is_a_room_of_its_suite() -> None:
+    rooms = next(suite.rooms for suite in SUITES if suite.name == "vllm")
+    adapter = (ROOT / "asyncflow" / "engines" / "rollout").glob("*vllm*")
+    assert {str(path.relative_to(ROOT)) for path in adapter} - {"asyncflow/engines/rollout/vllm_devices.py"} <= set(rooms)
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_each_suite_has_smoke_tests(suite: Suite) -> None:
+    marked = [path for test in suite.tests for path in ([ROOT / test] if test.endswith(".py") else (ROOT / test).glob("test_*.py"))]
+    assert any("smoke" in path.read_text() for path in marked)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A history of one commit, in the place of this one's."""
+    monkeypatch.setattr(suites, "ROOT", tmp_path)
+    for name in ("room.py", "other.py"):
+        (tmp_path / name).write_text("before\n")
+    git(tmp_path, "init", "-q")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=A", "-c", "user.email=a@example.org", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(folder: Path) -> str:
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "--allow-empty", "-m", "a change")
+    return git(folder, "rev-parse", "--short=12", "HEAD")
+
+
+def test_all_of_a_suite_runs_where_a_room_has_changed_since_it_passed(repository: Path) -> None:
+    suite, passed = Suite("ray", (), rooms=("room.py",)), {"ray": commit(repository)}
+    assert suites.why_deep(suite, passed) == ""
+    (repository / "other.py").write_text("after\n")
+    commit(repository)
+    assert suites.why_deep(suite, passed) == ""
+    (repository / "room.py").write_text("after\n")
+    commit(repository)
+    assert suites.why_deep(suite, passed) == f"room.py has changed since {passed['ray']}"
+    assert suites.why_deep(suite, {}) == "it has never passed"
+    assert suites.why_deep(suite, {"ray": "0123456789ab"}).endswith("is not known here")
+
+
+def test_the_page_says_when_each_suite_passed_and_keeps_the_rows_of_others(repository: Path) -> None:
+    first = suites.page("", [Result("ray", True, 37, 0, 2, 91.4), Result("vllm", True, 80, 3, 0, 300.0)], suites.commit())
+    assert suites.read_page(first) == {"ray": git(repository, "rev-parse", "--short=12", "HEAD")}  # one that failed did not pass
+    (repository / "room.py").write_text("after\n")
+    unclean = suites.commit()
+    assert unclean.endswith("+")
+    second = suites.page(first, [Result("ray", True, 38, 0, 2, 90.0)], unclean)
+    assert "| vllm |" in second and "| 80 | 3 | 0 | 300 |" in second and "| 37 |" not in second
+    assert suites.read_page(second) == {}  # nobody else has what was tested
+
+
+@pytest.mark.parametrize(("body", "failed"), [("assert True", False), ("assert False", True), ("import no_such_module", True)])
+def test_the_gate_fails_when_a_test_does(repository: Path, monkeypatch: pytest.MonkeyPatch, body: str, failed: bool) -> None:
+    (repository / "test_one.py").write_text(f"import pytest\n\n@pytest.mark.smoke\ndef test_it():\n    {body}\n")
+    (repository / ".venv").symlink_to(sys.prefix)
+    (repository / "docs").mkdir()
+    monkeypatch.setattr(suites, "PAGE", repository / "docs" / "tested.md")
+    monkeypatch.setattr(suites, "make", lambda environment: True)
+    suite = Suite("ray", ("test_one.py", "-p", "no:cacheprovider"), rooms=("room.py",))
+    monkeypatch.setattr(suites, "SUITES", (suite,))
+    for what in ("gate", "smoke"):
+        assert suites.main([what]) == int(failed)
+
+
+def test_a_suite_that_finds_no_test_has_not_passed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (repository / ".venv").symlink_to(sys.prefix)
+    (repository / "test_one.py").write_text("def test_it():\n    pass\n")
+    monkeypatch.setattr(suites, "make", lambda environment: True)
+    monkeypatch.setattr(suites, "SUITES", (Suite("ray", ("test_one.py",), rooms=("room.py",)),))
+    assert suites.main(["smoke"]) == 1
+
+
+def test_an_environment_that_cannot_be_made_is_said(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suites, "PAGE", repository / "tested.md")
+    monkeypatch.setattr(suites, "make", lambda environment: False)
+    assert suites.main(["gate"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"NOTE: {suite.name}'s environment cannot be made here" in said for suite in SUITES)
+
+
+def test_everything_is_all_there_is() -> None:
+    assert EVERYTHING.tests == ("tests",) and not EVERYTHING.keyword
+
+
+def test_parameters_that_are_not_chosen_are_deep() -> None:
+    assert in_gate("b", of=["a", "b"])[1] == "b" and in_gate("b", of=["a", "b"])[0].marks[0].name == "deep"  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="are none of"):
+        in_gate("c", of=["a", "b"])
