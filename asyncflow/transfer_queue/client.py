@@ -288,31 +288,19 @@ class TransferQueueClient:
 
     async def _still_there(self, lease: Lease) -> Lease | None:
         """The part of a lease that has not been dropped; the rest is nobody's any more."""
-        groups, rows, attempts, units = [], [], [], []
-        for meta, indices, tries, unit in zip(lease.groups, lease.rows, lease.attempts, lease.units, strict=True):
-            there = set((await self._unit(unit).present(np.array(indices, np.int64))).tolist())
-            if there:
-                kept = [i for i, row in enumerate(indices) if row in there]
-                groups.append(meta)
-                rows.append([indices[i] for i in kept])
-                attempts.append([tries[i] for i in kept])
-                units.append(unit)
-        return Lease(lease.token, groups, rows, attempts, units) if groups else None
+        there = set[int]()
+        for unit, rows in lease.by_unit().items():
+            there.update((await self._unit(unit).present(np.array(rows, np.int64))).tolist())
+        return lease.part(there)
 
     async def _readable(self, lease: Lease, read: Callable[[int, Array], Awaitable[Batch]]) -> Lease | None:
-        """Part of a lease: the groups of units that still have the columns of all their rows in it."""
+        """The part of a lease whose units have the columns of all their rows in it."""
         readable = set[int]()
-        for unit in set(lease.units):
-            of_unit = [row for rows, place in zip(lease.rows, lease.units, strict=True) if place == unit for row in rows]
+        for unit, rows in lease.by_unit().items():
             with contextlib.suppress(LookupError):
-                await read(unit, np.array(of_unit, np.int64))
-                readable.add(unit)
-        kept = [i for i, unit in enumerate(lease.units) if unit in readable]
-
-        def part(of: list[T]) -> list[T]:
-            return [of[i] for i in kept]
-
-        return Lease(lease.token, part(lease.groups), part(lease.rows), part(lease.attempts), part(lease.units)) if kept else None
+                await read(unit, np.array(rows, np.int64))
+                readable.update(rows)
+        return lease.part(readable)
 
     async def _end(self, rows: Sequence[int] | Array, mark: str, reason: str) -> None:
         indices = np.unique(np.asarray(rows, np.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import msgspec
@@ -60,6 +61,27 @@ class Lease(msgspec.Struct, frozen=True):
     def attempt(self) -> int:
         """How often its most delivered row had been delivered before."""
         return max((attempt for attempts in self.attempts for attempt in attempts), default=0)
+
+    def by_unit(self) -> dict[int, list[int]]:
+        """Its rows, by the unit they live on."""
+        found: dict[int, list[int]] = {}
+        for unit, rows in zip(self.units, self.rows, strict=True):
+            found.setdefault(unit, []).extend(rows)
+        return found
+
+    def part(self, rows: Container[int]) -> Lease | None:
+        """Of all it has, these rows; None if it has none of them."""
+        kept = [[i for i, row in enumerate(of_group) if row in rows] for of_group in self.rows]
+        groups = [g for g, places in enumerate(kept) if places]
+        if not groups:
+            return None
+        return Lease(
+            self.token,
+            [self.groups[g] for g in groups],
+            [[self.rows[g][i] for i in kept[g]] for g in groups],
+            [[self.attempts[g][i] for i in kept[g]] for g in groups],
+            [self.units[g] for g in groups],
+        )
 
 
 class DeadRow(msgspec.Struct, frozen=True):

@@ -459,7 +459,7 @@ async def test_there_are_no_copies_beyond_the_retained_versions(make_sync: MakeS
 
 
 def storages() -> dict[int, int]:
-    """Bytes of the live tensors' memory, by its address. A decoder that tests before left has packed weights, which tell neither."""
+    """Bytes of the live tensors' memory, by its address. A decoder that other tests left has packed weights, which tell neither."""
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor and item.layout is torch.strided]
     live = [tensor.untyped_storage() for tensor in tensors]
