@@ -4,8 +4,8 @@
                                  <--ends--
 
 consumes: worker specs; a server's words
-waits for: a server's answer, as long as it takes to import what the worker needs
-is unblocked by: the answer, or the server's end
+waits for: a server's answer, as long as it takes to import what the worker needs, `ANSWER_SECONDS` at most
+is unblocked by: the answer, the server's end, or the deadline; after the last two the worker starts otherwise
 
 Importing torch and transformers takes longer than all the rest of a small run's start, so it is done once, and while the driver
 still checks the run's inputs. A server lasts as long as the process that has started it, for all of its runs: it ends when its
@@ -35,6 +35,8 @@ from asyncflow.types import RunError
 
 IS_POSSIBLE: Final = sys.platform == "linux"
 """Elsewhere what torch computes with does not outlive a fork (macOS), or there is none (Windows)."""
+ANSWER_SECONDS: Final = 120.0
+"""So long a server may import what a worker needs: many times what it takes on a slow disk."""
 _READ_AT_IMPORT: Final = (
     "OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "CUDA_", "NCCL_", "LD_", "PYTHON"
 )  # fmt: skip
@@ -153,7 +155,11 @@ class ForkServer:
             self._send(request, [theirs, log])
         finally:
             os.close(theirs)
-        return await answer
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                return await answer
+        except TimeoutError:  # should it fork one later, that one's control pipe is closed at once
+            raise Refusal(f"its fork server has not answered within {ANSWER_SECONDS:g} s: does an import hang?") from None
 
     def _attach(self) -> None:
         """Hear its words in this event loop. What it said to one before is of workers that are nobody's any more."""

@@ -276,7 +276,7 @@ async def main(arguments: argparse.Namespace) -> None:
     fake = FakeVllm(arguments)
     print(f"INFO fake vLLM with weights {fake.weights}", flush=True)
     # As vLLM's engine core: it would outlive its front end, if nobody ended it.
-    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    engine = subprocess.Popen(["sleep", "600"])
     fake.engine = engine
     print(f"ENGINE {engine.pid}", flush=True)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
@@ -293,8 +293,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "-c":  # whether vLLM is installed
-        sys.exit(0)
     assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"], sys.argv
     chosen = parse(sys.argv[3:])
     if (Path(chosen.model) / "refuse").exists():

@@ -16,8 +16,9 @@ VLLM_PYTHON = os.environ.get("ASYNCFLOW_VLLM_PYTHON")
 
 def fake_python(folder: Path) -> Path:
     """An interpreter whose vLLM is the stand-in."""
-    path = folder / "python"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("fake_vllm.py")}" "$@"\n')
+    path, stand_in = folder / "python", Path(__file__).with_name("fake_vllm.py")
+    has_vllm = '[ "$1" = -c ] && exit'  # what is asked before a server is started
+    path.write_text(f'#!/bin/sh\n{has_vllm}\nexec "{sys.executable}" "{stand_in}" "$@"\n')
     path.chmod(0o700)
     return path
 

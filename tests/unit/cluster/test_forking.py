@@ -153,6 +153,28 @@ async def test_a_server_that_cannot_start_is_done_without(
         await asyncio.wait_for(server.fork(spec(tmp_path, "tells"), tmp_path, {}, log.fileno()), 60)
 
 
+@pytest.mark.usefixtures("servers")
+async def test_a_server_whose_import_hangs_is_done_without(
+    cluster: LocalCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it forks in the end is nobody's, and ends."""
+    source = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    (tmp_path / "hangs.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(forking, "ANSWER_SECONDS", 0.2)
+    await run(cluster, spec(tmp_path, "tells", "own", "hangs"))
+    assert told(tmp_path, "own")["parent"] == os.getpid()
+    assert "worker own is not forked, and starts slower: its fork server has not answered within 0.2 s" in caplog.text
+    (server,) = forking._servers.values()
+    (tmp_path / "go").touch()
+    monkeypatch.setattr(forking, "ANSWER_SECONDS", 60.0)
+    await run(cluster, spec(tmp_path, "tells", "forked", "hangs"))
+    assert told(tmp_path, "forked")["parent"] == server._process.pid
+    async with asyncio.timeout(60):
+        while psutil.Process(server._process.pid).children():
+            await asyncio.sleep(0.01)
+
+
 def test_a_server_is_used_by_one_event_loop_after_another(tmp_path: Path) -> None:
     (tmp_path / "workers.py").write_text(WORKERS)
     for name in ("first", "second"):
