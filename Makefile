@@ -37,7 +37,7 @@ install-dev: $(VENV)/installed-dev
 # uv takes seconds where pip takes minutes. It does not read pip's settings, so where pip looks for wheels is passed on; whatever else
 # it needs to be told, UV_... says.
 LINKS = $$($(1)/bin/pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p" | tail -n 1 | sed -E 's/(\\n| )+/,/g; s/^,//')
-UV = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" $(1)/bin/uv pip install --quiet --compile-bytecode --python $(1)/bin/python
+UV = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" $(1)/bin/uv pip install --quiet --python $(1)/bin/python
 INSTALL = $(UV) -c constraints.txt
 
 %/bin/uv:

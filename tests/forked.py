@@ -2,6 +2,7 @@
 
     context().Process(target=...)                a function in a process of its own
     Command("train", config)                     `asyncflow train config`, and its workers, likewise; used as `subprocess.Popen` is
+    Command(..., main="module:function")         another program with arguments
 
 An interpreter that imports torch and transformers takes seconds, and a whole run would start three of them. The few tests of how a
 command starts do start one: `command_line` in tests/e2e/commands.py.
@@ -25,6 +26,7 @@ from typing import Any
 
 from setproctitle import getproctitle
 
+from asyncflow.registry import load
 from asyncflow.threads import thread_environment as threads
 
 BEGAN_WITH = dict(os.environ)
@@ -56,13 +58,15 @@ def context() -> ForkServerContext:
 class Command:
     """`asyncflow ARGUMENTS`, begun."""
 
-    def __init__(self, *arguments: str | Path, ignores: int = 0, **environment: str) -> None:
+    def __init__(self, *arguments: str | Path, ignores: int = 0, main: str = "asyncflow.cli:main", **environment: str) -> None:
         """`ignores`: a signal that it is started to ignore. `environment`: what is added to this process's."""
-        self.args = ["asyncflow", *map(str, arguments)]
+        self.args = [main.partition(":")[0], *map(str, arguments)]
         makes = context()
         out, err = makes.Pipe(duplex=False), makes.Pipe(duplex=False)
         settings = {**os.environ, **environment}
-        self._process = makes.Process(target=_run, args=(self.args, out[1], err[1], settings, os.getcwd(), ignores), daemon=True)
+        self._process = makes.Process(
+            target=_run, args=(main, self.args, out[1], err[1], settings, os.getcwd(), ignores), daemon=True
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -117,7 +121,9 @@ class Command:
         return out, err
 
 
-def _run(arguments: list[str], out: Connection, err: Connection, environment: dict[str, str], folder: str, ignored: int) -> None:
+def _run(
+    main: str, arguments: list[str], out: Connection, err: Connection, environment: dict[str, str], folder: str, ignored: int
+) -> None:
     """The process of a command."""
     os.setsid()
     if ignored:
@@ -135,11 +141,9 @@ def _run(arguments: list[str], out: Connection, err: Connection, environment: di
     os.chdir(folder)
     sys.argv = arguments
     fork_workers_from_here()
-    from asyncflow.cli import main
-
     status: Any = 1
     try:
-        main()
+        load("program", main)()
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

@@ -37,9 +37,9 @@ NUM_BYTES = 64 << 20
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """64 MiB, in 16 tensors."""
-    generator = torch.Generator().manual_seed(version)
-    return {f"layer.{i}": torch.randn(NUM_BYTES // 64, generator=generator) for i in range(16)}
+    """64 MiB, in 16 tensors, no two alike."""
+    numbers = torch.arange(NUM_BYTES // 64, dtype=torch.float32)
+    return {f"layer.{i}": numbers + (version * 16 + i) for i in range(16)}
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -98,6 +98,7 @@ async def hold(hub: str, name: str) -> None:
     await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The process of that kind, until it ends."""
     kinds = {"hub": hub, "unit": unit, "controller": controller, "rollout": rollout, "train": train, "hold": hold}
     asyncio.run(kinds[sys.argv[1]](*sys.argv[2:]))

@@ -119,6 +119,7 @@ def test_an_algorithm_with_a_critic_from_a_file_is_six_tasks_of_the_queue_too(sm
     assert any((before[name] != after[name]).any() for name in before.keys() & after.keys())
 
 
+@deep
 def test_an_algorithm_of_an_installed_package_trains(small: Small, tmp_path: Path) -> None:
     """As a user does it, with a process for each worker."""
     information = tmp_path / "site" / "sapo_package-1.0.dist-info"

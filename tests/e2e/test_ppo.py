@@ -56,6 +56,7 @@ def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[.
     assert (run_dir / "critic" / "value_head.safetensors").is_file() and (run_dir / "critic" / "config.json").is_file()
 
 
+@deep
 def test_ppo_from_a_users_file_is_the_same_six_tasks_and_the_same_run(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     """Nothing but its own file says what PPO asks of the dataflow: as a stranger's it comes to the same weights, bit for bit."""
     own = tmp_path / "own" / "ppo.py"

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -20,10 +16,8 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
-from tests.conftest import ROOT
 from tests.e2e.queue_processes import BITS, GROUP_SIZE, SCHEMA, ids_of
-
-Process = subprocess.Popen
+from tests.forked import Command
 
 
 class Town:
@@ -34,7 +28,7 @@ class Town:
     def __init__(self, folder: Path, redis_url: str | None, *, hub_has_controllers: bool) -> None:
         self.folder, self.hub = folder, folder / "hub"
         self.losses, self.book = folder / "losses", folder / "book"
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, Command] = {}
         self.killed: list[str] = []
         self.num_put = 0
         self._redis = [redis_url, folder.name] if redis_url else []
@@ -54,29 +48,20 @@ class Town:
             "train": [self.hub, f"{name}.{life}", self.book],
             "hold": [self.hub, name],
         }[kind]
-        command = [sys.executable, "-m", "tests.e2e.queue_processes", kind, *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with (self.folder / f"{name.replace('/', '-')}.log").open("ab") as log:
-            out = subprocess.PIPE if kind == "hold" else log
-            self.processes[name] = Process(command, cwd=ROOT, env=environment, stdout=out, stderr=log)
+        self.processes[name] = Command(kind, *map(str, arguments), main="tests.e2e.queue_processes:main")
 
     def kill(self, name: str) -> None:
         process = self.processes.pop(name)
-        assert process.poll() is None, f"{name} has ended by itself:\n{self.log(name)}"
-        process.send_signal(signal.SIGKILL)
+        assert process.poll() is None, f"{name} has ended by itself:\n{process.communicate()}"
+        process.kill()
         process.wait(10)
         self.killed.append(name)
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name.replace('/', '-')}.log").read_text()[-2000:]
 
     def end(self) -> None:
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
-            process.wait(10)
-            if process.stdout is not None:
-                process.stdout.close()
+            process.communicate(10)
 
     async def join(self, units: int) -> None:
         async with asyncio.timeout(20):
@@ -120,9 +105,9 @@ class Town:
         for name in names:
             process = self.processes[name]
             while process.poll() is None:
-                assert time.monotonic() < deadline, f"{name} has not ended:\n{self.log(name)}"
+                assert time.monotonic() < deadline, f"{name} has not ended"
                 await asyncio.sleep(0.02)
-            assert process.returncode == 0, self.log(name)
+            assert process.returncode == 0, process.communicate()
 
 
 @contextlib.asynccontextmanager
@@ -221,16 +206,14 @@ async def test_what_a_killed_consumer_held_goes_to_another_at_once() -> None:
     async with town(None, ["unit/0", "controller/rollout", "controller/train"], hub_has_controllers=False) as t:
         await t.put(0, 1, 2)
         t.start("hold/0")
-        out = t.processes["hold/0"].stdout
-        assert out is not None
-        held = json.loads(await asyncio.wait_for(asyncio.to_thread(out.readline), 20))
+        holder = t.processes["hold/0"]
+        held = json.loads(await asyncio.wait_for(asyncio.to_thread(holder.stdout.readline), 20))
         assert len(held) == 9
         waiting = asyncio.create_task(t.client.lease("rollout", Want(groups=9)))
         await asyncio.sleep(0.2)
         assert not waiting.done()
         began = time.monotonic()
         t.kill("hold/0")
-        out.close()
         leased = await asyncio.wait_for(waiting, 5)
         assert time.monotonic() - began < 2.0  # and not after the 60 s of its lease
         assert leased is not None and leased.lease.indices == held

@@ -111,6 +111,7 @@ def test_where_and_on_what_it_is_done_is_not_the_users_to_say(finished: Path) ->
     assert sorted(finished.rglob("*")) == before
 
 
+@deep
 def test_a_run_that_has_left_nothing_to_compare_with_agrees_with_nothing(finished: Path, tmp_path: Path) -> None:
     """As one that was killed after its trainer's commit: the batch is there, the step's metrics are not."""
     run_dir = tmp_path / "run"

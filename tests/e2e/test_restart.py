@@ -19,7 +19,7 @@ from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
-from tests.depth import in_gate
+from tests.depth import deep, in_gate
 from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
 from tests.forked import Command
 from tests.processes import alive
@@ -117,6 +117,7 @@ def test_a_rollout_worker_killed_in_mid_step_changes_no_bit(
     assert certificate.rows_redelivered > 0, "the worker held nothing when it was killed: this shows nothing"
 
 
+@deep
 def test_a_worker_that_was_started_again_serves(small: Small, tmp_path: Path, background: Background) -> None:
     run_dir = tmp_path / "runs" / "test"
     command = background("train", config(small, tmp_path, "test", run={"steps": 200}))

@@ -300,6 +300,7 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     assert len(certificate.voided) == 1 and "at step 2, where the run was gone on with" in certificate.voided[0]
 
 
+@deep
 def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_has_not(tmp_path: Path) -> None:
     """An engine that is not deterministic has made all of step 0, which is made to its end, and nothing more."""
     engine = {"path": UNSTEADY, "folder": str(tmp_path)}
@@ -456,6 +457,7 @@ def asked(folder: Path) -> list[int]:
     return [line["group"] << 2 | sample for line in lines for sample in line["samples"]]
 
 
+@deep
 def test_the_first_checkpoint_knows_already_that_engines_are_not_deterministic(tmp_path: Path) -> None:
     """Whoever reports rarely says that at once."""
     rarely = {"telemetry": {"flush_seconds": 30}, "eval": {"path": None}}

@@ -178,6 +178,7 @@ def test_new_weights_are_installed_in_mid_response(small: Small, tmp_path: Path)
     assert certificate is not None and certificate.voided == [] and certificate.max_spans >= 2
 
 
+@deep
 def test_where_the_first_to_come_are_trained_slow_groups_are_passed_and_none_is_lost(small: Small, tmp_path: Path) -> None:
     """Groups 1 and 5 have no response until their step is over. Rewards are a task of their own, and come later still."""
     (tmp_path / "engine.py").write_text(UNEVEN_ENGINE.format(run_dir=tmp_path / "runs" / "run"))

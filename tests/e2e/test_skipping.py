@@ -52,6 +52,7 @@ def test_the_weights_have_the_same_bits_and_the_figures_tell_what_was_left_out(s
     assert 0 < fewer < tokens
 
 
+@deep
 @pytest.mark.parametrize(
     "changes",
     [
@@ -82,6 +83,7 @@ def test_an_update_without_any_gradient_is_made_all_the_same(small: Small, tmp_p
     assert of_metric(runs[1], "rows/zero_advantage") == [16.0] * 3
 
 
+@deep
 def test_data_parallel_ranks_leave_out_the_same(small: Small, tmp_path: Path) -> None:
     one, two = (trained(small, tmp_path, f"dp{dp}", plan={"train": {"dp": dp}}, train=SKIPS) for dp in (1, 2))
     assert [step.tensors for step in prints(one)] == [step.tensors for step in prints(two)]

@@ -13,6 +13,7 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import RunError, UserError
 from asyncflow.workflows.ledger.steps import Ledger
+from tests.depth import in_gate
 from tests.e2e.commands import rows
 
 
@@ -38,7 +39,9 @@ def test_start_step_push_stop(small: Callable[..., dict[str, Any]], tmp_path: Pa
     assert (tmp_path / "runs" / "test" / "model" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("schedule", ["delayed", "sub_step", {"name": "bounded", "max_staleness": 2}], ids=str)
+@pytest.mark.parametrize(
+    "schedule", in_gate("sub_step", of=["delayed", "sub_step", {"name": "bounded", "max_staleness": 2}]), ids=str
+)
 def test_a_call_waits_until_all_workers_serve_the_newest_weights(small: Callable[..., dict[str, Any]], schedule: Any) -> None:
     with Trainer.from_config(small(run={"steps": 3}, cluster="inline", schedule=schedule, rollout={"num_workers": 2})) as trainer:
         for step in range(3):

@@ -61,6 +61,7 @@ def test_periodic_equals_synchronous(small: Small, tmp_path: Path) -> None:
     lost_a_worker(folder / "periodic", given, command.stdout)
 
 
+@deep
 def test_delayed_equals_itself(small: Small, tmp_path: Path) -> None:
     config = small_config(small, tmp_path)
     command = run_command("verify", config, "--steps", "6", "train.accumulate=exact", "schedule=delayed")

@@ -57,7 +57,7 @@ def config_of(small: Small, tmp_path: Path, changes: dict[str, Any]) -> Path:
         pytest.param({"name": "dr_grpo", "loss_constant": 48}, marks=deep),
         pytest.param({"name": "dapo", "overlong_length": 48, "overlong_buffer": 40}, marks=deep),
         pytest.param("rloo", marks=deep),
-        "gspo",
+        pytest.param("gspo", marks=deep),
         pytest.param("cispo", marks=deep),
     ],
     ids=["dr_grpo", "dapo", "rloo", "gspo", "cispo"],

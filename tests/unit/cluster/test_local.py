@@ -18,6 +18,7 @@ from asyncflow.cluster import base
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.types import UserError
+from tests.depth import in_gate
 
 WORKERS = """
 import asyncio, os, time
@@ -83,7 +84,7 @@ class Cluster(LocalCluster):
         await super().start([replace(worker, imports=self.imports) for worker in workers])
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=in_gate("a fork", of=WAYS))
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> LocalCluster:
     (tmp_path / "workers.py").write_text(WORKERS)
     cluster = Cluster(tmp_path)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, PackedLinear, can_pack, load_tensors
 from tests.conftest import ROOT
+from tests.depth import in_gate
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -157,7 +158,7 @@ def test_install_equals_a_fresh_load_and_converts_dtypes(saved: tuple[PreTrained
             assert torch.equal(changed.installed(name), other[name].to(dtype)), name
 
 
-@pytest.mark.parametrize("order", ["packed", "plain"])
+@pytest.mark.parametrize("order", in_gate("packed", of=["packed", "plain"]))
 def test_no_matrix_is_there_twice(order: str) -> None:
     """In the process's memory all weights are there once, and in an install one matrix more, as it came and packed."""
     if order == "packed" and not can_pack(torch.float32, torch.device("cpu")):
