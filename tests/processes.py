@@ -12,6 +12,18 @@ def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if _is_alive(process)]
 
 
+def children_called(words: str) -> list[psutil.Process]:
+    """Children of this process that run and have these words in their command line. Others' may be zombies, which have none."""
+    return [child for child in psutil.Process().children() if words in " ".join(_command_line(child))]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie is one, too
+        return []
+
+
 def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -33,11 +33,11 @@ from asyncflow.weight_sync.files import FileReader
 from asyncflow.weight_sync.staging import Arriving
 from tests.forked import context
 
-NUM_BYTES = 64 << 20
+NUM_BYTES = 32 << 20
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """64 MiB, in 16 tensors, no two alike."""
+    """32 MiB, in 16 tensors, no two alike."""
     numbers = torch.arange(NUM_BYTES // 64, dtype=torch.float32)
     return {f"layer.{i}": numbers + (version * 16 + i) for i in range(16)}
 

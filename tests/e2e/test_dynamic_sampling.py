@@ -13,7 +13,7 @@ import pytest
 from asyncflow.trainer import Trainer
 from asyncflow.types import MAX_CANDIDATES, RunError
 from tests.conftest import merged
-from tests.depth import deep, in_gate
+from tests.depth import deep
 from tests.e2e.commands import rows, run_command, write_config
 from tests.e2e.lives import Life
 from tests.e2e.test_resume import check_same, tree
@@ -69,7 +69,7 @@ def test_periodic_equals_synchronous_with_a_worker_killed(small: Small, tmp_path
     assert degenerate[0] == degenerate[1] and sum(degenerate[0]) > 0
 
 
-@pytest.mark.parametrize("schedule", in_gate("delayed", of=["periodic", "delayed"]))
+@pytest.mark.parametrize("schedule", ["periodic", "delayed"])
 @deep
 def test_a_run_that_is_killed_and_gone_on_with_comes_to_the_same_bits(tmp_path: Path, schedule: str) -> None:
     changes = {

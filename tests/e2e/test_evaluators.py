@@ -71,6 +71,7 @@ def test_figures_and_training_are_those_of_a_run_without_evaluators(
     assert '"evaluator/0"' in (own / "report.html").read_text()
 
 
+@deep
 def test_an_evaluator_that_is_killed_is_started_again(tmp_path: Path, background: Callable[..., Command]) -> None:
     run = background("train", write_config(tmp_path, tree(tmp_path, "periodic", 1, cluster="local")))
     run_dir, until = tmp_path / "test", time.monotonic() + 100

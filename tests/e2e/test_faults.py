@@ -16,6 +16,7 @@ from asyncflow.config import parse
 from asyncflow.job import Job, Listener
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.types import RunError
+from tests.depth import deep
 from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
 from tests.forked import Command
 from tests.processes import alive
@@ -197,6 +198,7 @@ def test_three_skipped_steps_in_a_row_end_the_run(small: Small, tmp_path: Path) 
         run_inline(small(algorithm={"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_calls": [*range(99)]}, run={"steps": 9}))
 
 
+@deep
 def test_one_of_several_updates_that_is_skipped_is_named_with_the_rows_of_its_mini_batch(small: Small, tmp_path: Path) -> None:
     (tmp_path / "loss.py").write_text(BAD_LOSS)
     algorithm = {"path": f"{tmp_path / 'loss.py'}:Sometimes", "bad_gradients": [3], "bad_calls": [9]}
@@ -210,6 +212,7 @@ def test_one_of_several_updates_that_is_skipped_is_named_with_the_rows_of_its_mi
     assert {int(row) for row in of_loss.split("rows ")[1].removesuffix(" was not finite").split(", ")} < {*range(16, 24)}
 
 
+@deep
 def test_skipped_updates_of_the_critic_end_the_run_as_the_policys_do_also_over_two_lives(small: Small, tmp_path: Path) -> None:
     (tmp_path / "critic.py").write_text(BAD_CRITIC)
 

@@ -151,6 +151,7 @@ def test_a_critic_is_trained_again_and_compared(tmp_path: Path) -> None:
     assert command.returncode == 1 and f"with other bits: critic/{tensor}" in command.stdout
 
 
+@deep
 def test_a_run_without_checkpoints_is_replayed_from_its_model(tmp_path: Path) -> None:
     """A model made for the run, a KL term whose reference is a task of its own, and two data-parallel ranks."""
     run_dir = train(

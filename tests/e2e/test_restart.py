@@ -166,6 +166,7 @@ def kill_twice(run_dir: Path, name: str, command: Command) -> None:
     worker(run_dir, name).kill()
 
 
+@deep
 def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on_while_there_are_any(
     small: Small, tmp_path: Path, background: Background
 ) -> None:

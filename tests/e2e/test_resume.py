@@ -188,6 +188,7 @@ def test_killed_before_the_first_checkpoint_a_run_begins_anew_if_it_is_this_one(
     assert certificate is not None and not certificate.resumed_at and not certificate.voided
 
 
+@deep
 def test_a_disk_that_is_full_at_each_write_in_turn(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     """One of each checkpoint, in a life that comes to its end, in another that is killed, and in the one that goes on with that."""
     mode, undisturbed = whole

@@ -44,6 +44,7 @@ def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 12
     return found
 
 
+@deep
 def test_units_in_processes_of_their_own_give_the_same_bits(
     small: Small, tmp_path: Path, background: Callable[..., Command]
 ) -> None:

@@ -108,10 +108,10 @@ NORMALISING_PPO: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "schedule"),
     [
-        pytest.param(BASELINE, "periodic", id="baseline-periodic", marks=deep),
+        pytest.param(BASELINE, "periodic", id="baseline-periodic"),
         pytest.param(BASELINE, "delayed", id="baseline-delayed", marks=deep),
         pytest.param(NORMALISING_PPO, "periodic", id="ppo-periodic", marks=deep),
-        pytest.param(NORMALISING_PPO, "delayed", id="ppo-delayed"),
+        pytest.param(NORMALISING_PPO, "delayed", id="ppo-delayed", marks=deep),
     ],
 )
 def test_with_a_statistic_of_the_step_bits_are_equal_and_periodic_overlaps_nothing(

@@ -17,7 +17,7 @@ from asyncflow.simulation.run import Simulated, simulate, simulate_lives
 from asyncflow.weight_sync.base import NoRoom
 from asyncflow.weight_sync.sleeping import SleepingSender
 from asyncflow.workflows import SCHEDULES
-from tests.depth import in_gate
+from tests.depth import deep, in_gate
 
 MODES: dict[str, Any] = {
     "synchronous": "synchronous",
@@ -79,6 +79,7 @@ def test_the_trainer_computes_while_the_version_is_evaluated(mode: str) -> None:
     assert generation(evaluated, made_by_0[-1] + 1, evaluation=False)[0] > generation(evaluated, 0, evaluation=True)[0]
 
 
+@deep
 def test_under_delayed_a_step_of_the_evaluated_version_is_trained_as_early_as_without_every_time() -> None:
     """Step v + 1 is made by version v, whose evaluation is behind it."""
     evaluated = run_of("delayed", path="generated:arithmetic", every_steps=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ from asyncflow.workflows.ledger import Candidates, LedgerService
 from asyncflow.workflows.periodic import Periodic
 from asyncflow.workflows.rollout import Rollout
 from tests.depth import few
+from tests.forked import context
 from tests.schedules.configurations import MODES, drawn
 
 SEEDS, CHUNK, PROCESSES = few(range(8, 16), range(100)), few(4, 10), 2
@@ -59,7 +59,7 @@ def run_seeds(mode: str, seeds: range) -> list[Outcome]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(PROCESSES, context()) as pool:
         yield pool
 
 

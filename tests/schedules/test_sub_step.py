@@ -11,7 +11,7 @@ from asyncflow.cluster.faults import Faults, Hangs
 from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.simulation.run import NO_FAULTS, Simulated, simulate
-from tests.depth import in_gate
+from tests.depth import deep, in_gate
 
 LENGTHS = Lengths(prompt=16, response_median=60.0, response_sigma=0.3)
 COSTS = Costs(decode_step_seconds=0.02, forward_backward_seconds=0.0, load_seconds=0.0, lengths=LENGTHS)
@@ -47,7 +47,8 @@ def test_workers_that_change_in_turn_make_samples_of_the_newest_version() -> Non
     assert sub_step.seconds < 1.05 * delayed.seconds
 
 
-@pytest.mark.parametrize("workers", in_gate(4, of=[1, 4]))
+@deep
+@pytest.mark.parametrize("workers", [1, 4])
 def test_where_training_is_the_slower_half_part_of_each_batch_is_of_the_newest_version_too(workers: int) -> None:
     costs = Costs(
         decode_step_seconds=0.02,

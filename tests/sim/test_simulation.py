@@ -17,7 +17,7 @@ from tests.depth import few
 from tests.sim.run import report
 from tests.sim.world import simulate
 
-SEEDS, CHUNK = few(100, 2000), 50
+SEEDS, CHUNK = few(50, 2000), 50
 COUNTED: dict[int, Counter[str]] = {}
 
 AT_LEAST = {

@@ -45,9 +45,14 @@ async def stays(name, run_dir):
 @pytest.fixture
 def servers() -> Iterator[None]:
     """None is left of the tests before, nor to those after."""
+    before = dict(forking._servers)
     forking._servers.clear()
     yield
+    for server in forking._servers.values():
+        server._process.kill()
+        server._process.wait()
     forking._servers.clear()
+    forking._servers.update(before)
 
 
 @pytest.fixture

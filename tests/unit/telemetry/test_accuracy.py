@@ -23,6 +23,7 @@ from asyncflow.telemetry.accuracy import (
     t_quantile,
     wilson,
 )
+from tests.depth import in_gate
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -103,7 +104,7 @@ def test_the_quantile_of_students_t_leaves_a_fortieth_above_it(degrees: int) -> 
 
 
 @pytest.mark.parametrize(("a", "b"), [(0.6, 1.4), (3.0, 3.0), (30.0, 30.0)])
-@pytest.mark.parametrize("num_responses", [4, 16])
+@pytest.mark.parametrize("num_responses", in_gate(4, of=[4, 16]))
 @pytest.mark.parametrize("num_prompts", [5, 10, 30, 80])
 def test_an_interval_covers_the_truth_as_often_as_it_says(num_prompts: int, num_responses: int, a: float, b: float) -> None:
     """Prompts of different difficulty: beta-binomial, and the same with rewards of 0 and a half. With few prompts, too."""

@@ -25,7 +25,7 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.dataloader import Jagged, Padded, StreamBatch, StreamDataLoader
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Ragged, RunError
-from tests.processes import alive
+from tests.processes import alive, children_called
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
 
 SECONDS = 300.0
@@ -44,7 +44,7 @@ def nothing_is_left() -> Iterator[None]:
     """No test leaves a thread of a loader, or a process."""
     yield
     until(lambda: not [t.name for t in threading.enumerate() if "feed" in t.name or "Executor" in t.name])
-    until(lambda: not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())])
+    until(lambda: not children_called("spawn_main"))
 
 
 def until(is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
@@ -477,7 +477,7 @@ def test_a_reader_that_dies_is_told_of(queue: ServedQueue) -> None:
     with open_loader(queue.address, "train", groups=1, num_workers=1, prefetch=0) as loader:
         stream = iter(loader)
         next(stream)
-        (reader,) = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        (reader,) = children_called("spawn_main")
         reader.kill()
         with pytest.raises(RunError, match="a reader process of loader 'loader' has died"):
             for _ in range(2):

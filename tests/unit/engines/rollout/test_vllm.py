@@ -273,7 +273,7 @@ async def test_a_server_whose_weights_somebody_else_has_named_is_lost_and_nothin
 # -- servers that are lost --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("instances", "victim"), in_gate((1, "guard"), (2, "front end"), (2, "engine"), of=VICTIMS))
+@pytest.mark.parametrize(("instances", "victim"), in_gate((1, "guard"), (2, "engine"), of=VICTIMS))
 async def test_a_killed_server_is_started_again_with_the_current_weights(
     model: Path, python: str, instances: int, victim: str
 ) -> None:
@@ -1091,7 +1091,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", in_gate(signal.SIGKILL, of=[signal.SIGKILL, signal.SIGTERM]))
 def test_servers_end_with_their_owner_however_it_goes(model: Path, python: str, how: signal.Signals) -> None:
     command = [sys.executable, "-c", OWNER, str(model), python]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:

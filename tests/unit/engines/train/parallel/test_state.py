@@ -65,9 +65,7 @@ async def _loaded(engine: TorchEngine, folder: Path) -> dict[str, str] | None:
 LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, tp=2), Layout(tp=2, pp=2)]
 
 
-@pytest.mark.parametrize(
-    "of", in_gate(Layout(dp=2, tp=2), Layout(pp=2), of=[Layout(dp=2), Layout(dp=2, tp=2), Layout(pp=2), Layout()]), ids=str
-)
+@pytest.mark.parametrize("of", in_gate(Layout(dp=2, tp=2), of=[Layout(dp=2), Layout(dp=2, tp=2), Layout(pp=2), Layout()]), ids=str)
 def test_whatever_layout_loads_it(ranks: Processes, model_path: Callable[[str], Path], tmp_path: Path, of: Layout) -> None:
     path = model_path("qwen2-tiny")
     expected, *others = ranks.run(saved, path, of, tmp_path / "state", size=of.size)

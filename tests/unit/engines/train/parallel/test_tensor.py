@@ -7,7 +7,7 @@ import pytest
 
 from asyncflow.engines.families import check_tensor_parallel
 from asyncflow.types import UserError
-from tests.depth import deep, in_gate
+from tests.depth import deep, few, in_gate
 from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.engines.train.parallel.tensor_ranks import (
     bytes_kept,
@@ -32,7 +32,10 @@ def ranks() -> Iterator[Processes]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "families", "tied"),
-    [(2, ("qwen2", "qwen3", "llama"), (True, False)), pytest.param(4, ("qwen3",), (False,), marks=deep)],
+    [
+        (2, few(("qwen2", "qwen3"), ("qwen2", "qwen3", "llama")), few((True,), (True, False))),
+        pytest.param(4, ("qwen3",), (False,), marks=deep),
+    ],
 )
 def test_losses_and_gradients_are_those_of_one_process(
     ranks: Processes, num_ranks: int, families: tuple[str, ...], tied: tuple[bool, ...]
