@@ -202,13 +202,14 @@ class ForkServer:
     def _lost(self) -> None:
         """The server has ended, which it never does by itself. Nobody can tell how its children end, so they are killed."""
         self._is_lost = True
+        status = self._process.wait()  # else it would stay, as a zombie, until this process starts another
         assert self._loop is not None
         self._loop.remove_reader(self._socket)
         self._socket.close()
         for answer, control in self._asked:
             control.close()
             if not answer.done():
-                answer.set_exception(Refusal(f"it has ended with status {self._process.wait()}"))
+                answer.set_exception(Refusal(f"it has ended with status {status}"))
         for child in self._children.values():
             child.kill()
             child.ended(-signal.SIGKILL)

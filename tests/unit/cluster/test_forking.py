@@ -144,6 +144,7 @@ async def test_workers_end_with_their_server_and_the_next_ones_have_a_new_one(cl
         await asyncio.wait_for(cluster.wait(nobody), 60)
     psutil.wait_procs([worker], timeout=60)
     assert not worker.is_running() and await cluster.stop(0.0) == []
+    assert not psutil.pid_exists(server), "not even as a zombie"
     await run(LocalCluster(tmp_path), spec(tmp_path, "tells"))
     assert told(tmp_path)["parent"] != server
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncflow.cluster.fork_server import TITLE
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import Part, RewardFailure, Sample
 from asyncflow.rewards.messages import TOKEN_BYTES, Scored, frame
@@ -112,8 +113,9 @@ Open = Callable[..., Awaitable[Pool]]
 
 def own_children() -> list[psutil.Process]:
     """The processes below this one, but for the servers that other tests share, and multiprocessing's own, which stay."""
-    shared = ("redis", "mooncake", "resource_tracker", "multiprocessing.forkserver", "asyncflow-fork-server")
-    children = psutil.Process().children(recursive=True)
+    shared = ("redis", "mooncake", "resource_tracker", "multiprocessing.forkserver")
+    comm = TITLE[:15]  # all that Linux keeps of a name; the command line of one that has just ended is gone
+    children = [child for child in psutil.Process().children(recursive=True) if not child.name().startswith(comm)]
     return [child for child in children if not any(name in " ".join([child.name(), *child.cmdline()]) for name in shared)]
 
 
