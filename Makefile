@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 4
 # Compiled modules are kept, whatever the environment says: every process that the tests start would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-deep test-suites smoke soak servers lint types layers collect unit install install-dev clean
+.PHONY: quickstart test test-deep test-suites smoke soak servers lint types layers collect unit coverage install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
@@ -102,6 +102,13 @@ collect: install-dev
 
 unit: install-dev
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# Lines and branches that the tests of `make unit` run through, in whatever process: about twice as long as without.
+coverage: install-dev servers
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort miss
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(VLLM) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
