@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.devices import BACKENDS, needed_devices
+from tests.patience import patience
 from tests.unit.engines.train.conftest import make_micro_batch, model_path  # noqa: F401  (fixtures)
 
 
@@ -32,7 +33,7 @@ def running(command: list[str], log: Path, is_ready: Callable[[], bool]) -> Iter
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + patience(20)
             while not is_ready():
                 assert process.poll() is None and time.monotonic() < deadline, (
                     f"{command[0]} did not start:\n{log.read_text()[-2000:]}"
@@ -42,7 +43,7 @@ def running(command: list[str], log: Path, is_ready: Callable[[], bool]) -> Iter
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(patience(10))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

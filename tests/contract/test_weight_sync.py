@@ -26,6 +26,7 @@ from asyncflow.weight_sync.group import CHUNK_BYTES
 from asyncflow.weight_sync.network import Network
 from tests.contract.devices import needed_devices
 from tests.contract.weight_sources import Gathered
+from tests.patience import patience
 
 MakeSync = Callable[..., WeightSync]
 
@@ -370,7 +371,7 @@ async def test_a_publish_that_is_cancelled_and_two_at_once_spoil_nothing(make_sy
     sync, begun = make_sync(), asyncio.Event()
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     waiting = asyncio.create_task(sender.publish(0, Endless(random_tensors(5))))
-    await asyncio.wait_for(begun.wait(), 10)
+    await asyncio.wait_for(begun.wait(), patience(10))
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

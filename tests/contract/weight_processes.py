@@ -32,6 +32,7 @@ from asyncflow.weight_sync.base import Manifest, WeightSync, WeightSyncError, We
 from asyncflow.weight_sync.files import FileReader
 from asyncflow.weight_sync.staging import Arriving
 from tests.forked import context
+from tests.patience import patience
 
 NUM_BYTES = 32 << 20
 
@@ -77,7 +78,7 @@ class End:
 
     async def answer(self) -> str:
         """The next line that it writes; empty: it has ended."""
-        return (await asyncio.wait_for(asyncio.to_thread(self._answers.readline), 60)).strip()
+        return (await asyncio.wait_for(asyncio.to_thread(self._answers.readline), patience(60))).strip()
 
     async def ask(self, line: str) -> str:
         self.tell(line)

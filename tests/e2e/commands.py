@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import psutil
 import yaml
 
 from tests.forked import Command
+from tests.patience import patience
 
 
 def command_line(*arguments: str | Path) -> list[str]:
@@ -27,6 +30,16 @@ def run_command(*arguments: str | Path, timeout: float = 600.0, **environment: s
     finally:
         command.kill()
     return subprocess.CompletedProcess(command.args, command.wait(), output, errors)
+
+
+def wait_for(condition: Callable[[], Any], command: Command | None = None, seconds: float = 120.0) -> Any:
+    """What it returns, as soon as that is something. The command it depends on must not end before."""
+    deadline = time.monotonic() + patience(seconds)
+    while not (found := condition()):
+        assert command is None or command.poll() is None, command.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+    return found
 
 
 def write_config(folder: Path, tree: dict[str, Any]) -> Path:

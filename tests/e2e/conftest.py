@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import Command
+from tests.patience import patience
 
 
 @pytest.fixture
@@ -41,11 +42,11 @@ def redis_url() -> Iterator[str]:
         command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + patience(10)
             while not Path(folder, "s").exists():
                 assert time.monotonic() < deadline and server.poll() is None, "redis-server did not start"
                 time.sleep(0.02)
             yield f"unix://{folder}/s"
         finally:
             server.terminate()
-            server.wait(10)
+            server.wait(patience(10))

@@ -26,6 +26,7 @@ from asyncflow.engines.train import state, torch_engine
 from asyncflow.job import Job, Listener, run_with_signals
 from asyncflow.types import RunError, UserError
 from tests.forked import context
+from tests.patience import patience
 
 
 class Life:
@@ -39,14 +40,14 @@ class Life:
 
     def wait_for_steps(self, number: int, seconds: float = 60.0) -> None:
         """Until the metrics of so many steps are written, or the life is over."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while self.num_steps() < number and self._process.is_alive():
             assert time.monotonic() < deadline, f"waited in vain: {self.said()}"
             time.sleep(0.005)
 
     def wait_for(self, words: str, seconds: float = 60.0) -> None:
         """Until they are said."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         while words not in self.said():
             assert time.monotonic() < deadline and self._process.is_alive(), f"waited in vain: {self.said()}"
             time.sleep(0.01)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.e2e.commands import command_line, run_command, write_config
+from tests.patience import patience
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes" / "papers").glob("*.yaml")))
@@ -36,7 +37,7 @@ def test_a_papers_recipe_passes_without_model_and_network(recipe: str, tmp_path:
 def test_without_model_and_network_a_papers_recipe_is_refused(tmp_path: Path) -> None:
     command = command_line("train", "recipes/papers/qwen3-8b-deepscaler.yaml", f"run.dir={tmp_path}", "cluster=local")
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}  # else the hub's client tries for half a minute
-    refused = subprocess.run(command, cwd=ROOT, env=offline, capture_output=True, text=True, timeout=300, check=False)
+    refused = subprocess.run(command, cwd=ROOT, env=offline, capture_output=True, text=True, timeout=patience(300), check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert not list(tmp_path.iterdir())
 

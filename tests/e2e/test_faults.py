@@ -17,8 +17,9 @@ from asyncflow.job import Job, Listener
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.types import RunError
 from tests.depth import deep
-from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
 from tests.forked import Command
+from tests.patience import patience
 from tests.processes import alive
 
 Small = Callable[..., dict[str, Any]]
@@ -241,7 +242,7 @@ def test_a_killed_worker_that_is_not_to_be_started_again_ends_the_run_with_its_n
     victim = next(p for p in processes_of(run_dir) if "rollout/0" in words_of(p))
     everyone = processes_of(run_dir)
     victim.kill()
-    _, errors = command.communicate(timeout=15)
+    _, errors = command.communicate(timeout=patience(15))
     assert command.returncode == 1
     assert "worker rollout/0" in errors and "SIGKILL" in errors, errors
     wait_for(lambda: not alive(everyone), None, seconds=5)
@@ -288,8 +289,8 @@ def ends_in_order(command: Command, run_dir: Path) -> None:
 
     began = time.monotonic()
     command.send_signal(signal.SIGINT)
-    output, errors = command.communicate(timeout=15)
-    assert time.monotonic() - began < 5.0
+    output, errors = command.communicate(timeout=patience(15))
+    assert time.monotonic() - began < patience(5.0)
     assert command.returncode == 130, errors
     assert "interrupted" in output
     AutoModelForCausalLM.from_pretrained(run_dir / "model")
@@ -331,11 +332,3 @@ def test_a_full_disk_is_one_sentence(small: Small, tmp_path: Path, tiny_disk: Pa
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
-
-
-def wait_for(condition: Callable[[], bool], command: Command | None, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert command is None or command.poll() is None, command.communicate()
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from asyncflow.telemetry.fingerprints import StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import merged
 from tests.depth import deep, few
-from tests.e2e.commands import processes_of, rows, run_command, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
+from tests.patience import patience
 
 Small = Callable[..., dict[str, Any]]
 STEPS = 5
@@ -85,12 +85,9 @@ def test_a_run_that_is_interrupted_goes_on_under_another_layout(small: Small, tm
     tree = merged(merged(SECTIONS, {"run": {"name": "cut"}}), {"plan": {"train": {"dp": 2}}})
     config, run_dir = write_config(tmp_path, small(**tree)), tmp_path / "runs" / "cut"
     process = Command("train", config)
-    deadline = time.monotonic() + 300
-    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").read_text(), process, 300)
     process.terminate()
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=patience(300))
     assert process.returncode == 143, errors
     saved = [folder.name for folder in (run_dir / "checkpoints").iterdir()]
     assert saved and saved[0] < f"step-{STEPS:06}"  # or nothing would have been shown

@@ -21,6 +21,7 @@ from asyncflow.transport import ConnectionLost, Credentials
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from tests.e2e.commands import run_command, write_config
 from tests.forked import Command
+from tests.patience import patience
 
 SCHEMA = """
 group_size: 2
@@ -46,7 +47,7 @@ def serving(*arguments: object, doors: int = 1, by: signal.Signals = signal.SIGI
     finally:
         process.send_signal(by)
         try:
-            assert process.wait(60) == 0
+            assert process.wait(patience(60)) == 0
         finally:
             process.kill()
 
@@ -118,11 +119,11 @@ async def test_units_and_controllers_join_over_tls_and_nobody_else(schema: Path,
             stack.enter_context(serving("controller", hub, task, "--address", "tls:127.0.0.1:0", "--key", key))
         credentials = Credentials.load(key)
         client = await TransferQueueClient.connect(hub, "test", credentials=credentials)
-        await asyncio.wait_for(client.wait_for_units(2), 20)
-        await asyncio.wait_for(put(client, 0, 1, 2), 20)
+        await asyncio.wait_for(client.wait_for_units(2), patience(20))
+        await asyncio.wait_for(put(client, 0, 1, 2), patience(20))
         for _ in range(3):
-            await asyncio.wait_for(answer(client), 20)
-        leased = await asyncio.wait_for(client.lease("train", Want(groups=3)), 20)
+            await asyncio.wait_for(answer(client), patience(20))
+        leased = await asyncio.wait_for(client.lease("train", Want(groups=3)), patience(20))
         assert leased is not None and sorted(leased.lease.units) == [0, 0, 1]
         await client.complete_marks([leased.lease])
         await put(client, 3)
@@ -157,10 +158,10 @@ def test_a_run_opens_a_second_door_with_its_own_key(small: Callable[..., dict[st
         found = re.search(r"(tls:\S+), with (\S+)", line)
         assert found is not None
         hub, key = found[1], found[2]
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + patience(300)
         while "asyncflow_queue_rows" not in (text := asked("metrics", hub, "--key", key)) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert 'task="rollout"' in text
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=300)
+        process.communicate(timeout=patience(300))

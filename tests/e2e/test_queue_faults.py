@@ -18,6 +18,7 @@ from asyncflow.transport import ConnectionLost
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from tests.e2e.queue_processes import BITS, GROUP_SIZE, SCHEMA, ids_of
 from tests.forked import Command
+from tests.patience import patience
 
 
 class Town:
@@ -54,17 +55,17 @@ class Town:
         process = self.processes.pop(name)
         assert process.poll() is None, f"{name} has ended by itself:\n{process.communicate()}"
         process.kill()
-        process.wait(10)
+        process.wait(patience(10))
         self.killed.append(name)
 
     def end(self) -> None:
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
-            process.communicate(10)
+            process.communicate(patience(10))
 
     async def join(self, units: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while True:
                 with contextlib.suppress(ConnectionLost):
                     self.client = await TransferQueueClient.connect(f"unix:{self.hub}", "the test")
@@ -85,13 +86,13 @@ class Town:
             await asyncio.sleep(0.01)
 
     async def done(self, task: str = "train") -> int:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patience(30)):
             while task not in (tasks := (await self.client.status())[0]):  # its controller is being started
                 await asyncio.sleep(0.1)
         return tasks[task].counts["done"]
 
     async def until_done(self, count: int, seconds: float = 30.0) -> None:
-        deadline, done = time.monotonic() + seconds, -1
+        deadline, done = time.monotonic() + patience(seconds), -1
         while (done := await self.done()) < count:
             assert time.monotonic() < deadline, f"{done} rows of {count} are done: {(await self.client.status())[0]}"
             await asyncio.sleep(0.05)
@@ -101,7 +102,7 @@ class Town:
 
     async def ends(self, *names: str) -> None:
         """These processes end by themselves, as they should."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience(20)
         for name in names:
             process = self.processes[name]
             while process.poll() is None:
@@ -116,12 +117,12 @@ async def town(redis_url: str | None, names: list[str], *, hub_has_controllers: 
         made = Town(Path(folder), redis_url, hub_has_controllers=hub_has_controllers)
         try:
             made.start("hub")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 while not made.hub.exists():
                     await asyncio.sleep(0.02)
             for name in names:
                 made.start(name)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(patience(60)):
                 await made.join(sum(name.startswith("unit/") for name in names))
                 yield made
                 await made.client.disconnect()
@@ -191,7 +192,7 @@ async def test_over_memory_what_a_killed_unit_had_is_named_exactly_and_the_rest_
         t.kill("unit/1")
         expected = [row for row in t.all_rows() if (row >> BITS) % 2 == 1 and row not in (4, 5, 6, 13)]
         t.start("unit/1")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             while len(lines := t.losses.read_text().splitlines()) < len(SCHEMA.tasks):
                 await asyncio.sleep(0.05)
         assert sorted(json.loads(line) for line in lines) == [["rollout", 1, expected], ["train", 1, expected]]
@@ -207,14 +208,14 @@ async def test_what_a_killed_consumer_held_goes_to_another_at_once() -> None:
         await t.put(0, 1, 2)
         t.start("hold/0")
         holder = t.processes["hold/0"]
-        held = json.loads(await asyncio.wait_for(asyncio.to_thread(holder.stdout.readline), 20))
+        held = json.loads(await asyncio.wait_for(asyncio.to_thread(holder.stdout.readline), patience(20)))
         assert len(held) == 9
         waiting = asyncio.create_task(t.client.lease("rollout", Want(groups=9)))
         await asyncio.sleep(0.2)
         assert not waiting.done()
         began = time.monotonic()
         t.kill("hold/0")
-        leased = await asyncio.wait_for(waiting, 5)
-        assert time.monotonic() - began < 2.0  # and not after the 60 s of its lease
+        leased = await asyncio.wait_for(waiting, patience(5))
+        assert time.monotonic() - began < patience(2.0)  # and not after the 60 s of its lease
         assert leased is not None and leased.lease.indices == held
         assert leased.lease.attempts == [[1] * GROUP_SIZE] * 3

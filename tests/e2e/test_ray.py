@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
-from tests.e2e.commands import command_line, processes_of, rows, run_command, words_of, write_config
+from tests.e2e.commands import command_line, processes_of, rows, run_command, wait_for, words_of, write_config
 from tests.forked import Command
 from tests.processes import alive
 
@@ -51,15 +50,6 @@ def learned(run_dir: Path) -> list[Any]:
         (sorted((g for part in step for g in part["groups"]), key=lambda g: g["group"]), [part.get("tensors") for part in step])
         for step in steps
     ]
-
-
-def wait_for(condition: Callable[[], Any], command: Command | None = None, seconds: float = SECONDS) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert command is None or command.poll() is None, command.communicate()
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return found
 
 
 def num_steps(run_dir: Path) -> int:

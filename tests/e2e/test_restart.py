@@ -20,8 +20,9 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
 from tests.depth import deep, in_gate
-from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
 from tests.forked import Command
+from tests.patience import patience
 from tests.processes import alive
 
 Small = Callable[..., dict[str, Any]]
@@ -47,14 +48,6 @@ def config(small: Small, tmp_path: Path, name: str, **changes: Any) -> Path:
     folder = tmp_path / f"config-{name}"
     folder.mkdir()
     return write_config(folder, small(**merged(sections, changes)))
-
-
-def wait_for(condition: Callable[[], bool], command: Command, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert command.poll() is None, command.communicate()
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def committed(run_dir: Path) -> int:
@@ -104,7 +97,7 @@ def test_a_rollout_worker_killed_in_mid_step_changes_no_bit(
     victim = worker(run_dir, "rollout/0")
     wait_for(lambda: stopped_with_rows(run_dir, victim), command)
     victim.kill()
-    output, errors = command.communicate(timeout=90)
+    output, errors = command.communicate(timeout=patience(90))
     assert command.returncode == 0, errors
     assert f"worker rollout/0 (process {victim.pid}) was ended by SIGKILL" in output + errors
     assert "it is started again in 0.5 s" in output + errors
@@ -131,7 +124,7 @@ def test_a_worker_that_was_started_again_serves(small: Small, tmp_path: Path, ba
     before = committed(run_dir)
     wait_for(lambda: committed(run_dir) >= before + 2, command)
     command.terminate()
-    command.communicate(timeout=20)
+    command.communicate(timeout=patience(20))
     assert command.returncode == 143 and not processes_of(run_dir)
     installed = [s.version for s in read_spans(run_dir / "spans.jsonl") if s.worker == "rollout/1" and s.task == "install"]
     assert max(installed) >= before
@@ -148,7 +141,7 @@ def test_too_few_workers_end_the_run_with_a_sentence_and_leave_nothing(
     wait_for(lambda: committed(run_dir) >= 1, command)
     everyone = processes_of(run_dir)
     kill_twice(run_dir, "rollout/1", command)
-    _, errors = command.communicate(timeout=90)
+    _, errors = command.communicate(timeout=patience(90))
     assert command.returncode == 1
     (line,) = errors.strip().splitlines()
     for words in ("worker rollout/1", "SIGKILL", "1 of 2 rollout workers are left", "weight_sync.min_healthy_workers is 2"):
@@ -177,7 +170,7 @@ def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on_while_the
     before = committed(run_dir)
     wait_for(lambda: committed(run_dir) >= before + 3, command)
     kill_twice(run_dir, "rollout/0", command)
-    output, errors = command.communicate(timeout=90)
+    output, errors = command.communicate(timeout=patience(90))
     assert command.returncode == 1 and not processes_of(run_dir)
     assert "it has been started again 1 times, and is given up" in output
     (line,) = errors.strip().splitlines()

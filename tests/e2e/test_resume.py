@@ -32,9 +32,10 @@ from asyncflow.trainer import Trainer
 from asyncflow.types import Batch, RunError
 from tests.conftest import MODEL, merged
 from tests.depth import deep, few, in_gate
-from tests.e2e.commands import rows, run_command, write_config
+from tests.e2e.commands import rows, run_command, wait_for, write_config
 from tests.e2e.lives import Life
 from tests.forked import Command
+from tests.patience import patience
 
 STEPS, PROMPTS, GROUP = 8, 4, 4
 UNSTEADY = f"{Path(__file__).with_name('unsteady.py')}:UnsteadySlots"
@@ -268,7 +269,7 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     hold(tmp_path, {10: [2, 3], 11: [0, 1, 2, 3]})
     life = Life(config)
     life.wait_for_steps(2)
-    wait_until(lambda: {32, 36, 40} <= set(samples_of(life.run_dir)))  # of each group with rows the first one
+    wait_for(lambda: {32, 36, 40} <= set(samples_of(life.run_dir)))  # of each group with rows the first one
     assert life.end(signal.SIGTERM) == 143, life.said()
     checkpoint = life.run_dir / "checkpoints" / "step-000002"
     kept = read_driver(checkpoint).rows
@@ -386,7 +387,7 @@ def test_killed_with_its_trainers_on_two_ranks_a_run_goes_on_with_the_rows_of_it
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(everyone[1:], 10)
-    assert command.wait(10) == -signal.SIGKILL
+    assert command.wait(patience(10)) == -signal.SIGKILL
     kept, num_asked = read_driver(checkpoint).rows, len(asked(tmp_path))
     assert kept is not None
     numbers = set(kept.indices.tolist())
@@ -419,17 +420,17 @@ def wait_in_step_5(run_dir: Path, *, is_ahead: bool) -> Path:
     two rows of group 15; so the checkpoint has its other rows.
     """
 
-    def wait_for(*told: int) -> None:
-        wait_until(lambda: run_dir.exists() and set(told) <= samples_of(run_dir).keys(), seconds=90)
+    def wait_for_rows(*told: int) -> None:
+        wait_for(lambda: run_dir.exists() and set(told) <= samples_of(run_dir).keys(), seconds=90)
 
     if is_ahead:
-        wait_for(48, 52, 56, 60)  # of each group the first row, which is told of
+        wait_for_rows(48, 52, 56, 60)  # of each group the first row, which is told of
     hold(run_dir.parent, {15: [2, 3], 23: [3]})
     checkpoint = run_dir / "checkpoints" / "step-000003"
-    wait_until(checkpoint.exists, seconds=90)
+    wait_for(checkpoint.exists, seconds=90)
     hold(run_dir.parent, {23: [3]})
-    wait_until(lambda: len(rows(run_dir / "metrics.jsonl")) == 5)
-    wait_for(80, 84, 88, 92)
+    wait_for(lambda: len(rows(run_dir / "metrics.jsonl")) == 5)
+    wait_for_rows(80, 84, 88, 92)
     return checkpoint
 
 
@@ -502,7 +503,7 @@ def test_a_step_is_made_to_its_end_for_as_long_as_something_moves_and_nobody_int
     stalled = Life(merged(config, {"run": {"stall_timeout_seconds": 8}}), harm=("updates600000", signal.SIGINT))
     assert stalled.end() == 130, stalled.said()
     assert "was not made to its end: nothing has moved for 8 s" in stalled.said()
-    assert time.monotonic() - began < 200 and life.num_steps() == stalled.num_steps() == 0
+    assert time.monotonic() - began < patience(200) and life.num_steps() == stalled.num_steps() == 0
 
 
 def test_more_steps_after_a_normal_end_and_what_may_not_change(tmp_path: Path) -> None:
@@ -574,7 +575,7 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
         with Trainer.from_config(tree(tmp_path, change, {"checkpoint": {"every_steps": every_steps}}), resume=True) as trainer:
             trainer.step()
             if every_steps:
-                wait_until((tmp_path / "test" / "checkpoints" / f"step-{step:06d}").exists)
+                wait_for((tmp_path / "test" / "checkpoints" / f"step-{step:06d}").exists)
             trainer.push_prompts([{"question": f"{name} has {n} coins. How many?", "answer": str(n)} for n in range(PROMPTS)])
     with Trainer.from_config(tree(tmp_path, change), resume=True) as trainer:
         while trainer.step() is not None:
@@ -583,13 +584,6 @@ def test_prompts_pushed_after_the_last_step_are_trained_by_the_next_life(tmp_pat
     for name in ("Quintus", "Sextus"):
         found = [row for row in samples if name in row["prompt"]]
         assert len({row["prompt"] for row in found}) == len(found) == PROMPTS and len({row["step"] for row in found}) == 1
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @deep

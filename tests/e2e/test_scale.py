@@ -18,9 +18,10 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
 from tests.depth import deep, few
-from tests.e2e.commands import processes_of, rows, run_command, write_config
-from tests.e2e.test_restart import committed, holds, is_named, wait_for, worker
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
+from tests.e2e.test_restart import committed, holds, is_named, worker
 from tests.forked import Command
+from tests.patience import patience
 
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., Command]
@@ -88,7 +89,7 @@ def test_a_run_of_one_worker_then_three_then_one_changes_no_bit(
     wait_for(lambda: not is_there(run_dir, "rollout/1") and not is_there(run_dir, "rollout/2"), command)
     assert committed(run_dir) < STEPS - 1  # it goes on with the one that is left
     (tmp_path / "hurry-scaled").touch()
-    output, errors = command.communicate(timeout=90)
+    output, errors = command.communicate(timeout=patience(90))
     assert command.returncode == 0, errors
     assert not processes_of(run_dir)
 
@@ -130,7 +131,7 @@ def test_workers_that_lack_the_reward_file_are_given_up_and_the_run_goes_on(
     before = committed(run_dir)
     assert before < STEPS - 1
     (tmp_path / "hurry-test").touch()
-    output, errors = command.communicate(timeout=90)
+    output, errors = command.communicate(timeout=patience(90))
     assert command.returncode == 0 and committed(run_dir) == STEPS, errors
     for name in ("rollout/1", "rollout/2"):
         (line,) = [line for line in output.splitlines() if f"worker {name} " in line and "found a mistake" in line]
@@ -155,6 +156,6 @@ def test_what_a_run_cannot_have_is_refused_with_a_sentence(small: Small, tmp_pat
         assert len(refused.stderr.strip().splitlines()) == 1
     assert "rollout/1 join" not in run_command("status", run_dir).stdout
     command.terminate()
-    command.communicate(timeout=20)
+    command.communicate(timeout=patience(20))
     ended = run_command("cluster", "scale", "rollout=2", "--run", run_dir)
     assert ended.returncode == 2 and "no run is live in" in ended.stderr

@@ -22,6 +22,7 @@ from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
 from tests.depth import deep
 from tests.e2e.commands import command_line, processes_of, rows, run_command, write_config
+from tests.patience import patience
 from tests.report_page import check_chart
 
 NAMES = [
@@ -194,7 +195,9 @@ def test_the_driver_imports_no_torch(small: Callable[..., dict[str, Any]], tmp_p
         "import asyncio, pathlib, sys; from asyncflow.config import load; from asyncflow.job import Job;"
         "async def main(): return await Job(load(pathlib.Path(sys.argv[1]))).run()\n"
     ).replace(";async", "\nasync") + "assert asyncio.run(main())\nprint(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    command = subprocess.run([sys.executable, "-c", program, str(config)], capture_output=True, text=True, timeout=120, check=False)
+    command = subprocess.run(
+        [sys.executable, "-c", program, str(config)], capture_output=True, text=True, timeout=patience(120), check=False
+    )
     assert command.returncode == 0, command.stderr
     assert command.stdout.splitlines()[-1] == "[]"
 

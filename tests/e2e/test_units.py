@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import pytest
 
 from asyncflow.cluster.abroad import Abroad
 from tests.depth import deep, in_gate
-from tests.e2e.commands import processes_of, rows, run_command, words_of, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
 from tests.forked import Command
+from tests.patience import patience
 
 Small = Callable[..., dict[str, Any]]
 UNITS = ("queue.place=workers", "queue.num_units=2")
@@ -35,15 +35,6 @@ def units_of(run_dir: Path) -> dict[str, psutil.Process]:
     return {name: process for name, process in found.items() if name.startswith("storage/")}
 
 
-def wait_for(condition: Callable[[], Any], command: Command, seconds: float = 120.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert command.poll() is None, command.communicate()
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return found
-
-
 @deep
 def test_units_in_processes_of_their_own_give_the_same_bits(
     small: Small, tmp_path: Path, background: Callable[..., Command]
@@ -54,7 +45,7 @@ def test_units_in_processes_of_their_own_give_the_same_bits(
     run_dirs = [tmp_path / "runs" / name for name in ("near", "far")]
     command = background("train", config, "run.name=far", *UNITS)
     units = wait_for(lambda: (found := units_of(run_dirs[1])).keys() == {"storage/0", "storage/1"} and found, command)
-    output, errors = command.communicate(timeout=120)
+    output, errors = command.communicate(timeout=patience(120))
     assert command.returncode == 0, output + errors
     assert fingerprints(run_dirs[0]) == fingerprints(run_dirs[1])
     assert "did not end within" not in output
@@ -85,12 +76,12 @@ def test_a_run_that_has_lost_rows_with_a_unit_says_so_and_saves_its_model(
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and rows(run_dir / "metrics.jsonl"), command)
     everyone = processes_of(run_dir)
     units_of(run_dir)["storage/1"].kill()
-    output, errors = command.communicate(timeout=120)
+    output, errors = command.communicate(timeout=patience(120))
     assert command.returncode == 1, output + errors
     assert "worker storage/1 (process" in output and "was ended by SIGKILL" in output and "it is started again in 0.5 s" in output
     assert "storage unit 1 has died and lost" in errors and "a durable queue.storage would have kept them" in errors
     assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
-    psutil.wait_procs(everyone, timeout=20.0)
+    psutil.wait_procs(everyone, timeout=patience(20.0))
     assert not [process for process in everyone if process.is_running()]
 
 
@@ -103,7 +94,7 @@ def test_a_unit_that_dies_is_started_again_and_goes_on_with_what_is_durable(
     command = background("train", config, "run.name=far", *UNITS, "queue.storage.name=redis", f"queue.storage.url={redis_url}")
     wait_for(lambda: (run_dirs[1] / "metrics.jsonl").exists() and rows(run_dirs[1] / "metrics.jsonl"), command)
     units_of(run_dirs[1])["storage/1"].kill()
-    output, errors = command.communicate(timeout=200)
+    output, errors = command.communicate(timeout=patience(200))
     assert command.returncode == 0, output + errors
     assert "worker storage/1 (process" in output and "it is started again in 0.5 s" in output
     assert fingerprints(run_dirs[0]) == fingerprints(run_dirs[1])
@@ -121,8 +112,8 @@ def test_units_end_with_their_run_and_no_sooner(
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and rows(run_dir / "metrics.jsonl"), command)
     everyone = processes_of(run_dir)
     command.send_signal(number)
-    output, errors = command.communicate(timeout=120)
-    psutil.wait_procs(everyone, timeout=20.0)
+    output, errors = command.communicate(timeout=patience(120))
+    psutil.wait_procs(everyone, timeout=patience(20.0))
     assert not [process for process in everyone if process.is_running()]
     if number == signal.SIGTERM:
         assert command.returncode == 143, output + errors

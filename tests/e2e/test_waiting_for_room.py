@@ -16,6 +16,7 @@ from asyncflow.config import parse
 from asyncflow.job import Job
 from asyncflow.transport import Server
 from asyncflow.types import RunError
+from tests.patience import patience
 
 Small = Callable[..., dict[str, Any]]
 
@@ -57,7 +58,7 @@ async def waiting(small: Small, **run: Any) -> tuple[WaitingJob, asyncio.Task[bo
     """A run that waits for room."""
     job = WaitingJob(parse(small(run={"stop_grace_seconds": 5, **run}, cluster="inline")))
     running = asyncio.create_task(job.run())
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(patience(60.0)):
         while not hasattr(job, "full") or not job.full.is_asked.is_set():
             assert not running.done(), running.result()
             await asyncio.sleep(0.02)
@@ -67,7 +68,7 @@ async def waiting(small: Small, **run: Any) -> tuple[WaitingJob, asyncio.Task[bo
 async def test_a_run_that_waits_for_room_ends_when_it_is_told_to(small: Small) -> None:
     job, running = await waiting(small)
     job.interrupt()
-    assert await asyncio.wait_for(running, 20.0) is False
+    assert await asyncio.wait_for(running, patience(20.0)) is False
     assert job.full.was_called_back and job.full.was_stopped and job.full.started == []
     assert (job.config.run_dir / "report.html").exists()
 
@@ -76,7 +77,7 @@ async def test_waiting_for_room_is_no_stall_and_nobody_joins_meanwhile(small: Sm
     limit = 60.0
     job, running = await waiting(small, stall_timeout_seconds=limit)
     with pytest.raises(RunError, match="this run is still starting its workers"):
-        await asyncio.wait_for(job.scaling.scale("rollout", 2, 1.0), 10.0)
+        await asyncio.wait_for(job.scaling.scale("rollout", 2, 1.0), patience(10.0))
     assert job.driver is not None
     last = job.driver.last_progress = asyncio.get_running_loop().time() - 10 * limit  # so long there was no room
     seen, loops = list[float](), job.driver.loops
@@ -88,22 +89,22 @@ async def test_waiting_for_room_is_no_stall_and_nobody_joins_meanwhile(small: Sm
 
     job.driver.loops = begun  # type: ignore[method-assign]
     job.full.has_room.set()
-    assert await asyncio.wait_for(running, 60.0)
+    assert await asyncio.wait_for(running, patience(60.0))
     assert seen[0] > last + limit
 
 
 async def test_a_run_that_ends_while_one_waits_to_join_does_not_wait_for_room(small: Small) -> None:
     job, running = await waiting(small, steps=5000)
     job.full.has_room.set()
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(patience(60.0)):
         while not job.rows:
             await asyncio.sleep(0.01)
     job.full.has_room.clear()
     job.full.is_asked.clear()
     joining = asyncio.create_task(job.scaling.scale("rollout", 2, 1.0))
-    await asyncio.wait_for(job.full.is_asked.wait(), 20.0)
+    await asyncio.wait_for(job.full.is_asked.wait(), patience(20.0))
     job.interrupt()
     with pytest.raises(RunError, match="this run is ending"):
-        await asyncio.wait_for(joining, 20.0)
-    assert job.full.was_called_back and await asyncio.wait_for(running, 30.0) is False
+        await asyncio.wait_for(joining, patience(20.0))
+    assert job.full.was_called_back and await asyncio.wait_for(running, patience(30.0)) is False
     assert "rollout/1" not in job.full.started

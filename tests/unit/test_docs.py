@@ -19,6 +19,7 @@ from asyncflow.config import Config
 from asyncflow.settings import Section
 from asyncflow.telemetry.metrics import definitions_table
 from tests.conftest import ROOT
+from tests.patience import patience
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OWN = {
@@ -52,7 +53,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_the_queue_of_its_page_runs() -> None:
     source = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "transfer_queue.md").read_text(), re.DOTALL)[0]
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=patience(60))
     assert done.stdout == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]\n", done.stderr
 
 

@@ -10,6 +10,7 @@ import weakref
 import pytest
 
 from asyncflow.threads import ComputeThread
+from tests.patience import patience
 
 
 async def test_calls_run_in_order_in_one_other_thread() -> None:
@@ -58,7 +59,7 @@ def test_a_closed_loop_ends_the_thread_quietly() -> None:
 
     thread = asyncio.run(leave())
     release.set()
-    thread._thread.join(2.0)
+    thread._thread.join(patience(2.0))
     assert not thread._thread.is_alive()
 
 

@@ -28,6 +28,7 @@ from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import command_line, processes_of, rows, write_config
+from tests.patience import patience
 from tests.processes import alive
 from tests.vllm.servers import VLLM_PYTHON
 
@@ -152,7 +153,7 @@ def test_a_run_over_a_server_that_is_there(
     engine = {"name": "vllm", "addresses": [vllm_server.address], "key_variable": "THE_KEY"}
     rollout = {"engine": engine, "num_slots": 16, "group_size": 4, "max_new_tokens": 48}
     command, run_dir = run(run={"steps": 3}, rollout=rollout)
-    assert command.wait(600) == 0, (tmp_path / "said").read_text()[-2000:]
+    assert command.wait(patience(600)) == 0, (tmp_path / "said").read_text()[-2000:]
     steps = rows(run_dir / "metrics.jsonl")
     assert [(step["rows/trained"], step["rows/dead"], step["staleness/max"]) for step in steps] == [(32, 0, 0)] * 3
     assert all(step["mismatch/kl"] < 1e-6 for step in steps)
@@ -172,7 +173,7 @@ def test_a_bounded_run_on_two_instances_one_of_which_is_killed(
     rollout = {"engine": engine, "num_slots": 16, "group_size": 4, "max_new_tokens": 48, "kv_on_install": "recompute"}
     before = vllm_processes()
     command, run_dir = run(run={"steps": 5000}, rollout=rollout, schedule={"name": "bounded", "max_staleness": 2})
-    said, deadline = tmp_path / "said", time.monotonic() + 1200
+    said, deadline = tmp_path / "said", time.monotonic() + patience(1200)
     while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir / "metrics.jsonl")) < 2:
         assert command.poll() is None and time.monotonic() < deadline, said.read_text()[-2000:]
         time.sleep(0.1)
@@ -188,7 +189,7 @@ def test_a_bounded_run_on_two_instances_one_of_which_is_killed(
         assert command.poll() is None and time.monotonic() < deadline, said.read_text()[-2000:]
         time.sleep(0.5)
     command.send_signal(signal.SIGTERM)
-    assert command.wait(300) == 128 + signal.SIGTERM, said.read_text()[-2000:]
+    assert command.wait(patience(300)) == 128 + signal.SIGTERM, said.read_text()[-2000:]
     log = log_file.read_text()
     asked = [len(re.findall(rf"\[vLLM {i}\].*/inference/v1/generate", log)) for i in range(2)]
     print("responses of each instance:", asked)
@@ -205,7 +206,7 @@ def test_a_bounded_run_on_two_instances_one_of_which_is_killed(
     assert differences and max(differences) < 1e-6  # nats: both engines compute the same model, in float32
     assert all("policy/rollout_kl" in step for step in steps)
     assert not processes_of(run_dir)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while vllm_processes() - before:
         assert time.monotonic() < deadline, vllm_processes() - before
         time.sleep(0.1)

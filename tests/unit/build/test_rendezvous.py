@@ -10,6 +10,7 @@ import pytest
 
 from asyncflow.build.rendezvous import Rendezvous, meet_at_driver
 from asyncflow.transport import Credentials, Server
+from tests.patience import patience
 
 RANK = Path(__file__).parent / "rendezvous_rank.py"
 
@@ -25,7 +26,7 @@ async def test_ranks_that_know_the_driver_alone_find_each_other_by_tls(tmp_path:
         for rank in range(3)
     ]
     try:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(patience(100)):
             said = await asyncio.gather(*(rank.communicate() for rank in ranks))
     finally:
         for rank in ranks:
@@ -45,7 +46,7 @@ async def test_what_is_counted_and_what_is_swapped() -> None:
     assert await store.put_if("b", b"2", b"3") == b"2" and not await store.has(["b"])
     assert await store.has(["a", "n"]) and not await store.has(["a", "late"]) and not waiting.done()
     await store.put("late", b"x")
-    assert await asyncio.wait_for(waiting, 5.0) == b"x"
+    assert await asyncio.wait_for(waiting, patience(5.0)) == b"x"
     assert await store.remove("a") and not await store.remove("a") and not await store.has(["a"])
 
 

@@ -18,6 +18,7 @@ from asyncflow.workflows.board import Board
 from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.signal import Signal
 from tests.builders import turns
+from tests.patience import patience
 
 
 class Cluster:
@@ -145,10 +146,10 @@ async def test_who_waits_for_room_when_the_run_ends_waits_no_longer() -> None:
     asked = [asyncio.ensure_future(world.scale(size)) for size in (3, 4)]
     await turns()
     world.board.stop()
-    await asyncio.wait_for(world.scaling.stop(), 5.0)
+    await asyncio.wait_for(world.scaling.stop(), patience(5.0))
     for each in asked:
         with pytest.raises(RunError, match="this run is ending"):
-            await asyncio.wait_for(each, 5.0)
+            await asyncio.wait_for(each, patience(5.0))
     world.cluster.may_start.set()
     await turns()
     assert world.cluster.started == [] and world.said == []
@@ -169,7 +170,7 @@ async def test_whoever_waits_for_all_workers_is_told_of_one_that_never_came() ->
     world.cluster.may_start.set()
     with pytest.raises(RunError, match="rollout/2 could not be started"):
         await asked
-    await asyncio.wait_for(served, 1.0)
+    await asyncio.wait_for(served, patience(1.0))
 
 
 @pytest.mark.parametrize("size", [5, 12])

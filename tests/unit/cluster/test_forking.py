@@ -19,6 +19,7 @@ from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.forking import IS_POSSIBLE, ForkServer, Refusal
 from asyncflow.cluster.local import LocalCluster
 from tests.conftest import ROOT
+from tests.patience import patience
 
 pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="workers are forked on Linux alone")
 
@@ -77,7 +78,7 @@ def nobody(name: str, why: str, is_given_up: bool) -> None:
 
 async def run(cluster: LocalCluster, *specs: WorkerSpec) -> None:
     await cluster.start(specs)
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(patience(120)):
         await cluster.wait(nobody)
     assert await cluster.stop(60.0) == []
 
@@ -141,8 +142,8 @@ async def test_workers_end_with_their_server_and_the_next_ones_have_a_new_one(cl
     server = worker.ppid()
     os.kill(server, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"worker w .* was ended by SIGKILL"):
-        await asyncio.wait_for(cluster.wait(nobody), 60)
-    psutil.wait_procs([worker], timeout=60)
+        await asyncio.wait_for(cluster.wait(nobody), patience(60))
+    psutil.wait_procs([worker], timeout=patience(60))
     assert not worker.is_running() and await cluster.stop(0.0) == []
     assert not psutil.pid_exists(server), "not even as a zombie"
     await run(LocalCluster(tmp_path), spec(tmp_path, "tells"))
@@ -156,7 +157,7 @@ async def test_a_server_that_cannot_start_is_done_without(
     monkeypatch.setattr(forking.sys, "executable", "/bin/false")
     server = ForkServer(dict(os.environ))
     with open(os.devnull, "wb") as log, pytest.raises(Refusal, match="it has ended with status 1"):
-        await asyncio.wait_for(server.fork(spec(tmp_path, "tells"), tmp_path, {}, log.fileno()), 60)
+        await asyncio.wait_for(server.fork(spec(tmp_path, "tells"), tmp_path, {}, log.fileno()), patience(60))
 
 
 @pytest.mark.usefixtures("servers")
@@ -176,7 +177,7 @@ async def test_a_server_whose_import_hangs_is_done_without(
     monkeypatch.setattr(forking, "ANSWER_SECONDS", 60.0)
     await run(cluster, spec(tmp_path, "tells", "forked", "hangs"))
     assert told(tmp_path, "forked")["parent"] == server._process.pid
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         while psutil.Process(server._process.pid).children():
             await asyncio.sleep(0.01)
 
@@ -210,7 +211,7 @@ asyncio.run(drive())
         server = worker.parent()
         assert server is not None
         driver.kill()
-    _, alive = psutil.wait_procs([worker, server], timeout=60)
+    _, alive = psutil.wait_procs([worker, server], timeout=patience(60))
     assert not alive
 
 

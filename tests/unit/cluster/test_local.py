@@ -19,6 +19,7 @@ from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.types import UserError
 from tests.depth import in_gate
+from tests.patience import patience
 
 WORKERS = """
 import asyncio, os, time
@@ -139,7 +140,7 @@ async def test_a_worker_that_fails(
 ) -> None:
     await cluster.start([spec(tmp_path, function), spec(tmp_path, "stays", "other")])
     with pytest.raises(error, match=words):
-        await asyncio.wait_for(cluster.wait(Deaths()), 60.0)
+        await asyncio.wait_for(cluster.wait(Deaths()), patience(60.0))
     assert await cluster.stop(0.1) == ["other"]
 
 
@@ -147,7 +148,7 @@ async def test_a_worker_that_fails(
 async def test_a_worker_that_dies_is_started_again_after_a_pause_that_doubles(cluster: LocalCluster, tmp_path: Path) -> None:
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "clumsy", max_restarts=3)])
-    await asyncio.wait_for(cluster.wait(deaths), 60.0)
+    await asyncio.wait_for(cluster.wait(deaths), patience(60.0))
     assert (tmp_path / "lives").read_text() == "III" and (tmp_path / "w").exists()
     assert [name for name, _ in deaths.told] == ["w", "w"]
     for (_, why), life, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
@@ -162,7 +163,7 @@ async def test_one_that_dies_too_often_is_given_up_and_the_others_go_on(cluster:
     await cluster.start([spec(tmp_path, "doomed", max_restarts=2), spec(tmp_path, "stays", "other")])
     waiting = asyncio.create_task(cluster.wait(deaths))
     while len(deaths.told) < 3:
-        await asyncio.wait_for(deaths.first.wait(), 60.0)
+        await asyncio.wait_for(deaths.first.wait(), patience(60.0))
         deaths.first.clear()
     await asyncio.sleep(0.3)  # longer than any pause
     assert len(deaths.told) == 3 and not waiting.done() and (tmp_path / "lives").read_text() == "III"
@@ -178,7 +179,7 @@ async def test_a_mistake_of_the_users_is_not_tried_again(cluster: LocalCluster, 
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "mistaken", max_restarts=3)])
     with pytest.raises(UserError, match=r"^give another model$"):
-        await asyncio.wait_for(cluster.wait(deaths), 60.0)
+        await asyncio.wait_for(cluster.wait(deaths), patience(60.0))
     assert deaths.told == [] and cluster._children["w"].num_restarts == 0
 
 
@@ -194,7 +195,7 @@ async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluste
     waiting = asyncio.create_task(cluster.wait(deaths, goes_on_without))
     await asyncio.sleep(0)
     await cluster.start([spec(tmp_path, "mistaken", "joiner", max_restarts=3)])
-    await asyncio.wait_for(deaths.first.wait(), 60.0)
+    await asyncio.wait_for(deaths.first.wait(), patience(60.0))
     await asyncio.sleep(0.3)  # longer than any pause
     ((name, why),) = deaths.told
     assert (name, deaths.given_up) == ("joiner", [True]) and "found a mistake: give another model (more in " in why
@@ -202,7 +203,7 @@ async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluste
     assert not waiting.done() and cluster.pids().keys() == {"first"}
     await cluster.start([spec(tmp_path, "mistaken", "needed")])  # one that is never started again
     with pytest.raises(UserError, match=r"^give another model$"):
-        await asyncio.wait_for(waiting, 60.0)
+        await asyncio.wait_for(waiting, patience(60.0))
     assert asked == ["joiner"] and await cluster.stop(0.1) == ["first"]
 
 
@@ -218,7 +219,7 @@ async def test_workers_may_join_and_are_started_again_as_the_others_are(cluster:
     assert [name for name, _ in deaths.told] == ["joiner", "joiner"] and not waiting.done()
     await cluster.start([spec(tmp_path, "raises", "broken")])
     with pytest.raises(WorkerDied, match=r"worker broken .* the wheel came off"):
-        await asyncio.wait_for(waiting, 60.0)
+        await asyncio.wait_for(waiting, patience(60.0))
     assert await cluster.stop(0.1) == ["first"]
 
 
@@ -234,7 +235,7 @@ async def test_who_leaves_is_not_missed_however_it_ends(
     await asyncio.sleep(0.3)  # longer than any pause
     assert not waiting.done() and deaths.told == [] and cluster.pids().keys() == {"other"}
     await cluster.start([spec(tmp_path, "well")])  # under its name
-    await asyncio.wait_for(cluster._children["w"].process.wait(), 60.0)
+    await asyncio.wait_for(cluster._children["w"].process.wait(), patience(60.0))
     assert (tmp_path / "w").read_text() == "blue"
     assert await cluster.stop(0.1) == ["other"]
     await asyncio.wait([waiting])
@@ -247,9 +248,9 @@ async def test_who_leaves_in_the_pause_before_a_restart_is_not_started(
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
     waiting = asyncio.create_task(cluster.wait(deaths))
-    await asyncio.wait_for(deaths.first.wait(), 60.0)
+    await asyncio.wait_for(deaths.first.wait(), patience(60.0))
     assert await cluster.end("w", 60.0) is True
-    await asyncio.wait_for(waiting, 60.0)
+    await asyncio.wait_for(waiting, patience(60.0))
     assert (tmp_path / "lives").read_text() == "I" and cluster.pids() == {}
     assert await cluster.stop(60.0) == []
 
@@ -261,7 +262,7 @@ async def test_nobody_is_started_again_once_the_cluster_is_stopped(
     deaths = Deaths()
     await cluster.start([spec(tmp_path, "doomed", max_restarts=3)])
     waiting = asyncio.create_task(cluster.wait(deaths))
-    await asyncio.wait_for(deaths.first.wait(), 60.0)
+    await asyncio.wait_for(deaths.first.wait(), patience(60.0))
     assert await cluster.stop(60.0) == []  # in the middle of the pause
     await asyncio.wait([waiting])
     await asyncio.sleep(2.5)
@@ -276,7 +277,7 @@ async def test_workers_are_started_again_whether_or_not_somebody_waits(cluster: 
     while not (tmp_path / "w").exists():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(cluster.wait(deaths), 0.02)
-    await asyncio.wait_for(cluster.wait(deaths), 60.0)
+    await asyncio.wait_for(cluster.wait(deaths), patience(60.0))
     assert len(deaths.told) == 2  # each death once
 
 
@@ -285,7 +286,7 @@ async def test_one_that_does_not_end_in_time_is_killed(cluster: LocalCluster, tm
     await started(tmp_path)
     began = time.monotonic()
     assert await cluster.stop(0.2) == ["w"]
-    assert time.monotonic() - began < 30.0 and cluster.pids() == {}
+    assert time.monotonic() - began < patience(30.0) and cluster.pids() == {}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="control pipes are POSIX")
@@ -296,7 +297,7 @@ async def test_the_end_of_the_control_pipe_ends_the_worker(cluster: LocalCluster
     process = cluster._children["w"].process
     assert process.stdin is not None
     process.stdin.close()
-    assert await asyncio.wait_for(process.wait(), 60.0) == 0
+    assert await asyncio.wait_for(process.wait(), patience(60.0)) == 0
 
 
 async def started(tmp_path: Path) -> None:
@@ -309,7 +310,7 @@ async def test_who_outlives_the_others_is_not_waited_for_and_is_ended_last(clust
     await cluster.start([server, spec(tmp_path, "asks", "client"), spec(tmp_path, "stays", "late")])
     waiting = asyncio.create_task(cluster.wait(lambda *_: None))
     assert not await cluster.end("late", 0.5)
-    await asyncio.wait_for(waiting, 60.0)  # the server goes on
+    await asyncio.wait_for(waiting, patience(60.0))  # the server goes on
     settled: list[set[str]] = []
 
     async def settle() -> None:
@@ -341,10 +342,10 @@ async def test_who_outlives_the_others_is_started_again_until_they_have_settled(
     async def settle() -> None:
         first = cluster.pids()["server"]
         os.kill(first, signal.SIGKILL)
-        async with asyncio.timeout(60.0):
+        async with asyncio.timeout(patience(60.0)):
             while cluster.pids().get("server", first) == first:
                 await asyncio.sleep(0.01)
 
     assert await cluster.stop(0.1, settle) == ["w"]
-    await asyncio.wait_for(waiting, 60.0)
+    await asyncio.wait_for(waiting, patience(60.0))
     assert [name for name, _ in deaths.told] == ["server"] and cluster.pids() == {}

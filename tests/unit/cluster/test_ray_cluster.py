@@ -22,6 +22,7 @@ from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.ray_cluster import RayCluster
 from asyncflow.cluster.ray_host import Host, Letter
 from asyncflow.types import UserError
+from tests.patience import patience
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-deep SUITES=ray")
 
@@ -167,7 +168,7 @@ def heard(host: Host) -> tuple[str, int]:
 
 
 def await_file(path: Path) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + patience(30.0)
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.02)
@@ -207,7 +208,7 @@ def test_the_end_of_a_worker_is_told_though_another_process_has_its_output_open(
     host.start(letter(run_dir, "haunted"))
     began = time.monotonic()
     assert heard(host) == ("I leave something behind\n", 7)
-    assert time.monotonic() - began < 6.0
+    assert time.monotonic() - began < patience(6.0)
 
 
 def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_machine(
@@ -265,7 +266,7 @@ def test_the_last_words_of_a_talkative_worker_wait_for_a_slow_driver(run_dir: Pa
     monkeypatch.setattr(ray_host, "READ_SECONDS", 0.1)
     host = Host()
     pid = host.start(letter(run_dir, "bursts"))
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + patience(30.0)
     while is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -293,7 +294,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield address
     everyone = psutil.Process(guard.pid).children(recursive=True)
     guard.stdin.close()
-    assert guard.wait(60) == 0
+    assert guard.wait(patience(60)) == 0
     assert not [process for process in everyone if process.is_running()]
     assert not scratch.exists()
 
@@ -324,7 +325,7 @@ class Deaths:
 async def test_a_worker_that_ends_well(cluster: RayCluster, run_dir: Path) -> None:
     await cluster.start([spec(run_dir, "well")])
     deaths = Deaths()
-    await asyncio.wait_for(cluster.wait(deaths), 60.0)
+    await asyncio.wait_for(cluster.wait(deaths), patience(60.0))
     assert deaths.told == [] and (run_dir / "w").read_text() == "blue"
     assert (run_dir / "logs" / "w.log").read_text() == f"all is well in {os.getcwd()} with []\n"
     assert cluster.pids() == {}
@@ -342,7 +343,7 @@ async def test_a_worker_that_ends_well(cluster: RayCluster, run_dir: Path) -> No
 async def test_a_worker_that_fails(cluster: RayCluster, run_dir: Path, function: str, error: type[Exception], words: str) -> None:
     await cluster.start([spec(run_dir, function), spec(run_dir, "stays", "other")])
     with pytest.raises(error, match=words):
-        await asyncio.wait_for(cluster.wait(Deaths()), 60.0)
+        await asyncio.wait_for(cluster.wait(Deaths()), patience(60.0))
     assert await cluster.stop(0.1) == ["other"]
 
 
@@ -351,13 +352,13 @@ async def test_a_worker_that_fails(cluster: RayCluster, run_dir: Path, function:
 async def test_one_that_dies_is_started_again_and_one_that_dies_too_often_is_given_up(cluster: RayCluster, run_dir: Path) -> None:
     deaths = Deaths()
     await cluster.start([spec(run_dir, "clumsy", max_restarts=3)])
-    await asyncio.wait_for(cluster.wait(deaths), 60.0)
+    await asyncio.wait_for(cluster.wait(deaths), patience(60.0))
     assert (run_dir / "lives").read_text() == "III" and (run_dir / "w").exists()
     for (_, why, _), life, pause in zip(deaths.told, (1, 2), ("0.05", "0.1"), strict=True):
         assert f"its last words: RuntimeError: life {life} was too hard" in why and why.endswith(f"again in {pause} s")
     (run_dir / "lives").unlink()
     await cluster.start([spec(run_dir, "doomed", "v", max_restarts=1)])
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(patience(60.0)):
         while len(deaths.told) < 4:
             await asyncio.sleep(0.05)
     assert deaths.told[3][0] == "v" and deaths.told[3][2] and (run_dir / "lives").read_text() == "II"
@@ -399,8 +400,8 @@ async def test_a_host_that_hangs_does_not_outlive_its_cluster_s_stop(
     assert host is not None and host.name().startswith("ray::Host")
     host.suspend()
     try:
-        assert await asyncio.wait_for(cluster.stop(0.1), 50.0) == ["w"]
-        deadline = time.monotonic() + 30.0
+        assert await asyncio.wait_for(cluster.stop(0.1), patience(50.0)) == ["w"]
+        deadline = time.monotonic() + patience(30.0)
         while host.is_running() or is_running(worker):  # Ray kills it when it does not end by itself
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
@@ -423,7 +424,7 @@ async def test_who_leaves_is_not_missed_and_who_joins_is_watched(cluster: RayClu
     assert not await cluster.end("b", 0.0)
     await cluster.start([spec(run_dir, "raises", "a")])  # of the same name, another one
     with pytest.raises(WorkerDied, match=r"worker a .* the wheel came off"):
-        await asyncio.wait_for(waiting, 60.0)
+        await asyncio.wait_for(waiting, patience(60.0))
     assert deaths.told == []
 
 
@@ -470,7 +471,7 @@ async def test_a_cluster_that_is_not_there_is_said_at_once(run_dir: Path) -> Non
     cluster, began = RayCluster(run_dir, address=f"127.0.0.1:{port}"), time.monotonic()
     with pytest.raises(UserError, match=f"nobody answers at cluster.address=127.0.0.1:{port}: start the cluster first"):
         await cluster.start([spec(run_dir, "well")])
-    assert time.monotonic() - began < 5.0 and await cluster.stop(0.0) == []
+    assert time.monotonic() - began < patience(5.0) and await cluster.stop(0.0) == []
 
 
 @needs_ray
@@ -494,7 +495,7 @@ async def test_a_cluster_of_its_own_is_closed_to_others_and_leaves_nothing(run_d
     joined = [sys.executable, "-c", stranger, ray.get_runtime_context().gcs_address]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN_PATH"}
     guess = {"RAY_AUTH_TOKEN": "a" * 64, "RAY_NUM_REDIS_GET_RETRIES": "1"}
-    refused = subprocess.run(joined, env={**environment, **guess}, capture_output=True, text=True, timeout=100)
+    refused = subprocess.run(joined, env={**environment, **guess}, capture_output=True, text=True, timeout=patience(100))
     assert refused.returncode != 0 and "uthenticat" in refused.stderr, refused.stderr
     await cluster.stop(0.1)
     assert not [process for process in everyone if process.is_running()] and not token.parent.exists()
@@ -507,7 +508,7 @@ def is_running(pid: int) -> bool:
 
 async def own_pid(run_dir: Path) -> int:
     path = run_dir / "w"
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(patience(60.0)):
         while not (path.exists() and path.read_text()):
             await asyncio.sleep(0.02)
     return int(path.read_text())

@@ -16,6 +16,7 @@ from asyncflow.cluster import base, ray_cluster, ray_connection, ray_places, ray
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.ray_cluster import RayCluster
 from asyncflow.types import RunError, UserError
+from tests.patience import patience
 
 USERS = (ray_connection, ray_places, ray_process, ray_cluster)
 """Who uses Ray, and waits for it."""
@@ -180,14 +181,14 @@ def rollouts(*numbers: int, **changes: Any) -> list[WorkerSpec]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(patience(60.0)):
         while not condition():
             await asyncio.sleep(0.01)
 
 
 async def ends(cluster: RayCluster, name: str) -> None:
     cluster._places.by_name[name].host.ended.set_result(0)
-    assert await asyncio.wait_for(cluster.end(name, 5.0), 60.0)
+    assert await asyncio.wait_for(cluster.end(name, 5.0), patience(60.0))
 
 
 async def test_who_joins_takes_the_place_of_one_that_has_left(make: Make) -> None:
@@ -221,7 +222,7 @@ async def test_a_place_that_comes_free_while_one_waits_for_room_is_taken(make: M
     joining = asyncio.create_task(cluster.start(rollouts(2)))
     await until(lambda: len(ray.groups) == 2)
     await ends(cluster, "rollout/1")
-    await asyncio.wait_for(joining, 60.0)
+    await asyncio.wait_for(joining, patience(60.0))
     assert cluster._places.by_name["rollout/2"].bundle == 1 and ray.removed == ray.groups[1:] and ray.room == 0
     await cluster.stop(0.0)
 
@@ -243,7 +244,7 @@ async def test_who_waits_for_room_when_the_cluster_is_stopped_is_not_placed(make
     await cluster.start(rollouts(0))
     joining = asyncio.create_task(cluster.start(rollouts(1)))
     await until(lambda: len(ray.groups) == 2)
-    await asyncio.wait_for(cluster.stop(0.0), 60.0)
+    await asyncio.wait_for(cluster.stop(0.0), patience(60.0))
     with pytest.raises(RunError, match="the run is ending"):
         await joining
     assert ray.removed == ray.groups[::-1] or ray.removed == ray.groups
@@ -275,7 +276,7 @@ async def test_one_that_leaves_when_the_cluster_is_stopped_has_left_before_ray_g
     await asyncio.sleep(0.05)
     assert ray.is_up and not stopping.done()
     ray.may_answer.set()
-    assert await asyncio.wait_for(stopping, 60.0) == [] and await ending
+    assert await asyncio.wait_for(stopping, patience(60.0)) == [] and await ending
     assert not ray.is_up and ray.removed == ray.groups
 
 
@@ -293,7 +294,7 @@ async def test_one_that_is_being_started_again_when_it_leaves_is_gone_when_it_ha
     await asyncio.sleep(0.05)
     assert not ending.done() and "rollout/1" in cluster._places.by_name
     ray.may_answer.set()
-    await asyncio.wait_for(ending, 60.0)
+    await asyncio.wait_for(ending, patience(60.0))
     assert host.ended.done() and host.calls[-2:] == ["leave", "killed"] and not waiting.done()
     assert cluster._places._pools[0].free == [1]
     await cluster.stop(0.0)
@@ -314,7 +315,7 @@ async def test_a_host_out_of_reach_for_a_while_is_not_gone(make: Make, tmp_path:
     assert process.returncode is None
     actor.errors = [ActorUnavailableError("the network is down")]
     process.kill()  # is not lost either
-    assert await asyncio.wait_for(process.wait(), 60.0) == -9
+    assert await asyncio.wait_for(process.wait(), patience(60.0)) == -9
     assert actor.calls.count("kill") == 2 and (tmp_path / "log").read_bytes() == b"" and not given_up
 
 
@@ -329,7 +330,7 @@ async def test_a_host_out_of_reach_for_long_is_gone(make: Make, monkeypatch: pyt
         given_up.append(True)
 
     process = ray_process.RayProcess(actor, 1, tmp_path / "log", give_up, is_here=True)
-    assert await asyncio.wait_for(process.wait(), 60.0) == ray_process.LOST_STATUS
+    assert await asyncio.wait_for(process.wait(), patience(60.0)) == ray_process.LOST_STATUS
     assert "its host is gone: the network is down" in (tmp_path / "log").read_text() and given_up
 
 
@@ -346,8 +347,8 @@ async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(
     await until(lambda: len(ray.actors) == 2 and "start" in ray.actors[1].calls)
     assert "its host is gone: it has not answered for 1 s" in deaths[0]
     ray.actors[1].ended.set_result(0)
-    await asyncio.wait_for(waiting, 60.0)
-    await asyncio.wait_for(cluster.stop(0.0), 60.0)
+    await asyncio.wait_for(waiting, patience(60.0))
+    await asyncio.wait_for(cluster.stop(0.0), patience(60.0))
     assert ray.room == 1
 
 
@@ -359,7 +360,7 @@ async def test_a_host_that_hangs_does_not_keep_the_cluster_from_stopping(make: M
     hung, other = ray.actors
     await until(lambda: "listen" in hung.calls)
     hung.hangs = True
-    assert await asyncio.wait_for(cluster.stop(0.1), 60.0) == ["rollout/0", "rollout/1"]
+    assert await asyncio.wait_for(cluster.stop(0.1), patience(60.0)) == ["rollout/0", "rollout/1"]
     assert "killed" in hung.calls and other.ended.done() and ray.room == 2
 
 
@@ -503,9 +504,9 @@ async def test_who_is_needed_by_others_is_started_again_while_the_cluster_stops(
         hosts[0].ended.set_result(-9)
         await until(lambda: hosts[0].calls.count("start") == 2)
 
-    assert await asyncio.wait_for(cluster.stop(0.0, settle), 60.0) == ["rollout/0"]
+    assert await asyncio.wait_for(cluster.stop(0.0, settle), patience(60.0)) == ["rollout/0"]
     assert hosts[0].ended.done() and hosts[1].calls.count("start") == 1
-    await asyncio.wait_for(waiting, 60.0)
+    await asyncio.wait_for(waiting, patience(60.0))
 
 
 @pytest.mark.parametrize("seconds", [30.0, 0.2])

@@ -10,6 +10,7 @@ import pytest
 
 from asyncflow.data.datasets import load_rows
 from asyncflow.types import UserError
+from tests.patience import patience
 
 datasets = pytest.importorskip("datasets")
 
@@ -97,5 +98,5 @@ def test_reading_brings_no_torch_along(tmp_path: Path) -> None:
         "import sys; from asyncflow.data.datasets import load_rows; "
         f"rows = load_rows({str(path)!r}, seed=0, split='train'); print(len(rows), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(60), check=True)
     assert done.stdout.split() == ["5", "False"]

@@ -17,6 +17,7 @@ from asyncflow.rewards import REWARDS, processes
 from asyncflow.rewards.base import Part, RewardFailure, Sample, Score, weighted
 from asyncflow.rewards.fallback import with_fallback
 from asyncflow.rewards.sandbox import RewardPool
+from tests.patience import patience
 
 # What a response says is run: the payload of a reward hacker. The grader keeps state of its own, too.
 GRADER = """
@@ -202,7 +203,7 @@ async def test_what_a_sample_has_started_ends_with_it(open_pool: Open, tmp_path:
     pool = await open_pool("runs_it")
     started = f"import subprocess; open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
     assert (await pool.score(sample(started, answer="9"))).reward == 3.0
-    pid, give_up = int((tmp_path / "pid").read_text()), time.monotonic() + 60.0
+    pid, give_up = int((tmp_path / "pid").read_text()), time.monotonic() + patience(60.0)
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < give_up:
         await asyncio.sleep(0.01)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -267,7 +268,7 @@ async def test_scorers_of_our_own_without_state_need_no_fork_and_are_killed_in_t
     assert worker.grace_seconds == 0.0 and (await pool.score(sample("aaaa"))).reward == 1.0
     start = time.monotonic()
     assert await kind(pool, "a" * 60 + "b") == "timeout"  # catastrophic backtracking, in C, with the interpreter lock
-    assert time.monotonic() - start < 30.0, "backtracking would take years"
+    assert time.monotonic() - start < patience(30.0), "backtracking would take years"
     assert (await pool.score(sample("ba"))).reward == 1.0
     assert pool.failures == {"timeout": 1}
 

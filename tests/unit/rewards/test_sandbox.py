@@ -20,6 +20,7 @@ from asyncflow.rewards.base import Part, RewardFailure, Sample
 from asyncflow.rewards.messages import TOKEN_BYTES, Scored, frame
 from asyncflow.rewards.sandbox import RewardPool, Worker
 from asyncflow.types import RunError, UserError
+from tests.patience import patience
 
 MEMORY_BYTES = 256 << 20
 DEADLINE_SECONDS = 60.0  # for scorers that should answer: generous, the machine may be busy
@@ -166,7 +167,7 @@ def living(pids: list[int]) -> list[int]:
 
 def pids_in(file: Path, seconds: float = 60.0) -> list[int]:
     """What a scorer wrote there; waits for it to appear."""
-    give_up = time.monotonic() + seconds
+    give_up = time.monotonic() + patience(seconds)
     while not (file.exists() and (text := file.read_text())):
         assert time.monotonic() < give_up, f"{file} was not written"
         time.sleep(0.01)
@@ -174,7 +175,7 @@ def pids_in(file: Path, seconds: float = 60.0) -> list[int]:
 
 
 def wait_until_gone(pids: list[int], seconds: float = 60.0) -> list[int]:
-    give_up = time.monotonic() + seconds
+    give_up = time.monotonic() + patience(seconds)
     while living(pids) and time.monotonic() < give_up:
         time.sleep(0.01)
     return living(pids)
@@ -361,7 +362,7 @@ async def test_workers_import_no_torch(open_pool: Open) -> None:
     pool = await open_pool()
     assert await pool.score(sample("torch")) == 0.0
     heavy = "import sys, asyncflow.rewards.sandbox, asyncflow.rewards.final_answer; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", heavy], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", heavy], timeout=patience(60), check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -405,7 +406,7 @@ async def test_a_scorer_that_is_gone_ends_the_pool_for_all_who_wait(
     monkeypatch.setattr("asyncflow.rewards.sandbox.RESTART_PAUSES_SECONDS", (0.01,))
     pool = await open_pool()
     scorer_file.unlink()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         calls = (pool.score(sample(one)) for one in ("parent", "number 1", "number 2"))
         answers = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(answer) for answer in answers] == [RewardFailure, RunError, RunError]
@@ -416,10 +417,10 @@ async def test_a_scorer_that_is_gone_ends_the_pool_for_all_who_wait(
 async def test_close_leaves_no_process_and_nobody_waiting(open_pool: Open) -> None:
     pool = await open_pool(60.0, workers=2)
     waiting = [asyncio.create_task(pool.score(sample("sleep 60"))) for _ in range(4)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patience(60)):
         while len(own_children()) < 3 + 2:  # two workers with a sample each, and their guard
             await asyncio.sleep(0.01)
-    async with asyncio.timeout(30):  # the samples take twice as long
+    async with asyncio.timeout(patience(30)):  # the samples take twice as long
         await pool.close()
         answers = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(answer) for answer in answers] == [RunError] * 4
@@ -452,7 +453,7 @@ def test_a_parent_killed_with_9_leaves_no_process(scorer_file: Path, tmp_path: P
     parent = subprocess.Popen([sys.executable, "-c", PARENT, f"{scorer_file}:Score", json.dumps(responses)])
     try:
         pids_in(tmp_path / "pids")
-        give_up = time.monotonic() + 60.0
+        give_up = time.monotonic() + patience(60.0)
         while len(processes := [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]) < 3 + 2 + 2 + 1:
             assert time.monotonic() < give_up, processes
             time.sleep(0.01)
@@ -463,7 +464,7 @@ def test_a_parent_killed_with_9_leaves_no_process(scorer_file: Path, tmp_path: P
             os.kill(guard, signal.SIGKILL)
     finally:
         parent.kill()
-        parent.wait(5)
+        parent.wait(patience(5))
     if guard_is_gone:
         processes = [pid for pid in processes if pid not in started]
     left = wait_until_gone(processes)

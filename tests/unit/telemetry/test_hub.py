@@ -12,6 +12,7 @@ import pytest
 from asyncflow.telemetry import hub as hub_module
 from asyncflow.telemetry.hub import Hub, Reporter
 from asyncflow.telemetry.trace import SpanLog, read_spans
+from tests.patience import patience
 
 
 async def test_spans_samples_and_state_arrive(tmp_path: Path) -> None:
@@ -47,9 +48,9 @@ async def test_settle_waits_for_the_slowest_worker_and_gives_up(tmp_path: Path, 
     await asyncio.sleep(0.02)
     assert not settling.done()
     await slow.flush()
-    await asyncio.wait_for(settling, 1.0)
+    await asyncio.wait_for(settling, patience(1.0))
     monkeypatch.setattr(hub_module, "SETTLE_SECONDS", 0.05)
-    await asyncio.wait_for(hub.settle(loop.time() + 1000), 1.0)
+    await asyncio.wait_for(hub.settle(loop.time() + 1000), patience(1.0))
 
 
 async def test_nobody_waits_for_a_worker_that_has_gone_and_what_it_said_is_kept(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from asyncflow.telemetry.tensorboard import masked_crc32c
 from asyncflow.telemetry.trackers import JsonlTracker, TensorBoardTracker, make_trackers
 from asyncflow.types import UserError
+from tests.patience import patience
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -91,7 +92,7 @@ def test_the_trackers_do_not_import_torch(tmp_path):
         f"for t in make_trackers(['jsonl', 'tensorboard'], Path({str(tmp_path)!r}), {{}}, 'r'): t.log(0, {{'a': 1.0}}); t.close()\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=patience(60))
 
 
 def test_unknown_trackers_and_a_missing_wandb_are_one_sentence(tmp_path, monkeypatch):

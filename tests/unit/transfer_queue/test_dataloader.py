@@ -25,6 +25,7 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.dataloader import Jagged, Padded, StreamBatch, StreamDataLoader
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Ragged, RunError
+from tests.patience import patience
 from tests.processes import alive, children_called
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
 
@@ -48,7 +49,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def until(is_so: Callable[[], bool], seconds: float = SECONDS) -> None:
-    give_up = time.monotonic() + seconds
+    give_up = time.monotonic() + patience(seconds)
     while not is_so():
         assert time.monotonic() < give_up, "it has not become so"
         time.sleep(0.01)

@@ -16,6 +16,7 @@ import pytest
 from asyncflow.types import Array
 from asyncflow.weight_sync.base import Manifest, NoRoom, WeightSyncError
 from asyncflow.weight_sync.files import FileReader, VersionFiles, held
+from tests.patience import patience
 
 NUM_BYTES = 4096
 
@@ -162,7 +163,7 @@ def test_a_reader_that_dies_lets_go_and_one_that_hangs_keeps_what_it_has(tmp_pat
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(number)
         if number == signal.SIGKILL:
-            process.wait(20)
+            process.wait(patience(20))
         write(files, 1), write(files, 2)
         assert (named(tmp_path / "w")["weights-2.safetensors"] in inodes) == (number == signal.SIGKILL)
         process.kill()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from asyncflow.types import Array
 from asyncflow.weight_sync.group import CHUNK_BYTES, Group, Store, reason
+from tests.patience import patience
 
 
 def members(size: int, timeout_seconds: float) -> list[Group]:
@@ -25,7 +26,7 @@ def members(size: int, timeout_seconds: float) -> list[Group]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(patience(20))
     return [groups[rank] for rank in range(size)]
 
 
@@ -52,7 +53,7 @@ def test_everybody_receives_the_bytes_in_order_and_again(num_bytes: int) -> None
         threads = [receive(member, num_bytes, arrived) for member in group[1:]]
         group[0].send(file)
         for thread in threads:
-            thread.join(20)
+            thread.join(patience(20))
         assert len(arrived) == 2 and all(np.array_equal(one, file) for one in arrived)
 
 
@@ -63,8 +64,8 @@ def test_closing_it_is_an_error_at_the_others_at_once() -> None:
     time.sleep(0.1)
     start = time.monotonic()
     sender.close()
-    thread.join(20)
-    assert time.monotonic() - start < 10 and isinstance(arrived[0], RuntimeError)
+    thread.join(patience(20))
+    assert time.monotonic() - start < patience(10) and isinstance(arrived[0], RuntimeError)
     assert reason(arrived[0]).startswith("Connection closed by peer") and "[/" not in reason(arrived[0])
 
 
@@ -73,4 +74,4 @@ def test_a_silent_member_is_waited_for_until_the_deadline() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="Timed out"):
         receiver.receive(CHUNK_BYTES, lambda piece: None)
-    assert 0.9 < time.monotonic() - start < 10
+    assert 0.9 < time.monotonic() - start < patience(10)

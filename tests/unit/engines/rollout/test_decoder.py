@@ -20,6 +20,7 @@ from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, PackedLinear, can_pack, load_tensors
 from tests.conftest import ROOT
 from tests.depth import in_gate
+from tests.patience import patience
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -166,7 +167,7 @@ def test_no_matrix_is_there_twice(order: str) -> None:
     # What is freed is to be free for the kernel, too.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, Path(__file__).with_name("install_memory.py"), order]
-    done = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
+    done = json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=patience(120)).stdout)
     model, largest, slack = done["model"], done["largest"], 4 << 20
     for memory, peak in done["seen"]:
         assert abs(memory - model) < slack

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.decoder import can_pack
 from asyncflow.engines.rollout.engine import SlotEngine
+from tests.patience import patience
 
 PROMPT = np.arange(7, 27)
 KEY = SampleKey(seed=11, prompt_index=5)
@@ -86,7 +87,7 @@ async def held_in_step(engine: SlotEngine, step: int, work: Coroutine[Any, Any, 
     def held(*arguments: Any) -> torch.Tensor:
         if len(calls) == step - 1:
             reached.set()
-            go.wait(10)
+            go.wait(patience(10))
         return decode(*arguments)
 
     decoder.decode = held
@@ -232,7 +233,7 @@ async def test_a_response_is_not_kept_when_its_slot_stands_empty(
             return await anext(stream)
 
         await responses(engine, [9], 2)  # the first that is handed over is so at once
-        async with held_in_step(engine, 30, first_one()) as first, asyncio.timeout(5):
+        async with held_in_step(engine, 30, first_one()) as first, asyncio.timeout(patience(5)):
             assert (await first).sample == 0
         assert [response.sample async for response in stream] == [1]
 
@@ -255,7 +256,8 @@ async def test_what_ends_a_request_or_was_kept_for_long_enough_waits_for_no_slot
         async def both() -> None:
             await asyncio.gather(noted(), responses(engine, [2], 20))  # the slot never stands empty
 
-        async with held_in_step(engine, 25, both()) as work, asyncio.timeout(5):  # in the second response: each has 19 steps
+        # In the second response: each has 19 steps.
+        async with held_in_step(engine, 25, both()) as work, asyncio.timeout(patience(5)):
             await arrived.wait()
         await work
 
@@ -315,7 +317,7 @@ async def test_a_response_is_kept_while_others_are_made_and_by_a_paused_engine_n
             await asyncio.sleep(0.05)
             assert not first.done()
         await pausing
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             assert await first == 0
             await engine.resume()
             assert [await next_one(), await next_one()] == [1, 2]
@@ -351,7 +353,7 @@ async def test_a_paused_engine_closes(saved: tuple[PreTrainedModel, Path]) -> No
         await asyncio.sleep(0)
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, patience(5))
         with pytest.raises(RuntimeError, match="closed"):
             await engine.pause()
 
@@ -370,7 +372,7 @@ async def test_a_prepared_install_gives_the_bits_of_an_unprepared_one(saved: tup
 
 
 def wait_until_gone(refs: list[weakref.ref[torch.Tensor]], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while any(ref() is not None for ref in refs) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert refs and all(ref() is None for ref in refs)
@@ -432,7 +434,7 @@ async def test_leaving_early_frees_the_slots(saved: tuple[PreTrainedModel, Path]
         stream = engine.generate(PROMPT, samples=range(40), sampling=Sampling(max_new_tokens=200), key=KEY)
         async with contextlib.aclosing(stream):
             await anext(stream)
-        made = await asyncio.wait_for(responses(engine, range(3)), 5)
+        made = await asyncio.wait_for(responses(engine, range(3)), patience(5))
         assert engine._slots._num_active == 0 and not engine._slots.is_busy  # nothing runs on in the thread
     assert all(np.array_equal(made[sample].token_ids, expected[sample].token_ids) for sample in range(3))
 
@@ -470,7 +472,7 @@ async def test_close_ends_pending_generates(saved: tuple[PreTrainedModel, Path])
                 await task
         with pytest.raises(RuntimeError, match="closed"):
             await responses(engine, [0])
-        engine._thread.join(5)
+        engine._thread.join(patience(5))
         assert not engine._thread.is_alive()
 
 
@@ -481,7 +483,7 @@ async def test_an_error_in_the_thread_reaches_every_waiter(saved: tuple[PreTrain
         tasks = [asyncio.create_task(responses(engine, [0, 1])) for _ in range(3)]
         for task in tasks:
             with pytest.raises(RuntimeError, match="not finite"):
-                await asyncio.wait_for(task, 5)
+                await asyncio.wait_for(task, patience(5))
         await engine.install(2, tensors_of(model))
         shorter = PROMPT[:3]  # behind which lie what were keys of the broken weights
         assert len(await responses(engine, [0, 1], prompt=shorter)) == 2

@@ -41,6 +41,7 @@ from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
 from asyncflow.types import RunError, UserError
 from tests.conftest import MODEL, ROOT
 from tests.depth import in_gate
+from tests.patience import patience
 from tests.processes import alive
 from tests.vllm.servers import fake_python, server_options
 
@@ -103,7 +104,7 @@ def group_of_server(server: VllmServer) -> list[psutil.Process]:
 
 
 def are_gone(processes: list[psutil.Process], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience(seconds)
     while alive(processes):
         if time.monotonic() > deadline:
             return False
@@ -119,7 +120,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 async def under_way(engine: VllmEngine, count: int) -> None:
     """Wait until so many responses have tokens, over all instances."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         while True:
             states = [await state_of(instance) for instance in engine.instances]
             if sum(s["running"] for s in states) == count and all(s["least_tokens"] or not s["running"] for s in states):
@@ -265,7 +266,7 @@ async def test_a_server_whose_weights_somebody_else_has_named_is_lost_and_nothin
     async with opened(model, python, version=3) as engine:
         expected = (await responses(engine))[0]
         await engine.instances[0].client.set_weight_version(9)
-        made = (await asyncio.wait_for(responses(engine), 20))[0]
+        made = (await asyncio.wait_for(responses(engine), patience(20)))[0]
         assert np.array_equal(made.logprobs, expected.logprobs) and made.version_spans.tolist() == [[0, 3]]
         assert engine.instances[0].num_restarts == 1
 
@@ -369,7 +370,7 @@ async def hang(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> asyncio.E
         return await is_ready()
 
     monkeypatch.setattr(client, "is_ready", later)
-    await asyncio.wait_for(is_looked_for.wait(), 10)
+    await asyncio.wait_for(is_looked_for.wait(), patience(10))
     group_of(instance)[1].suspend()
     return may_be_seen
 
@@ -387,11 +388,11 @@ async def test_a_front_end_that_hangs_keeps_neither_the_others_nor_an_install(
         installing = asyncio.create_task(engine.install(2, changed(0.2)))
         await until(lambda: engine.installed_version == 2)
         hung.outstanding_tokens += 10_000  # what is asked now is asked of the other
-        made = await asyncio.wait_for(responses(engine), 20)
+        made = await asyncio.wait_for(responses(engine), patience(20))
         hung.outstanding_tokens -= 10_000
         assert made[0].version_spans.tolist() == [[0, 2]] and not installing.done() and hung.is_up
         may_be_seen.set()
-        await asyncio.wait_for(installing, 20)
+        await asyncio.wait_for(installing, patience(20))
         assert [len(made) for made in await asyncio.wait_for(asyncio.gather(*before), 20)] == [4, 4]
         await until(lambda: hung.is_up)
         assert [hung.num_restarts, other.num_restarts] == [1, 0]
@@ -408,10 +409,10 @@ async def test_those_who_are_resumed_do_not_wait_for_one_that_hangs(
         may_be_seen = await hang(hung, monkeypatch)
         resuming = asyncio.create_task(engine.resume())
         hung.outstanding_tokens += 10_000
-        assert await asyncio.wait_for(responses(engine), 20) and not resuming.done()
+        assert await asyncio.wait_for(responses(engine), patience(20)) and not resuming.done()
         hung.outstanding_tokens -= 10_000
         may_be_seen.set()
-        await asyncio.wait_for(resuming, 20)
+        await asyncio.wait_for(resuming, patience(20))
         await until(lambda: hung.is_up)
         assert hung.num_restarts == 1
 
@@ -422,7 +423,7 @@ async def test_an_install_that_hangs_on_a_dead_engine_ends(model: Path, python: 
         await engine.install(2, changed(0.1))
         one = (await responses(engine))[0]
         group_of(engine.instances[0])[2].kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience(20)):
             await engine.install(3, changed(0.2))
         await engine.install(2, changed(0.1))
         assert np.array_equal((await responses(engine))[0].logprobs, one.logprobs)
@@ -435,7 +436,7 @@ async def test_a_server_that_is_lost_too_often_is_given_up_in_a_sentence(model: 
         (model / "fault").write_text("/update_weights")
         await engine.install(2, changed(0.1))
         with pytest.raises(RunError, match=r"vLLM 0 was lost .*it has been started again 2 times, and is given up"):
-            await asyncio.wait_for(responses(engine), 30)
+            await asyncio.wait_for(responses(engine), patience(30))
 
 
 async def test_with_one_instance_given_up_the_other_goes_on(model: Path, python: str) -> None:
@@ -468,7 +469,7 @@ async def test_nobody_watches_a_life_that_is_over(model: Path, python: str, monk
         assert watching is not None
         instance.lost(instance.life, ServerLost("as the test wants it"), engine._bring_up)
         await until(lambda: instance.is_up)
-        await asyncio.wait([watching], timeout=10)
+        await asyncio.wait([watching], timeout=patience(10))
         assert watching.done() and (watching.cancelled() or watching.exception() is None)
 
 
@@ -498,7 +499,7 @@ async def test_closing_ends_a_wait_for_a_server_that_never_answers(model: Path, 
         await asyncio.sleep(0.2)
         await engine.close()
         with pytest.raises(RunError, match="not wanted any more"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, patience(5))
 
 
 async def test_a_server_with_weights_of_its_own_is_brought_to_the_current_ones(model: Path, python: str) -> None:
@@ -574,8 +575,8 @@ async def test_a_given_server_that_dies_does_not_keep_the_others_from_new_weight
             await until(lambda: engine.instances[0].num_restarts == 1)
             await asyncio.sleep(0.5)  # until it is waited for
             for version in (1, 2):
-                await asyncio.wait_for(engine.install(version, changed(0.1 * version)), 10)
-                assert (await asyncio.wait_for(responses(engine), 10))[0].version_spans.tolist() == [[0, version]]
+                await asyncio.wait_for(engine.install(version, changed(0.1 * version)), patience(10))
+                assert (await asyncio.wait_for(responses(engine), patience(10)))[0].version_spans.tolist() == [[0, version]]
             assert not engine.instances[0].is_up and engine.instances[0].error is None
 
 
@@ -591,14 +592,14 @@ async def test_what_a_given_server_that_hangs_was_making_is_made_by_another(
             await under_way(engine, 8)
             front_end = group_of_server(one)[1]
             front_end.suspend()
-            for made in await asyncio.wait_for(asyncio.gather(*tasks), 20):
+            for made in await asyncio.wait_for(asyncio.gather(*tasks), patience(20)):
                 assert [response.version_spans.tolist() for response in made.values()] == [[[0, 1]]] * 4
-            await asyncio.wait_for(engine.install(2, changed(0.2)), 10)
+            await asyncio.wait_for(engine.install(2, changed(0.2)), patience(10))
             assert not engine.instances[0].is_up and engine.instances[0].error is None
             front_end.resume()
             await until(lambda: engine.instances[0].is_up)
             engine.instances[1].outstanding_tokens += 10_000
-            assert (await asyncio.wait_for(responses(engine), 10))[0].version_spans.tolist() == [[0, 2]]
+            assert (await asyncio.wait_for(responses(engine), patience(10)))[0].version_spans.tolist() == [[0, 2]]
             engine.instances[1].outstanding_tokens -= 10_000
 
 
@@ -818,7 +819,7 @@ async def test_a_key_that_is_not_the_servers_is_said_at_once(model: Path, python
         monkeypatch.setenv("THE_KEY", "another's")
         async with opened(model, python, addresses=[server.address], key_variable="THE_KEY") as engine:
             with pytest.raises(UserError, match="does not take the key in the environment variable THE_KEY: give the one that"):
-                await asyncio.wait_for(responses(engine), 10)
+                await asyncio.wait_for(responses(engine), patience(10))
 
 
 async def test_a_server_that_comes_back_with_another_key_is_given_up_for_it(
@@ -831,7 +832,7 @@ async def test_a_server_that_comes_back_with_another_key_is_given_up_for_it(
             monkeypatch.setattr(engine.instances[0].host, "_key", "the one before")
             with pytest.raises(RunError, match=r"was lost .*does not take the key in the environment variable VLLM_API_KEY"):
                 await until(lambda: engine.instances[0].error is not None)
-                await asyncio.wait_for(responses(engine), 10)
+                await asyncio.wait_for(responses(engine), patience(10))
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------------
@@ -1022,7 +1023,7 @@ async def test_a_send_that_stays_in_nccl_is_a_lost_server_and_keeps_no_process(m
 
     def stays(*arguments: object) -> None:
         threads.append(threading.current_thread())
-        let_go.wait(20)
+        let_go.wait(patience(20))
 
     def fails(*arguments: object) -> None:
         raise OSError("no route")

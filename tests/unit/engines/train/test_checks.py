@@ -11,6 +11,7 @@ from asyncflow.build.prepare import check_train_engine
 from asyncflow.config import parse
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.types import UserError
+from tests.patience import patience
 
 FIELDS = {
     "model_type": "llama",
@@ -90,4 +91,4 @@ def test_asking_takes_no_torch() -> None:
     program = (
         "import sys; from tests.unit.engines.train.test_checks import check; check('torch', {}); sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=patience(60), check=False).returncode == 0

@@ -17,6 +17,7 @@ from asyncflow.engines.train import state
 from asyncflow.engines.train.state import StateWriter, load_tensors_into
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import RunError
+from tests.patience import patience
 from tests.unit.engines.train.parallel.training_ranks import Clipped, make_batch
 from tests.unit.engines.train.training import ModelPath, torch_engine, train_on
 
@@ -108,7 +109,7 @@ def test_nothing_is_written_before_the_caller_goes_on(tmp_path: Path, monkeypatc
 
     def held(*args: Any, **options: Any) -> Any:
         writers.append(threading.current_thread())
-        may_write.wait(5)
+        may_write.wait(patience(5))
         return write_data(*args, **options)
 
     monkeypatch.setattr(state._RankWriter, "write_data", held)

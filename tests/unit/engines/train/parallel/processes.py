@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncflow.engines.base import RANKS_STORE
 from tests.forked import context
+from tests.patience import patience
 
 
 class RankFailed(AssertionError):
@@ -63,7 +64,7 @@ class Processes:
                 RANKS_STORE: f"file://{self._folder.name}/{self._number_of_stores}",
             }
             end.send(({name: str(value) for name, value in environment.items()}, function, arguments))
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patience(seconds)
         answers = []
         for rank, end in enumerate(ends):
             try:
