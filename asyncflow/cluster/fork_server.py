@@ -47,8 +47,9 @@ class Import(msgspec.Struct, frozen=True, tag=True):
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
     """Import `modules`, then fork a worker. Beside it come two file descriptors: the reading end of the worker's control pipe, and
-    its log. `environment` is all of its environment, `folder` its working directory."""
+    its log. `request` comes back with the answer. `environment` is all of its environment, `folder` its working directory."""
 
+    request: int
     modules: tuple[str, ...]
     entry: str
     name: str
@@ -60,12 +61,14 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
 class Forked(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Fork`."""
 
+    request: int
     pid: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The other answer: a fork would not be safe, and why."""
+    """The other answer: a fork would not be safe, or is not possible, and why."""
 
+    request: int
     why: str
 
 
@@ -113,18 +116,21 @@ def main() -> None:
 
 def _import(modules: tuple[str, ...]) -> None:
     for module in modules:
-        with contextlib.suppress(ImportError):  # whoever needs it says so in its own words
+        with contextlib.suppress(Exception, SystemExit):  # whoever needs it says so in its own words
             importlib.import_module(module)
 
 
 def _forked(request: Fork, descriptors: list[int], not_for_child: tuple[int, ...], folder: str) -> Word:
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
-        return Refused(f"something that it imported has started threads: there are {num_threads}")
+        return Refused(request.request, f"something that it imported has started threads: there are {num_threads}")
     gc.freeze()  # what is here is the children's too: their garbage collection is not to write into shared pages
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:  # no memory, or no more processes: those that there are go on
+        return Refused(request.request, f"the system refuses a fork: {error}")
     if child == 0:
         _work(request, descriptors, not_for_child, folder)
-    return Forked(child)
+    return Forked(request.request, child)
 
 
 def _work(request: Fork, descriptors: list[int], not_for_child: tuple[int, ...], folder: str) -> NoReturn:
@@ -159,6 +165,9 @@ def _work(request: Fork, descriptors: list[int], not_for_child: tuple[int, ...],
     except BaseException:  # before the worker's own main could say so
         traceback.print_exc()
     finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or on a full disk
+                stream.flush()
         os._exit(status)
 
 

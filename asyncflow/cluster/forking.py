@@ -8,8 +8,8 @@ waits for: a server's answer, as long as it takes to import what the worker need
 is unblocked by: the answer, the server's end, or the deadline; after the last two the worker starts otherwise
 
 Importing torch and transformers takes longer than all the rest of a small run's start, so it is done once, and while the driver
-still checks the run's inputs. A server lasts as long as the process that has started it, for all of its runs: it ends when its
-socket closes.
+still checks the run's inputs. A server serves one event loop at a time, one run after another: it ends with the process that has
+started it, when its socket closes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -37,12 +37,17 @@ IS_POSSIBLE: Final = sys.platform == "linux"
 """Elsewhere what torch computes with does not outlive a fork (macOS), or there is none (Windows)."""
 ANSWER_SECONDS: Final = 120.0
 """So long a server may import what a worker needs: many times what it takes on a slow disk."""
+STATUS_SECONDS: Final = 10.0
+"""So long after a worker's end its server may take to say how it ended."""
+UNKNOWN_STATUS: Final = 255
+"""Exit status of a worker whose server does not say it."""
 _READ_AT_IMPORT: Final = (
     "OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "CUDA_", "NCCL_", "LD_", "PYTHON"
 )  # fmt: skip
 """How variables begin that libraries read once, when they are imported: a worker for whom one differs has a server of its own."""
 
-_servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
+_servers: list[ForkServer] = []
+_choosing = threading.Lock()  # runs of one process have event loops in several threads
 os.register_at_fork(after_in_child=_servers.clear)  # they are the parent's
 
 
@@ -72,24 +77,48 @@ class ForkedProcess:
     """A `WorkerProcess` that a fork server has as its child."""
 
     def __init__(self, pid: int, stdin: ControlPipe) -> None:
+        """In the event loop that is to hear of its end."""
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None
-        self._ended = asyncio.Event()
+        self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
+        self._handle: int | None = None  # readable from its end on, whatever its server does
+        try:
+            self._handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._is_gone()
+        except OSError:  # no more files, or an old kernel: only its server tells of its end
+            pass
+        else:
+            self._loop.add_reader(self._handle, self._is_gone)
 
     async def wait(self) -> int:
-        """The exit status, minus the signal's number if one ended it."""
+        """The exit status, minus the signal's number if one ended it; `UNKNOWN_STATUS` where its server does not say it in time."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
     def kill(self) -> None:
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, which this loop has not heard yet
+                os.kill(self.pid, signal.SIGKILL)
 
     def ended(self, status: int) -> None:
-        """The server says so."""
-        self.returncode = status
-        self._ended.set()
+        """The server says so, or nobody can. The first word counts."""
+        if self.returncode is None:
+            self.returncode = status
+            self._ended.set()
+
+    def forget(self) -> None:
+        """Nobody waits for its end any more."""
+        if self._handle is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._handle)
+            os.close(self._handle)
+            self._handle = None
+
+    def _is_gone(self) -> None:
+        self.forget()
+        self._loop.call_later(STATUS_SECONDS, self.ended, UNKNOWN_STATUS)
 
 
 class ForkServer:
@@ -97,6 +126,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Start it; it does nothing yet. `environment`: all of its own."""
+        self._key = read_at_import(environment)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = self._start(theirs, dict(environment))
@@ -105,17 +135,30 @@ class ForkServer:
             self._socket.setsockopt(socket.SOL_SOCKET, side, MAX_MESSAGE_BYTES)
         self._socket.setblocking(False)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: deque[tuple[asyncio.Future[ForkedProcess], ControlPipe]] = deque()
+        self._num_asked = 0
+        self._asked: dict[int, tuple[asyncio.Future[ForkedProcess], ControlPipe]] = {}
         self._children: dict[int, ForkedProcess] = {}
-        self._is_lost = self._has_forked = False
+        self._is_lost = self._hangs = False
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> ForkServer:
-        """This process's server for workers of that environment; it is started if there is none."""
+        """This process's server for workers of that environment; it is started if there is none. One that another run uses at
+        present, in an event loop of its own, is that run's. Called in an event loop, it is this loop's from now on."""
+        try:
+            loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
         key = read_at_import(environment)
-        if (server := _servers.get(key)) is None or not server.is_there:
-            server = _servers[key] = cls(environment)
-        return server
+        with _choosing:
+            for lost in [server for server in _servers if not server.is_there]:
+                _servers.remove(lost)
+            server = next((server for server in _servers if server._key == key and server._may_serve(loop)), None)
+            if server is None:
+                server = cls(environment)
+                _servers.append(server)
+            if loop is not None:
+                server._attach(loop)
+            return server
 
     @staticmethod
     def _start(theirs: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -130,47 +173,59 @@ class ForkServer:
 
     @staticmethod
     def keep(needed: Sequence[ForkServer]) -> None:
-        """End this process's servers that are not `needed` and have never forked anybody."""
-        for key, server in list(_servers.items()):
-            if server not in needed and not server._has_forked:
-                server._socket.close()
-                server._process.kill()  # it has nobody who would miss it
-                server._process.wait()
-                del _servers[key]
+        """End this process's servers that are not `needed` and serve no event loop."""
+        with _choosing:
+            for server in [server for server in _servers if server not in needed and server._may_serve(None)]:
+                _servers.remove(server)
+                server._forget_workers()
+                server._end()
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Have it import these, and do not wait for it."""
-        self._send(Import(tuple(modules)))
+        with contextlib.suppress(OSError):  # then it imports them when a worker needs them
+            self._send(Import(tuple(modules)))
 
     async def fork(self, spec: WorkerSpec, run_dir: Path, environment: Mapping[str, str], log: int) -> ForkedProcess:
         """A worker's process, whose output goes to the file descriptor `log`. Raises `Refusal`."""
-        self._attach()
-        self._has_forked = True
+        loop = asyncio.get_running_loop()
+        self._attach(loop)
         theirs, own = os.pipe()
-        control = ControlPipe(own)
-        request = Fork(spec.imports, spec.entry, spec.name, str(run_dir), dict(environment), os.getcwd())
-        answer: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-        self._asked.append((answer, control))
+        self._num_asked, number = self._num_asked + 1, self._num_asked
+        request = Fork(number, spec.imports, spec.entry, spec.name, str(run_dir), dict(environment), os.getcwd())
+        answer: asyncio.Future[ForkedProcess] = loop.create_future()
+        self._asked[number] = answer, ControlPipe(own)
         try:
             self._send(request, [theirs, log])
-        finally:
-            os.close(theirs)
-        try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await answer
         except TimeoutError:  # should it fork one later, that one's control pipe is closed at once
+            self._hangs = True
             raise Refusal(f"its fork server has not answered within {ANSWER_SECONDS:g} s: does an import hang?") from None
+        except OSError as error:
+            self._asked.pop(number)[1].close()
+            raise Refusal(f"its fork server cannot be asked: {error}") from error
+        finally:
+            os.close(theirs)
 
-    def _attach(self) -> None:
-        """Hear its words in this event loop. What it said to one before is of workers that are nobody's any more."""
-        loop = asyncio.get_running_loop()
+    def _may_serve(self, loop: asyncio.AbstractEventLoop | None) -> bool:
+        return not self._hangs and (self._loop is None or self._loop is loop or self._loop.is_closed())
+
+    def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hear its words in this event loop."""
         if self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.remove_reader(self._socket)
+            self._forget_workers()
             self._loop = loop
-            self._asked.clear()
-            self._children.clear()
             loop.add_reader(self._socket, self._hear)
+
+    def _forget_workers(self) -> None:
+        """Those of an event loop that is closed are nobody's any more, and end."""
+        for _, control in self._asked.values():
+            control.close()
+        for child in self._children.values():
+            child.stdin.close()
+            child.forget()
+        self._asked.clear()
+        self._children.clear()
 
     def _hear(self) -> None:
         try:
@@ -187,34 +242,43 @@ class ForkServer:
             if (child := self._children.pop(word.pid, None)) is not None:
                 child.ended(word.status)
             return
-        answer, control = self._asked.popleft()
+        self._hangs = False
+        if word.request not in self._asked:  # of a run that is over: the control pipe is closed, and the worker ends
+            return
+        answer, control = self._asked.pop(word.request)
         if isinstance(word, Refused):
             control.close()
             if not answer.done():
                 answer.set_exception(Refusal(word.why))
-            return
-        child = self._children[word.pid] = ForkedProcess(word.pid, control)
-        if answer.done():  # nobody waits for it any more
+        elif answer.done():  # nobody waits for it any more
             control.close()
         else:
+            child = self._children[word.pid] = ForkedProcess(word.pid, control)
             answer.set_result(child)
 
     def _lost(self) -> None:
         """The server has ended, which it never does by itself. Nobody can tell how its children end, so they are killed."""
         self._is_lost = True
-        status = self._process.wait()  # else it would stay, as a zombie, until this process starts another
         assert self._loop is not None
         self._loop.remove_reader(self._socket)
-        self._socket.close()
-        for answer, control in self._asked:
+        self._end()
+        for answer, control in self._asked.values():
             control.close()
             if not answer.done():
-                answer.set_exception(Refusal(f"it has ended with status {status}"))
+                answer.set_exception(Refusal(f"it has ended with status {self._process.returncode}"))
         for child in self._children.values():
             child.kill()
             child.ended(-signal.SIGKILL)
         self._asked.clear()
         self._children.clear()
+
+    def _end(self) -> None:
+        """Its process, and what this one keeps for it. One that has ended is reaped: it would stay, as a zombie."""
+        self._socket.close()
+        if not self._is_lost:
+            self._process.kill()
+        self._process.wait()
+        atexit.unregister(self._process.kill)
 
     def _send(self, message: Import | Fork, descriptors: Sequence[int] = ()) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, of which `_hear` hears

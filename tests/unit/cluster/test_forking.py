@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from asyncflow.cluster import forking
+from asyncflow.cluster import fork_server, forking
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
+from asyncflow.cluster.fork_server import Fork, Refused
 from asyncflow.cluster.forking import IS_POSSIBLE, ForkServer, Refusal
 from asyncflow.cluster.local import LocalCluster
 from tests.conftest import ROOT
@@ -46,14 +49,13 @@ async def stays(name, run_dir):
 @pytest.fixture
 def servers() -> Iterator[None]:
     """None is left of the tests before, nor to those after."""
-    before = dict(forking._servers)
+    before = forking._servers[:]
     forking._servers.clear()
     yield
-    for server in forking._servers.values():
+    for server in forking._servers:
         server._process.kill()
         server._process.wait()
-    forking._servers.clear()
-    forking._servers.update(before)
+    forking._servers[:] = before
 
 
 @pytest.fixture
@@ -96,6 +98,7 @@ async def test_workers_have_one_parent_that_has_imported_for_them(cluster: Local
 async def test_a_worker_finds_what_an_interpreter_of_its_own_would(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what is printed is in the log all the same
     await run(cluster, spec(tmp_path, "tells", "first"))  # the server is there, with what was set then
     monkeypatch.setenv("SHAPE", "round")
     monkeypatch.delenv("HOME", raising=False)
@@ -131,6 +134,78 @@ async def test_where_a_fork_is_not_safe_a_worker_gets_an_interpreter(
 async def test_what_cannot_be_imported_is_the_workers_to_say(cluster: LocalCluster, tmp_path: Path) -> None:
     await run(cluster, spec(tmp_path, "tells", "w", "no_such_module", "numpy"))
     assert told(tmp_path)["parent"] != os.getpid()
+
+
+async def test_an_import_that_fails_in_whatever_way_leaves_the_others_alone(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, ends in (("fails", "raise RuntimeError('no such driver')"), ("leaves", "raise SystemExit(3)")):
+        (tmp_path / f"{name}.py").write_text(ends)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    await cluster.start([spec(tmp_path, "stays"), spec(tmp_path, "tells", "second", "fails", "leaves")])
+    await wait_for_file(tmp_path / "second.json")
+    assert told(tmp_path, "second")["parent"] == psutil.Process(cluster.pids()["w"]).ppid()
+    assert await cluster.stop(0.0) == ["w"]
+
+
+def test_where_the_system_refuses_a_fork_the_server_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(fork_server.os, "fork", refused)
+    monkeypatch.setattr(fork_server.os, "listdir", lambda folder: ["the thread"])
+    monkeypatch.setattr(fork_server.gc, "freeze", lambda: None)
+    word = fork_server._forked(Fork(7, (), "entry", "w", str(tmp_path), {}, "/"), [], (), "/")
+    assert isinstance(word, Refused) and word.request == 7 and "Resource temporarily unavailable" in word.why
+
+
+@pytest.mark.usefixtures("servers")
+def test_two_runs_at_once_have_a_server_each_and_both_hear_of_their_workers(tmp_path: Path) -> None:
+    """As two trainers in one process, each with an event loop in a thread of its own."""
+    (tmp_path / "workers.py").write_text(WORKERS)
+    both, parents = threading.Barrier(2), dict[str, object]()
+
+    async def one(name: str) -> None:
+        cluster = LocalCluster(tmp_path)
+        await cluster.start([spec(tmp_path, "stays", f"{name}-stays")])
+        await asyncio.to_thread(both.wait, patience(60))
+        await cluster.start([spec(tmp_path, "tells", name)])
+        await wait_for_file(tmp_path / f"{name}.json")
+        assert await asyncio.wait_for(cluster.stop(0.0), patience(60)) == [f"{name}-stays"]
+        parents[name] = told(tmp_path, name)["parent"]
+
+    threads = [threading.Thread(target=asyncio.run, args=(one(name),)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience(120))
+    assert len(set(parents.values())) == 2 and {server._process.pid for server in forking._servers} == set(parents.values())
+    asyncio.run(run(LocalCluster(tmp_path), spec(tmp_path, "tells", "third")))
+    assert told(tmp_path, "third")["parent"] in parents.values(), "whose event loop is closed serves another"
+
+
+@pytest.mark.usefixtures("servers")
+async def test_the_end_of_a_worker_is_heard_of_though_its_server_hangs(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forking, "STATUS_SECONDS", 0.1)
+    await cluster.start([spec(tmp_path, "stays")])
+    (server,) = forking._servers
+    server._process.send_signal(signal.SIGSTOP)
+    assert await asyncio.wait_for(cluster.stop(0.0), patience(60)) == ["w"]
+    assert cluster._children["w"].process.returncode == forking.UNKNOWN_STATUS
+    server._process.send_signal(signal.SIGCONT)
+    ended = await asyncio.create_subprocess_exec("true")
+    await ended.wait()
+    process = forking.ForkedProcess(ended.pid, forking.ControlPipe(os.open(os.devnull, os.O_WRONLY)))
+    process.kill()  # there is nobody any more
+    assert await asyncio.wait_for(process.wait(), patience(60)) == forking.UNKNOWN_STATUS
+
+
+async def wait_for_file(file: Path) -> None:
+    async with asyncio.timeout(patience(60)):
+        while not (file.exists() and file.read_text()):
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("servers")
@@ -172,9 +247,14 @@ async def test_a_server_whose_import_hangs_is_done_without(
     await run(cluster, spec(tmp_path, "tells", "own", "hangs"))
     assert told(tmp_path, "own")["parent"] == os.getpid()
     assert "worker own is not forked, and starts slower: its fork server has not answered within 0.2 s" in caplog.text
-    (server,) = forking._servers.values()
+    (server,) = forking._servers
+    monkeypatch.setattr(forking, "ANSWER_SECONDS", patience(60))
+    await run(cluster, spec(tmp_path, "tells", "other"))
+    assert told(tmp_path, "other")["parent"] not in (os.getpid(), server._process.pid), "nobody else waits for it"
     (tmp_path / "go").touch()
-    monkeypatch.setattr(forking, "ANSWER_SECONDS", 60.0)
+    async with asyncio.timeout(patience(60)):
+        while server._hangs:
+            await asyncio.sleep(0.01)
     await run(cluster, spec(tmp_path, "tells", "forked", "hangs"))
     assert told(tmp_path, "forked")["parent"] == server._process.pid
     async with asyncio.timeout(patience(60)):
@@ -235,9 +315,9 @@ async def allocates(name, run_dir):
 @pytest.mark.usefixtures("servers")
 async def test_a_server_that_was_begun_in_vain_ends_and_one_with_workers_stays(cluster: LocalCluster, tmp_path: Path) -> None:
     await run(cluster, spec(tmp_path, "tells"))
-    (used,) = forking._servers.values()
-    vain = ForkServer.here({**os.environ, "OMP_NUM_THREADS": "7"})
+    (used,) = forking._servers
+    vain = await asyncio.to_thread(ForkServer.here, {**os.environ, "OMP_NUM_THREADS": "7"})  # before there is an event loop
     process = psutil.Process(vain._process.pid)
     ForkServer.keep([])
-    assert not process.is_running() and list(forking._servers.values()) == [used] and used.is_there
+    assert not process.is_running() and forking._servers == [used] and used.is_there
     assert ForkServer.here({**os.environ, "OMP_NUM_THREADS": "7"}) is not vain
