@@ -7,6 +7,7 @@ A name is a built-in one, or one that an installed package gives by an entry poi
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
@@ -48,6 +49,14 @@ def build(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str
     target = resolve(kind, choice, known)
     try:
         return load(kind, target)(**options)
+    except TypeError as error:
+        raise UserError(f"{kind} {choice!r} does not take these options: {error}") from error
+
+
+def check_options(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
+    """That a chosen class takes these options, without building it. Raises `UserError`, as `build` would."""
+    try:
+        inspect.signature(load(kind, resolve(kind, choice, known))).bind(**options)
     except TypeError as error:
         raise UserError(f"{kind} {choice!r} does not take these options: {error}") from error
 

@@ -35,12 +35,12 @@ from asyncflow.engines.rollout import (
 )
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
 from asyncflow.model_folder import read_json
-from asyncflow.registry import build, resolve
+from asyncflow.registry import build, check_options, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.settings import Choice
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.types import RunError, UserError
-from asyncflow.weight_sync import WEIGHT_SYNC_FACTS
+from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.schedule import Schedule
@@ -121,6 +121,10 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
 def _check_weight_sync(config: Config) -> None:
     """Raises `UserError` where the chosen weight sync cannot do what this run needs."""
     chosen, facts, evaluators = config.weight_sync, weight_sync_facts(config), config.eval.num_workers
+    if chosen.name not in WEIGHT_SYNC_FACTS:
+        check_options("weight sync", chosen.name, {**chosen.options, "options": None}, WEIGHT_SYNCS)
+    elif chosen.options:
+        raise UserError(f"weight_sync={chosen.name} has no options of its own: leave out {', '.join(chosen.options)}")
     if chosen.listen is not None and not facts.has_door:
         others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if of_other.has_door)
         raise UserError(

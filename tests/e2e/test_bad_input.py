@@ -18,6 +18,7 @@ from tests.e2e.commands import run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
 
+A_SYNC = "asyncflow.weight_sync.shared_memory:SharedMemory"
 CHOOSING = "algorithm={name: dapo, dynamic_sampling: true}"
 
 
@@ -75,6 +76,8 @@ def test_the_command_itself_ends_with_2_and_one_line(small: Small, tmp_path: Pat
         (["train.engine={name: deepspeed, stages: 2}"], ["train engine 'deepspeed'", "stages"]),
         (["train.engine=megatron", "train.accumulate=exact"], ["megatron engine", "train.accumulate to fp32"]),
         (["weight_sync.min_healthy_workers=2"], ["weight_sync.min_healthy_workers=2", "take 1 or less"]),
+        (["weight_sync={name: network, options: {keep: 3}}"], ["weight_sync=network has no options of its own", "keep"]),
+        ([f"weight_sync={{path: '{A_SYNC}', options: {{evry: 2}}}}"], [f"{A_SYNC!r} does not take these options", "'evry'"]),
         (["rollout.min_healthy_workers=1"], ["unknown key", "did you mean 'weight_sync.min_healthy_workers'"]),
         (["data.limit=3"], ["3 rows", "prompts_per_step = 4"]),
         (["model.path=nowhere"], ["nowhere"]),

@@ -220,11 +220,13 @@ class _GatheredWeights:
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
         """See `WeightSource.tensors`."""
-        for name in self.specs:
-            if (tensor := await self._gather(name)) is not None:
+        for number, name in enumerate(self.specs, 1):
+            tensor = await self._gather(name)
+            if number == len(self.specs):  # whoever iterates may not ask for more than there are
+                self._gathered.set()
+            if tensor is not None:
                 yield name, tensor
                 del tensor  # one at a time
-        self._gathered.set()
 
     async def gathered(self) -> None:
         """See `WeightSource.gathered`."""

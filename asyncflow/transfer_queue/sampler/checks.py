@@ -39,7 +39,18 @@ def check_sampler(spec: TaskSpec, schema: Schema) -> None:
     In a run a step ends when its last group is done: a sampler that waits for more would wait for ever. Raises `UserError` saying
     what it does instead.
     """
-    sampler, want = make_sampler(spec), Want(groups=1, step=1, installed=1)
+    sampler = make_sampler(spec)
+    try:
+        _try(sampler, spec, schema, Want(groups=1, step=1, installed=1))
+    except UserError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"sampler {spec.sampler!r} failed when it was tried on groups of task {spec.name!r}: {what}") from error
+
+
+def _try(sampler: Sampler, spec: TaskSpec, schema: Schema, want: Want) -> None:
+    """Serve workers that ask, one and two at a time, until all groups that they may have are gone."""
     try:
         sampler.check(spec, want)
     except ValueError as error:

@@ -57,6 +57,9 @@ class Half:
 
 class Refuses(Base):
     def check(self, spec, want): raise ValueError("not such a request")
+
+class Fails(Base):
+    def pick(self, table, want): return [][1]
 """
 
 STANDS_STILL = "gives nothing to {} worker.* of task 'train', though a group is ready: a run would stand still"
@@ -96,6 +99,7 @@ def test_samplers_that_serve_every_request_pass(own: str, name: str, purpose: st
         ("TwoAsk", STANDS_STILL.format(1)),
         ("Half", "has no 'assign': asyncflow/transfer_queue/sampler/base.py says what is needed"),
         ("Refuses", "not such a request"),
+        ("Fails", "failed when it was tried on groups of task 'train': IndexError: list index out of range"),
         ("None", "has no 'None'"),
     ],
 )
