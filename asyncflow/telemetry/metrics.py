@@ -34,8 +34,8 @@ DEFINITIONS: Final[dict[str, str]] = {
     "reward/zero_std_groups": "Number of groups whose rewards are all equal: they have no advantage and teach nothing.",
     "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
     "response_length/clipped_ratio": "Share of those rows that were cut off at the largest length (0 to 1).",
-    "policy/kl": "Estimated KL divergence (k3), in nats, mean over loss tokens: of the policy from the reference, or, without one, "
-    "from the old policy (0 by construction while that is the policy itself).",
+    "policy/kl": "Estimated KL divergence (k3), in nats, mean over loss tokens: of the policy from the reference; "
+    "without one, of the old policy from the policy (0 by construction while they are the same).",
     "policy/rollout_kl": "Estimated KL divergence of the engine that sampled from the policy (k3), in nats, mean over loss tokens: "
     "what staleness and the difference of the two engines amount to.",
     "policy/rollout_logprob_difference": "Mean absolute difference of the rollout engine's log-probs from the policy's, in nats, "

@@ -165,7 +165,7 @@ def _figures(rows: Sequence[MetricRow], evaluations: Sequence[MetricRow], spans:
         figures.append(("mean TPSPD", f"{sum(speeds) / len(speeds):,.1f}", "without the first step" if len(rows) > 1 else ""))
     exposed = [row["perf/exposed_weights"] for row in rows[1:] or rows if row.get("perf/exposed_weights") is not None]
     if exposed:
-        figures.append(("mean exposed weights", f"{sum(exposed) / len(exposed):.2%}", "of the devices' time"))
+        figures.append(("mean exposed weights", f"{sum(exposed) / len(exposed):.2%}", "of rollout workers' and trainers' time"))
     return figures
 
 

@@ -1,6 +1,7 @@
 """Spans: what every worker did, and what it waited for, in one schema for real and simulated runs.
 
-    worker's lane   |--- forward_backward ---|wait: rows|- forward_backward -|- optim_step -|- publish -|wait: rows ...
+    worker's lane   |--- forward_backward ---|wait: rows|- forward_backward -|- optim_step -|wait: publish|- forward_backward ...
+    beside it                                                                                 |------ publish ------|
 
 A worker's lane is in exactly one state at any moment, so busy time and idle time by cause add up to wall time by construction.
 Spans off the lane (`is_lane` false: one group's generation, one background fetch) may overlap anything.
