@@ -14,7 +14,7 @@ from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from tests.conftest import ROOT, merged
-from tests.depth import in_gate
+from tests.depth import deep, in_gate
 from tests.e2e.commands import run_command, write_config
 
 Small = Callable[..., dict[str, Any]]
@@ -129,6 +129,7 @@ def content(step: StepPrint) -> Any:
     return sorted(step.groups, key=repr), step.tensors, step.loss_tokens, step.equal_tokens, step.logprob_difference
 
 
+@deep
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_weight_sync_from_a_file_brings_the_same_weights(
     small: Small, tmp_path: Path, default: dict[str, list[StepPrint]], schedule: str

@@ -50,6 +50,7 @@ def of_metric(run_dir: Path, name: str) -> list[float]:
     return [row[name] for row in rows(run_dir / "metrics.jsonl")]
 
 
+@deep
 def test_data_parallel_training_gives_the_bits_of_one_process(small: Small, tmp_path: Path) -> None:
     one, two = trained(small, tmp_path, "one"), trained(small, tmp_path, "two", plan={"train": {"dp": 2}})
     assert sum(norm > 0.01 for norm in of_metric(one, "policy/grad_norm")) >= 3  # the clip is at work

@@ -86,6 +86,7 @@ def test_reinforce_plus_plus_delayed_equals_itself(small: Small, tmp_path: Path)
 NO_OVERLAP = "periodic never trained while responses were made or scored"
 
 
+@deep
 def test_reinforce_plus_plus_s_periodic_equals_synchronous_and_that_is_no_proof(small: Small, tmp_path: Path) -> None:
     """Its training waits for the last group of a step, so that nobody has rows in hand when a worker is to be killed."""
     command = run_command("verify", config_of(small, tmp_path, {"algorithm": "reinforce_plus_plus"}), "--steps", "2", timeout=240.0)

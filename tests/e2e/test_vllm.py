@@ -37,6 +37,7 @@ def test_a_run_over_two_servers(small: Callable[..., dict[str, Any]], tmp_path: 
     assert not processes_of(run_dir)
 
 
+@deep
 def test_evaluators_have_servers_of_their_own(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     engine = {"name": "vllm", "python": str(fake_python(tmp_path))}
     evaluation = {"path": "generated:arithmetic", "num_prompts": 4, "every_steps": 2, "num_workers": 1}

@@ -17,30 +17,41 @@ import math
 import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import h11
-import numpy as np
-from safetensors.numpy import load_file
 
 STEP_SECONDS = 0.002
 VOCABULARY = 373
 
 
-def number_of(tensors: dict[str, np.ndarray]) -> float:
+def number_of(tensors: dict[str, bytes]) -> float:
     """A number between 0 and 1 that tells weights apart."""
-    total = sum(float(np.abs(tensor).astype(np.float64).sum()) * (1 + i) for i, (_, tensor) in enumerate(sorted(tensors.items())))
-    return math.modf(total * 0.618)[0]
+    checksum = 0
+    for name, data in sorted(tensors.items()):
+        checksum = zlib.crc32(data, zlib.crc32(name.encode(), checksum))
+    return checksum / 2**32
+
+
+def tensors_of(file: Path) -> dict[str, bytes]:
+    """The tensors of a file in the safetensors format: this process starts many times, and without numpy in a third of the time."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    return {name: data[start + place[0] : start + place[1]] for name, place in ((n, h["data_offsets"]) for n, h in header.items())}
 
 
 def log_prob(weights: float, keys: float, position: int) -> float:
     """Of the token at `position`, under `weights`, when what lies before it was computed under `keys`."""
-    return float(np.float32(-0.1 - weights - 0.1 * keys - 0.001 * position))
+    return float(*struct.unpack("f", struct.pack("f", -0.1 - weights - 0.1 * keys - 0.001 * position)))
 
 
 def token_id(weights: float, prompt: list[int], seed: int, position: int) -> int:
@@ -65,7 +76,7 @@ class Sequence:
 class FakeVllm:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.weights = number_of(load_file(Path(arguments.model) / "model.safetensors"))
+        self.weights = number_of(tensors_of(Path(arguments.model) / "model.safetensors"))
         self.version = "default"
         self.paused = ""  # or by which mode
         self.is_updating = False
@@ -162,9 +173,10 @@ class FakeVllm:
 
     def update(self, info: dict[str, Any]) -> None:
         with open(info["path"], "rb") as file, mmap.mmap(file.fileno(), info["num_bytes"], access=mmap.ACCESS_READ) as mapped:
-            dtype, data = np.dtype(info["dtype_name"]), bytes(mapped)
-        tensors = {n: np.frombuffer(data, dtype, math.prod(shape), begin).reshape(shape) for n, shape, begin in info["tensors"]}
-        self.weights = number_of(tensors)
+            data, size = bytes(mapped), {"float32": 4, "bfloat16": 2}[info["dtype_name"]]
+        if any(begin + size * math.prod(shape) > len(data) for _, shape, begin in info["tensors"]):
+            raise ValueError("a tensor lies beyond the end of the file")
+        self.weights = number_of({n: data[begin : begin + size * math.prod(shape)] for n, shape, begin in info["tensors"]})
 
     def finish(self, version: str) -> None:
         if not self.is_updating:

@@ -17,6 +17,9 @@ from asyncflow.telemetry.gantt import step_ends
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.spans import Span
 from tests.builders import every_task_apart
+from tests.depth import in_gate
+
+MODES = ["synchronous", "periodic", "delayed", "sub_step", "bounded"]
 
 _spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).with_name("synthetic_run.py"))
 synthetic_run = importlib.util.module_from_spec(_spec)
@@ -126,7 +129,7 @@ def test_publishing_beside_training_exposes_nothing() -> None:
     assert exposed_weights(attributed(spans), 0.0, 6.0) == 1 / 6
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "periodic", "delayed", "sub_step", "bounded"])
+@pytest.mark.parametrize("mode", in_gate("periodic", "sub_step", of=MODES))
 def test_a_steps_row_says_of_exposed_weights_what_the_whole_run_does(mode: str) -> None:
     run = simulate(every_task_apart(mode, steps=6), costs=Costs(publish_seconds=0.2, fetch_seconds=0.4))
     spans, rows = attributed(run.spans), [run.rows[step]["perf/exposed_weights"] for step in range(6)]
@@ -150,7 +153,7 @@ def test_no_second_is_lost_or_counted_twice():
         assert all(span.end > span.start for span in own)
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "periodic", "delayed", "sub_step", "bounded"])
+@pytest.mark.parametrize("mode", MODES)
 def test_busy_time_and_idle_time_by_reason_are_the_step_in_every_mode(mode):
     config = every_task_apart(mode, steps=5)
     run = simulate(config, costs=Costs())

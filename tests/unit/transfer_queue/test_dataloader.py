@@ -25,6 +25,7 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.dataloader import Jagged, Padded, StreamBatch, StreamDataLoader
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Ragged, RunError
+from tests.depth import in_gate
 from tests.patience import patience
 from tests.processes import alive, children_called
 from tests.unit.transfer_queue.served import ServedQueue, length, prompt, response, rows_of, served_queue
@@ -84,7 +85,7 @@ def check(loader: StreamDataLoader, batch: dict[str, Any], indices: torch.Tensor
     assert [groups[i] for i in loader.group_of(indices).tolist()] == [row >> 2 for row in rows]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("num_workers", in_gate(0, 2, of=[0, 1, 2]))
 def test_every_row_comes_once_and_results_go_back(queue: ServedQueue, num_workers: int) -> None:
     rows = queue.put(range(11))
     queue.when_done("score", len(rows), lambda: queue.end_step("score"))

@@ -26,7 +26,7 @@ from tests.depth import few
 from tests.unit.transport.bench import HELLO, Bench, Parcel, frame, packed, request
 
 LIMITS = Limits(header_bytes=60_000, body_bytes=100_000, buffers=64)
-BATCHES, CASES = 8, 50_000
+BATCHES, CASES = 8, few(20_000, 50_000)
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

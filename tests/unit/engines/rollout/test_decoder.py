@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import MIN_ROWS, Decoder, Linear, PackedLinear, can_pack, load_tensors
 from tests.conftest import ROOT
-from tests.depth import in_gate
+from tests.depth import deep
 from tests.patience import patience
 
 SIZES = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "max_position_embeddings": 512}
@@ -159,7 +159,8 @@ def test_install_equals_a_fresh_load_and_converts_dtypes(saved: tuple[PreTrained
             assert torch.equal(changed.installed(name), other[name].to(dtype)), name
 
 
-@pytest.mark.parametrize("order", in_gate("packed", of=["packed", "plain"]))
+@deep
+@pytest.mark.parametrize("order", ["packed", "plain"])
 def test_no_matrix_is_there_twice(order: str) -> None:
     """In the process's memory all weights are there once, and in an install one matrix more, as it came and packed."""
     if order == "packed" and not can_pack(torch.float32, torch.device("cpu")):

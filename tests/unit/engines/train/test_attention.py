@@ -17,6 +17,7 @@ from asyncflow.engines.train.model.attention import ATTENTION_NAME, packed_atten
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import AttentionLayout, Packed, pack
 from asyncflow.types import Ragged, UserError
+from tests.depth import in_gate
 from tests.unit.engines.train.training import ModelPath
 
 FAMILIES = ["qwen2-tiny", "qwen3-tiny", "llama-tiny"]
@@ -79,7 +80,12 @@ def relative_error(ours: Any, expected: Any) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("prompt_length", "lengths"),
-    [(1, (5,)), (6, (4, 4)), (6, (5, 1, 9, 5)), (1, (2, 3, 1)), (40, (3,) * 16), (3, tuple(range(1, 17)))],
+    in_gate(
+        (1, (5,)),
+        (6, (5, 1, 9, 5)),
+        (40, (3,) * 16),
+        of=[(1, (5,)), (6, (4, 4)), (6, (5, 1, 9, 5)), (1, (2, 3, 1)), (40, (3,) * 16), (3, tuple(range(1, 17)))],
+    ),
 )
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_the_gradient_is_the_sum_of_separate_passes_to_the_last_digits(
