@@ -131,6 +131,7 @@ def test_samplers_and_weight_syncs_of_a_package_are_chosen_by_their_names(instal
         "from asyncflow.weight_sync.base import WeightSyncFacts\n"
         "class Sync:\n"
         "    facts = WeightSyncFacts(needs_key=True)\n"
+        "    def __init__(self, options): ...\n"
         "    def sender(self, incarnation): ...\n"
         "    def receiver(self, name): ...\n"
     )

