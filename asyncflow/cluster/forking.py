@@ -107,6 +107,7 @@ class ForkedProcess:
         if self.returncode is None:
             self.returncode = status
             self._ended.set()
+            self.forget()
 
     def forget(self) -> None:
         """Nobody waits for its end any more."""
