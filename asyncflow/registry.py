@@ -54,7 +54,7 @@ def build(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str
 
 
 def check_options(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
-    """That a chosen class takes these options, without building it. Raises `UserError`, as `build` would."""
+    """Check, without building it, that a chosen class takes these options. Raises `UserError`, as `build` would."""
     try:
         inspect.signature(load(kind, resolve(kind, choice, known))).bind(**options)
     except TypeError as error:

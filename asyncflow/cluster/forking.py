@@ -110,7 +110,7 @@ class ForkedProcess:
             self.forget()
 
     def forget(self) -> None:
-        """Nobody waits for its end any more."""
+        """End of the watch over it: its handle is closed."""
         if self._handle is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._handle)
@@ -219,7 +219,7 @@ class ForkServer:
             loop.add_reader(self._socket, self._hear)
 
     def _forget_workers(self) -> None:
-        """Those of an event loop that is closed are nobody's any more, and end."""
+        """Workers of an event loop that is closed are nobody's any more: their control pipes close, and they end."""
         for _, control in self._asked.values():
             control.close()
         for child in self._children.values():

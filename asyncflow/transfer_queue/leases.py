@@ -70,7 +70,7 @@ class Lease(msgspec.Struct, frozen=True):
         return found
 
     def part(self, rows: Container[int]) -> Lease | None:
-        """Of all it has, these rows; None if it has none of them."""
+        """Lease of those of its rows that are among these; None if there are none."""
         kept = [[i for i, row in enumerate(of_group) if row in rows] for of_group in self.rows]
         groups = [g for g, places in enumerate(kept) if places]
         if not groups:
