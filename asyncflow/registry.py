@@ -50,7 +50,7 @@ def build(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str
     try:
         return load(kind, target)(**options)
     except TypeError as error:
-        raise UserError(f"{kind} {choice!r} does not take these options: {error}") from error
+        raise _refused(kind, choice, error) from error
 
 
 def check_options(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
@@ -58,7 +58,11 @@ def check_options(kind: str, choice: str, options: Mapping[str, Any], known: Map
     try:
         inspect.signature(load(kind, resolve(kind, choice, known))).bind(**options)
     except TypeError as error:
-        raise UserError(f"{kind} {choice!r} does not take these options: {error}") from error
+        raise _refused(kind, choice, error) from error
+
+
+def _refused(kind: str, choice: str, error: TypeError) -> UserError:
+    return UserError(f"{kind} {choice!r} does not take these options: {error}")
 
 
 def _with_installed(kind: str, known: Mapping[str, str]) -> dict[str, str]:
