@@ -20,13 +20,14 @@ from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.types import Layout
 from tests.contract.devices import BACKENDS, needed_devices
 from tests.contract.test_train_engine import ZERO3, make, needed
+from tests.depth import deep
 from tests.unit.engines.train.conftest import micro_batch
 from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.engines.train.training import ModelPath, Sum, moved_less, policy_gradient, torch_engine, untied, weights_of
 
 CASES: list[tuple[str, dict[str, Any], Layout, str]] = [
     ("torch", {}, Layout(2, 1, 1), "qwen2-tiny"),
-    ("torch", {}, Layout(1, 2, 1), "qwen3-tiny"),
+    pytest.param("torch", {}, Layout(1, 2, 1), "qwen3-tiny", marks=deep),
     ("torch", {}, Layout(1, 1, 2), "llama-tiny"),
     ("deepspeed", {"stage": 1}, Layout(2, 1, 1), "qwen2-tiny"),
     pytest.param("deepspeed", {"stage": 2}, Layout(2, 1, 1), "qwen3-tiny", marks=pytest.mark.smoke),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.telemetry.report import write_report
+from tests.depth import deep
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -107,6 +108,7 @@ def test_dragging_zooms_and_a_double_click_shows_the_whole_run(browser, tmp_path
     page.close()
 
 
+@deep
 def test_a_run_of_many_spans_draws_no_more_than_a_browser_bears(browser, tmp_path):
     log = synthetic_run.SpanLog(tmp_path / "spans.jsonl")
     for span in synthetic_run.make_spans(900):

@@ -261,6 +261,7 @@ def test_no_prompt_is_skipped_or_doubled_where_timing_decides_versions(changes: 
     assert certificate is not None and not certificate.voided, certificate
 
 
+@deep
 def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     """A run whose engine is not deterministic is stopped: of step 2 two groups are complete, one is in part, and one has no row."""
     mode, undisturbed = whole

@@ -133,6 +133,7 @@ def test_a_run_keeps_what_its_schedule_promises(small: Small, tmp_path: Path, na
         assert {step - version for step, by_row in enumerate(made[1:], 1) for (version,) in by_row.values()} == {1}
 
 
+@deep
 def test_two_delayed_runs_with_other_timing_are_the_same_run_to_the_bit(small: Small, tmp_path: Path) -> None:
     runs = [
         trained(

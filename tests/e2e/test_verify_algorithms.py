@@ -109,7 +109,7 @@ NORMALISING_PPO: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "schedule"),
     [
-        pytest.param(BASELINE, "periodic", id="baseline-periodic"),
+        pytest.param(BASELINE, "periodic", id="baseline-periodic", marks=deep),
         pytest.param(BASELINE, "delayed", id="baseline-delayed", marks=deep),
         pytest.param(NORMALISING_PPO, "periodic", id="ppo-periodic", marks=deep),
         pytest.param(NORMALISING_PPO, "delayed", id="ppo-delayed", marks=deep),

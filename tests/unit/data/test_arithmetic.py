@@ -17,6 +17,7 @@ from asyncflow.data.arithmetic import (
     problems,
     split_of,
 )
+from tests.depth import few
 
 SPLITS: tuple[Split, ...] = ("train", "heldout", "warmstart")
 EQUATION = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
@@ -45,7 +46,7 @@ def read_story(question: str) -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_equations_follow_the_story_and_reach_the_answer(split: Split) -> None:
-    for problem in draw(split, 2000):
+    for problem in draw(split, few(500, 2000)):
         _, (count, *changes) = read_story(problem.question)
         *lines, last = problem.response.split("\n")
         assert len(lines) == len(changes) == problem.num_events
@@ -85,7 +86,7 @@ def test_nobody_else_is_ever_the_one_who_gives() -> None:
 
 
 def test_splits_share_no_question_under_any_seed() -> None:
-    questions = {split: {p.question for seed in range(4) for p in draw(split, 3000, seed)} for split in SPLITS}
+    questions = {split: {p.question for seed in range(few(2, 4)) for p in draw(split, few(1500, 3000), seed)} for split in SPLITS}
     assert not questions["train"] & questions["heldout"]
     assert not questions["train"] & questions["warmstart"]
     assert not questions["heldout"] & questions["warmstart"]

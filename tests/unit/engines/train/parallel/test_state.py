@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from asyncflow.engines.train.state import load_tensors_into
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import Layout
-from tests.depth import in_gate
+from tests.depth import few, in_gate
 from tests.unit.engines.train.parallel.processes import Processes
 from tests.unit.engines.train.parallel.training_ranks import Clipped, make_batch
 from tests.unit.engines.train.training import torch_engine
@@ -62,7 +62,10 @@ async def _loaded(engine: TorchEngine, folder: Path) -> dict[str, str] | None:
     return dict(prints)
 
 
-LAYOUTS = [Layout(), Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, tp=2), Layout(tp=2, pp=2)]
+LAYOUTS = few(
+    [Layout(), Layout(dp=2), Layout(tp=2, pp=2)],
+    [Layout(), Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(dp=2, tp=2), Layout(tp=2, pp=2)],
+)
 
 
 @pytest.mark.parametrize("of", in_gate(Layout(dp=2, tp=2), of=[Layout(dp=2), Layout(dp=2, tp=2), Layout(pp=2), Layout()]), ids=str)
