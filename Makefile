@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 ADAPTERS := .venv-adapters
 RAY := .venv-ray
 VLLM := .venv-vllm
+WHEEL := .venv-wheel
 # Test files that run at once: more than there are cores, since many wait for processes of theirs.
 TEST_PROCESSES ?= 4
 # Compiled modules are kept, whatever the environment says: every process that the tests start would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-deep test-suites smoke soak servers lint types layers collect unit coverage install install-dev clean
+.PHONY: quickstart test test-deep test-suites smoke wheel soak servers lint types layers collect unit coverage install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
@@ -37,7 +38,8 @@ install-dev: $(VENV)/installed-dev
 # uv takes seconds where pip takes minutes. It does not read pip's settings, so where pip looks for wheels is passed on; whatever else
 # it needs to be told, UV_... says.
 LINKS = $$($(1)/bin/pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p" | tail -n 1 | sed -E 's/(\\n| )+/,/g; s/^,//')
-UV = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" $(1)/bin/uv pip install --quiet --python $(1)/bin/python
+RUN_UV = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" $(1)/bin/uv
+UV = $(RUN_UV) pip install --quiet --python $(1)/bin/python
 INSTALL = $(UV) -c constraints.txt
 
 %/bin/uv:
@@ -77,6 +79,16 @@ $(VLLM)/installed: $(VLLM)/bin/uv
 	    && $(VLLM_INSTALL) --torch-backend $(VLLM_TORCH) $(VLLM_PACKAGE))
 	touch $@
 
+# What somebody gets who installs the package: a wheel, in an environment with nothing else, used in another folder.
+wheel:
+	rm -rf $(WHEEL)
+	$(MAKE) --no-print-directory $(WHEEL)/bin/uv
+	$(call RUN_UV,$(WHEEL)) build --quiet --wheel --out-dir $(WHEEL)/wheel .
+	$(call INSTALL,$(WHEEL)) $(WHEEL)/wheel/*.whl pytest
+	bin=$(abspath $(WHEEL))/bin folder=$$(mktemp -d) && cd $$folder && trap "rm -rf $$folder" EXIT \
+	  && $$bin/asyncflow quickstart run.steps=2 eval.num_prompts=32 && $$bin/asyncflow init my-project && cd my-project \
+	  && $$bin/python -m pytest -q && $$bin/asyncflow train recipe.yaml run.steps=2 eval.path=null
+
 soak: install-dev
 	$(BIN)/python -m tests.sim.run --seeds 0:20000 --processes 2
 
@@ -111,4 +123,4 @@ coverage: install-dev servers
 	$(BIN)/coverage report --skip-covered --sort miss
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(VLLM) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(ADAPTERS) $(RAY) $(VLLM) $(WHEEL) runs build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

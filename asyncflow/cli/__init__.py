@@ -10,7 +10,7 @@ LOOKS_ONLY = {"--dry-run", "--print-config", "--help"}
 
 def main() -> None:
     """The entry point of `asyncflow`. What a training run's workers import takes longest, so it begins before anything else."""
-    if sys.argv[1:2] == ["train"] and not LOOKS_ONLY & set(sys.argv):
+    if sys.argv[1:2] in (["train"], ["quickstart"]) and not LOOKS_ONLY & set(sys.argv):
         from asyncflow.cluster.forking import IS_POSSIBLE, ForkServer
         from asyncflow.cluster.torchrun import is_rank
         from asyncflow.threads import thread_environment

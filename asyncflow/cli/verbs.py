@@ -11,7 +11,9 @@ from asyncflow.cli.check import check
 from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.errors import sentence
 from asyncflow.cli.eval import evaluate
+from asyncflow.cli.init import init
 from asyncflow.cli.queue import app as queue
+from asyncflow.cli.quickstart import quickstart
 from asyncflow.cli.replay import replay
 from asyncflow.cli.report import report
 from asyncflow.cli.simulate import simulate
@@ -27,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(quickstart)
+app.command()(init)
 app.command()(train)
 app.command(name="eval")(evaluate)
 app.command()(replay)
