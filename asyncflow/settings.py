@@ -61,15 +61,15 @@ Chosen = Annotated[Choice, BeforeValidator(_as_choice)]
 S = TypeVar("S", bound=Section)
 
 
-class _Loader(yaml.SafeLoader):
+class _Yaml12Loader(yaml.SafeLoader):
     """Reads `1e-6` as the number that it is in YAML 1.2, and not as text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that `_Loader` would read as a number."""
+    """Quotes a text that `_Yaml12Loader` would read as a number."""
 
 
-for _kind in (_Loader, _Dumper):
+for _kind in (_Yaml12Loader, _Dumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
@@ -88,7 +88,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def from_yaml(text: str) -> Any:
     """What YAML says. Raises `yaml.YAMLError`."""
-    return yaml.load(text, _Loader)
+    return yaml.load(text, _Yaml12Loader)
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:

@@ -17,13 +17,13 @@ import psutil
 from figures import Figure, finish, parser
 
 from asyncflow.rewards import REWARDS
-from asyncflow.rewards.base import Part, Sample
+from asyncflow.rewards.base import RewardPart, Sample
 from asyncflow.rewards.sandbox import RewardPool
 
 TIMES = ("user", "system", "children_user", "children_system")
 
 
-async def cost(part: Part, sample: Sample, count: int) -> tuple[float, float]:
+async def cost(part: RewardPart, sample: Sample, count: int) -> tuple[float, float]:
     """Milliseconds of wall and CPU time of a sample."""
     pool = RewardPool([part], num_workers=1, deadline_seconds=30, memory_bytes=1 << 30, name="benchmark")
     await pool.start()
@@ -51,10 +51,10 @@ def main() -> int:
         number = Sample("", "#### 9", {"answer": "9"}, True)
         expression = Sample("", r"\boxed{\sqrt{8}}", {"answer": r"2\sqrt{2}"}, True)
         for name, part, sample in (
-            ("final_answer, in the worker itself", Part("a", REWARDS["final_answer"]), number),
-            ("a function of one's own, in a fork", Part("a", f"{file}:score"), number),
-            ("maths, a number, in a fork", Part("a", REWARDS["maths"]), number),
-            ("maths, an expression, in a fork", Part("a", REWARDS["maths"]), expression),
+            ("final_answer, in the worker itself", RewardPart("a", REWARDS["final_answer"]), number),
+            ("a function of one's own, in a fork", RewardPart("a", f"{file}:score"), number),
+            ("maths, a number, in a fork", RewardPart("a", REWARDS["maths"]), number),
+            ("maths, an expression, in a fork", RewardPart("a", REWARDS["maths"]), expression),
         ):
             wall, cpu = asyncio.run(cost(part, sample, options.samples))
             figures += [Figure(f"{name}: CPU", cpu, "ms"), Figure(f"{name}: wall", wall, "ms")]

@@ -26,7 +26,7 @@ from asyncflow.types import Advantages, Objective, ScoredGroup, ValueObjective
 Normaliser = Literal["tokens", "sequences"]
 
 
-class Trained(Protocol):
+class ModelObjective(Protocol):
     """What the training of one model asks."""
 
     normaliser: Normaliser | int
@@ -51,11 +51,11 @@ class Trained(Protocol):
         return advantages
 
 
-class Critic(Trained, ValueObjective, Protocol):
+class Critic(ModelObjective, ValueObjective, Protocol):
     """How a model of values is trained. In the place of advantages it has returns: what each token's value is to become."""
 
 
-class Algorithm(Trained, Objective, Protocol):
+class Algorithm(ModelObjective, Objective, Protocol):
     """Built once with the options of the config; stateless from then on."""
 
     needs_reference: bool = False

@@ -62,7 +62,7 @@ def launch_in(job_file: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class RunConnection:
     """A worker's view of its run."""
 
     config: Config
@@ -78,7 +78,7 @@ class Connection:
 
 
 @asynccontextmanager
-async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[Connection]:
+async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[RunConnection]:
     """Connect to the driver of a run directory."""
     called, clock = called_by(run_dir), asyncio.get_running_loop().time
     peer, job = await Peer.connect(called.hub, name, credentials=called.credentials), called.job
@@ -120,7 +120,7 @@ async def joined(
     *,
     credentials: Credentials | None = None,
     clock: Callable[[], float] | None = None,
-) -> AsyncIterator[Connection]:
+) -> AsyncIterator[RunConnection]:
     """A worker's view of the run behind a peer; reports spans and renews leases in the background. `clock`: the driver's."""
     places = Places(remote_directory(peer), name, peer=peer, credentials=credentials)
     await places.learn()
@@ -132,7 +132,7 @@ async def joined(
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
             board = proxy(Board, peer, EVALUATORS_BOARD if name.startswith(f"{EVALUATORS}/") else "board")
             rendezvous, rescue = proxy(Rendezvous, peer, "rendezvous"), proxy(Rescue, peer, "rescue")
-            yield Connection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous, rescue)
+            yield RunConnection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous, rescue)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()

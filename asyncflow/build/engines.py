@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from asyncflow.build.connection import Connection
+from asyncflow.build.connection import RunConnection
 from asyncflow.build.parts import critic_options, train_engine_options, weights_need_key
 from asyncflow.devices import kind_of
 from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rollout_engine(run: Connection, device: str) -> RolloutEngine:
+def rollout_engine(run: RunConnection, device: str) -> RolloutEngine:
     """Loads the model, in the calling thread, to generate on `device`. Raises `UserError` for one that it does not compute."""
     chosen, rollout = run.config.rollout.engine, run.config.rollout
     options = {
@@ -43,13 +43,13 @@ def rollout_engine(run: Connection, device: str) -> RolloutEngine:
         raise UserError(f"the rollout engine cannot generate with the model {run.job.model}: {error}") from error
 
 
-def train_engine(run: Connection) -> TrainEngine:
+def train_engine(run: RunConnection) -> TrainEngine:
     """Loads the model, in the calling thread."""
     chosen, arguments = run.config.train.engine, {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
     return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
 
 
-def reference_engine(run: Connection) -> LogProbEngine:
+def reference_engine(run: RunConnection) -> LogProbEngine:
     """The frozen reference, where it is a task of its own."""
     train = run.config.train
     options = FrozenOptions(
@@ -64,14 +64,14 @@ def reference_engine(run: Connection) -> LogProbEngine:
     return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
 
 
-def critic_engine(run: Connection) -> CriticEngine:
+def critic_engine(run: RunConnection) -> CriticEngine:
     """From the critic's own model, or the policy's."""
     path = run.config.train.critic.path or run.job.model
     arguments = {"model_path": Path(path), "options": critic_options(run.config)}
     return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
 
 
-def weight_sync(run: Connection, device: str, *, receives: bool = False) -> WeightSync:
+def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> WeightSync:
     """The way of the weights, for who sends them or receives them on `device`."""
     config = run.config
     for_evaluators = int(receives and config.eval.num_workers > 0)  # on a machine that generates, too: what they fetch may be older
@@ -90,7 +90,7 @@ def weight_sync(run: Connection, device: str, *, receives: bool = False) -> Weig
     return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
 
 
-def schedule_of(run: Connection) -> Schedule:
+def schedule_of(run: RunConnection) -> Schedule:
     """The run's schedule: stateless, so every worker has one of its own."""
     chosen = run.config.schedule
     return cast(Schedule, build("schedule", chosen.name, chosen.options, SCHEDULES))

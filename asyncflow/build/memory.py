@@ -90,7 +90,7 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryUse:
     """Bytes on each device of a kind, and how they come about."""
 
     name: str
@@ -98,7 +98,7 @@ class Part:
     how: str
 
 
-def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[Part]:
+def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
     """Per device that trains, for the built-in engine. `prompt_tokens`: of the longest prompt."""
     train, layout, algorithm = config.train, config.layout, make_algorithm(config)
     stage = shapes.of_stage(layout.pp)
@@ -106,25 +106,25 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[P
     share = f"{stage:,} / (tp {layout.tp} x dp {layout.dp}) = {mine:,.0f} parameters"
     sum_bytes = 8 if train.accumulate == "exact" else 4
     parts = [
-        Part("weights", 4 * mine, f"4 B x {share}"),
-        Part("gradient sums", sum_bytes * mine, f"{sum_bytes} B each (train.accumulate: {train.accumulate})"),
+        MemoryUse("weights", 4 * mine, f"4 B x {share}"),
+        MemoryUse("gradient sums", sum_bytes * mine, f"{sum_bytes} B each (train.accumulate: {train.accumulate})"),
     ]
     if train.offload_optimizer:
-        parts.append(Part("optimiser state", 0.0, f"in host memory: {8 * mine / GIB:.1f} GiB a device"))
+        parts.append(MemoryUse("optimiser state", 0.0, f"in host memory: {8 * mine / GIB:.1f} GiB a device"))
     else:
-        parts.append(Part("optimiser state", 8 * mine, "AdamW's two moments, 8 B each"))
+        parts.append(MemoryUse("optimiser state", 8 * mine, "AdamW's two moments, 8 B each"))
     frozen_bytes = _BYTES[train.frozen_dtype or train.dtype]
     names = ["old policy"] * (train.old in ("step_start", "previous"))
     names += ["reference"] * (algorithm.needs_reference and train.reference == "fused")
     for name in names:
         at = 0.0 if train.offload else frozen_bytes * mine
-        parts.append(Part(name, at, "in host memory (train.offload)" if train.offload else f"{frozen_bytes} B each"))
+        parts.append(MemoryUse(name, at, "in host memory (train.offload)" if train.offload else f"{frozen_bytes} B each"))
     parts.append(_computed_weights(config, shapes, stage))
     tokens = micro_batch_tokens(config, prompt_tokens)
     parts.append(_activations(config, shapes, tokens))
     chunk = min(tokens, train.log_prob_chunk_tokens)
     logits = _LOGIT_COPIES * 4 * chunk * shapes.vocabulary / layout.tp
-    parts.append(Part("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"))
+    parts.append(MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"))
     return parts
 
 
@@ -134,22 +134,22 @@ def micro_batch_tokens(config: Config, prompt_tokens: int) -> int:
     return prompt_tokens + pieces * config.rollout.max_new_tokens
 
 
-def _computed_weights(config: Config, shapes: Shapes, stage: int) -> Part:
+def _computed_weights(config: Config, shapes: Shapes, stage: int) -> MemoryUse:
     """Copy of the weights that passes compute with, where it is not the weights themselves."""
     train, layout = config.train, config.layout
     b = _BYTES[train.dtype]
     largest = max(shapes.of_layer, shapes.of_vocabulary) / layout.tp
     if layout.dp > 1:
         how = f"2 gathered units of {largest:,.0f} parameters in {train.dtype} (FSDP), and the gradient of one in float32"
-        return Part("gathered weights", (2 * b + 4) * largest, how)
+        return MemoryUse("gathered weights", (2 * b + 4) * largest, how)
     if train.dtype == "float32":
-        return Part("gathered weights", 0.0, "none: dp 1 computes with the weights themselves")
+        return MemoryUse("gathered weights", 0.0, "none: dp 1 computes with the weights themselves")
     if train.activation_checkpointing:
-        return Part("weights in bfloat16", b * largest, "the largest unit's (train.activation_checkpointing)")
-    return Part("weights in bfloat16", b * stage / layout.tp, f"a copy for each pass, {b} B each")
+        return MemoryUse("weights in bfloat16", b * largest, "the largest unit's (train.activation_checkpointing)")
+    return MemoryUse("weights in bfloat16", b * stage / layout.tp, f"a copy for each pass, {b} B each")
 
 
-def _activations(config: Config, shapes: Shapes, tokens: int) -> Part:
+def _activations(config: Config, shapes: Shapes, tokens: int) -> MemoryUse:
     """What the backward pass of the longest micro-batch needs."""
     train, layout = config.train, config.layout
     b, layers = _BYTES[train.dtype], -(-shapes.layers // layout.pp)
@@ -164,10 +164,10 @@ def _activations(config: Config, shapes: Shapes, tokens: int) -> Part:
     else:
         num_bytes = b * tokens * in_flight * layers * whole
         how = f"{b} B x {tokens:,} tokens x {in_flight} x {layers} layers x {whole:,.0f}"
-    return Part("activations", num_bytes, how)
+    return MemoryUse("activations", num_bytes, how)
 
 
-def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[Part]:
+def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUse]:
     """Per device that generates, all slots being at the end of their context."""
     rollout, chosen = config.rollout, config.rollout.engine
     is_cut = chosen.name == "vllm"
@@ -177,16 +177,16 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[Part]:
     kv = shapes.kv_bytes_per_token(b) / min(tp, shapes.kv_heads)
     how = f"{kv:,.0f} B a token x {slots:,} slots x {context:,} tokens"
     return [
-        Part("weights", b * shapes.parameters / tp, f"{b} B x {shapes.parameters:,} / tensor_parallel {tp}"),
-        Part("keys and values", kv * slots * context, how + (": at most; vLLM takes what there is" if is_cut else "")),
+        MemoryUse("weights", b * shapes.parameters / tp, f"{b} B x {shapes.parameters:,} / tensor_parallel {tp}"),
+        MemoryUse("keys and values", kv * slots * context, how + (": at most; vLLM takes what there is" if is_cut else "")),
     ]
 
 
-def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[Part]:
+def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[MemoryUse]:
     """In the memory of the first trainer's machine, and of each machine that generates."""
     b = _BYTES[config.weight_sync.dtype or "float32"]
     kept = max_staleness + 1 + (_RETAINED if config.eval.num_workers else 0)
-    return [Part("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
+    return [MemoryUse("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
 
 
 def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, max_staleness: int) -> list[str]:

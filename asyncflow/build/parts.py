@@ -21,7 +21,7 @@ from asyncflow.engines.rollout import (
 )
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
-from asyncflow.rewards.base import Part
+from asyncflow.rewards.base import RewardPart
 from asyncflow.rewards.sandbox import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.transfer_queue import STORAGES
@@ -297,7 +297,7 @@ def reward_pool(config: Config, name: str) -> RewardPool:
     """The reward processes that the configuration asks for, not yet started."""
     reward = config.reward
     parts = [
-        Part(name, resolve("reward", part.scorer.name, REWARDS), part.scorer.options, part.weight)
+        RewardPart(name, resolve("reward", part.scorer.name, REWARDS), part.scorer.options, part.weight)
         for name, part in reward.parts.items()
     ]
     return RewardPool(

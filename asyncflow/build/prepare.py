@@ -23,7 +23,7 @@ from asyncflow.build.parts import (
     train_engine_options,
     weight_sync_facts,
 )
-from asyncflow.build.prompts import Source, read_source, short_enough, tokenize
+from asyncflow.build.prompts import DataRows, read_source, short_enough, tokenize
 from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.abroad import host_of, is_any
 from asyncflow.config import Config
@@ -335,7 +335,7 @@ def _check_enough(config: Config, count: int, what: str) -> None:
         )
 
 
-async def model_folder(config: Config, source: Source | None, scratch: Path) -> Path:
+async def model_folder(config: Config, source: DataRows | None, scratch: Path) -> Path:
     """The model's folder, made first if it is a `random:` one, with a vocabulary of the data's words.
 
     Raises `UserError` if it holds no causal language model.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 REQUEST_FILE = "profile.json"
 
 
-class Request(msgspec.Struct, frozen=True):
+class ProfileRequest(msgspec.Struct, frozen=True):
     """What a rank is to measure, beside the configuration."""
 
     model: str
@@ -71,7 +71,7 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
     if weights_need_key(config):
         Credentials.create(folder.path / KEY_FILE)
     weights_dir, cluster = folder.make_weights_dir(), LocalCluster(folder.path)
-    request = Request(str(model.resolve()), str(weights_dir), tokens, repeats)
+    request = ProfileRequest(str(model.resolve()), str(weights_dir), tokens, repeats)
     (folder.path / REQUEST_FILE).write_bytes(msgspec.json.encode(request))
     try:
         workers = trainers(config, "asyncflow.build.profile:profile_rank", weights_dir)
@@ -96,7 +96,7 @@ async def profile_rank(name: str, run_dir: Path) -> None:
     from asyncflow.engines.train.profile import Amount, profile_layer
 
     config = load(run_dir / CONFIG_FILE)
-    request = msgspec.json.decode((run_dir / REQUEST_FILE).read_bytes(), type=Request)
+    request = msgspec.json.decode((run_dir / REQUEST_FILE).read_bytes(), type=ProfileRequest)
     log, algorithm = SpanLog(_spans_of(run_dir, name)), make_algorithm(config)
     recorder = Recorder(name, time.monotonic, log.append, config.train.device)
     recorder.enter("between")

@@ -17,7 +17,7 @@ from asyncflow.workflows.samples import Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DataRows:
     """The rows of a data set, and where their prompts and answers are. `name`: what messages call it."""
 
     name: str
@@ -34,7 +34,7 @@ class Source:
                 yield from (str(message["content"]) for message in prompt)
 
 
-def read_source(config: Config, split: Split) -> Source:
+def read_source(config: Config, split: Split) -> DataRows:
     """The data set to train on, or the held-out one, which there must be. Raises `UserError` for what is wrong with it."""
     data, held_out = config.data, config.eval
     if split == "train":
@@ -46,14 +46,14 @@ def read_source(config: Config, split: Split) -> Source:
     return source_of(config, rows, path)
 
 
-def source_of(config: Config, rows: Sequence[Row], name: str) -> Source:
+def source_of(config: Config, rows: Sequence[Row], name: str) -> DataRows:
     """Rows that come from somewhere, with their columns found as the configuration says. Raises `UserError`."""
     data = config.data
     columns = find_columns(rows, name, template=data.prompt_template, prompt=data.prompt_column, answer=data.answer_column)
-    return Source(name, list(rows), columns)
+    return DataRows(name, list(rows), columns)
 
 
-def tokenize(config: Config, tokenizer: CheckpointTokenizer, source: Source) -> list[Prompt]:
+def tokenize(config: Config, tokenizer: CheckpointTokenizer, source: DataRows) -> list[Prompt]:
     """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation.
 
     Raises `UserError` naming the row whose prompt has no token: nothing could be generated behind it.

@@ -27,7 +27,7 @@ from asyncflow.transport import client_name, remote
 from asyncflow.types import Array
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import PATTERN
-from asyncflow.weight_sync.layout import Layout
+from asyncflow.weight_sync.layout import FileLayout
 from asyncflow.workflows.board import Board
 
 TRAINERS: Final = "trainer/"
@@ -119,7 +119,8 @@ async def give_back(rescue: Rescue, engine: RolloutEngine, version: int) -> None
     """Send the weights that an engine has installed to the driver, if it wants them. Version 0 is the run's own files."""
     if not version or not await rescue.wants(version) or (source := await engine.export_weights()) is None:
         return
-    layout, raw_bytes = Layout(source.specs), load("function", "asyncflow.weight_sync.staging:raw_bytes")  # the driver has no torch
+    layout = FileLayout(source.specs)
+    raw_bytes = load("function", "asyncflow.weight_sync.staging:raw_bytes")  # the driver has no torch
     if not await rescue.begin(version, layout.num_bytes):
         return
     await rescue.write(0, np.frombuffer(layout.head, np.uint8))

@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from asyncflow.build.connection import Connection
+from asyncflow.build.connection import RunConnection
 from asyncflow.build.parts import reward_pool
 from asyncflow.config import RewardModelConfig
 from asyncflow.data.tokenizer import CheckpointTokenizer
@@ -30,7 +30,7 @@ from asyncflow.rewards.model import by_model, together
 
 
 @asynccontextmanager
-async def scoring(run: Connection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[Score]]]:
+async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[Score]]]:
     """The reward processes below a worker, which end with it. None are started where another worker scores."""
     config, delays = run.config.reward, run.config.reward.delays
     failures: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def _reward_model(model: RewardModelConfig) -> ClassifierEngine:
     return cast(ClassifierEngine, build("reward model engine", "torch", options, CLASSIFIER_ENGINES))
 
 
-def _computing(engine: ClassifierEngine, run: Connection, model: RewardModelConfig) -> Callable[[Sample], Awaitable[float]]:
+def _computing(engine: ClassifierEngine, run: RunConnection, model: RewardModelConfig) -> Callable[[Sample], Awaitable[float]]:
     """The model's logit of a sample: of its own token ids, if the model has the policy's tokenizer, or else of the text."""
     files = [(Path(folder) / "tokenizer.json") for folder in (run.job.model, model.path)]
     has_same = files[1].is_file() and files[0].read_bytes() == files[1].read_bytes()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncflow.build.connection import Connection, beside, called_by, connected
+from asyncflow.build.connection import RunConnection, beside, called_by, connected
 from asyncflow.build.engines import (
     critic_engine,
     reference_engine,
@@ -74,7 +74,7 @@ async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *
 
 
 async def roll_out(
-    run: Connection,
+    run: RunConnection,
     engine: RolloutEngine,
     receiver: WeightReceiver,
     original: Callable[[], Mapping[str, Tensor]],
@@ -148,7 +148,7 @@ async def reward_worker(name: str, run_dir: Path) -> None:
         await score_groups(run, score, CheckpointTokenizer(Path(run.job.model)).decode)
 
 
-async def score_groups(run: Connection, score: Callable[[Sample], Awaitable[Score]], decode: Callable[[Array], str]) -> None:
+async def score_groups(run: RunConnection, score: Callable[[Sample], Awaitable[Score]], decode: Callable[[Array], str]) -> None:
     """A reward worker's work, with what was built for it."""
     work = reward(score, decode, _sample_filter(run), run.shape)
     at_once = run.config.reward.num_workers + 1  # of each lease there is a row at least: every process has one, and another waits
@@ -186,7 +186,7 @@ def _led(spans: Recorder, call: str) -> AbstractContextManager[None]:
     return spans.held("publish") if call == "gather" else spans.busy(call)
 
 
-async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender | None) -> Saving:
+async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSender | None) -> Saving:
     """A leading trainer's work, with what was built for it; the first one of them has a `sender`.
 
     Returns when the last checkpoint is staged; it is yet to be written.
@@ -228,7 +228,7 @@ async def train_steps(run: Connection, engine: TrainEngine, sender: WeightSender
     return saving
 
 
-async def _go_on(run: Connection, engine: TrainEngine, sender: WeightSender | None) -> None:
+async def _go_on(run: RunConnection, engine: TrainEngine, sender: WeightSender | None) -> None:
     """Be where the run's checkpoint was written. The rollout workers get its weights, and older ones that are still needed."""
     folder, spans = Path(run.job.checkpoint), run.reporter.recorder
     with spans.busy("load_state", version=run.job.first):
@@ -248,7 +248,7 @@ async def reference_worker(name: str, run_dir: Path) -> None:
         await add_log_probs(run, engine)
 
 
-async def add_log_probs(run: Connection, engine: LogProbEngine) -> None:
+async def add_log_probs(run: RunConnection, engine: LogProbEngine) -> None:
     """A reference worker's work, with what was built for it, which is closed at the end."""
     await serve("reference", run.queue, run.ledger, refer(engine, run.shape), run.reporter.recorder)
     run.reporter.recorder.waiting("stop")
@@ -269,7 +269,7 @@ async def critic_worker(name: str, run_dir: Path) -> None:
         await engine.close()
 
 
-async def critic_steps(run: Connection, engine: CriticEngine) -> tuple[Saving, int]:
+async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving, int]:
     """A critic worker's work, with what was built for it.
 
     Returns when the last checkpoint is staged, which is yet to be written, and how many steps the critic has been trained.
@@ -292,7 +292,7 @@ async def critic_steps(run: Connection, engine: CriticEngine) -> tuple[Saving, i
     return saving, reached
 
 
-def _sample_filter(run: Connection) -> Callable[[Mapping[str, Any]], None]:
+def _sample_filter(run: RunConnection) -> Callable[[Mapping[str, Any]], None]:
     """Keeps the first response of the first few prompts of every step and evaluation."""
     shape, count, keep = run.shape, run.config.telemetry.samples_per_step, run.reporter.keep_sample
 

@@ -37,7 +37,7 @@ import msgspec
 from asyncflow.cluster.base import OWN_DEVICES, Settle, WorkerSpec
 from asyncflow.cluster.ray_connection import HOST_SECONDS, RayConnection, first_sentence, import_ray
 from asyncflow.cluster.ray_host import Letter
-from asyncflow.cluster.ray_places import Place, RayPlaces
+from asyncflow.cluster.ray_places import RayPlaces, WorkerPlace
 from asyncflow.cluster.ray_plan import options_of, pool_of
 from asyncflow.cluster.ray_process import NeverBegan, RayProcess
 from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
@@ -127,7 +127,7 @@ class RayCluster(SupervisedCluster):
                 print(why, file=file)
             return NeverBegan()
 
-    async def _spawn_at(self, place: Place, log: Path) -> RayProcess:
+    async def _spawn_at(self, place: WorkerPlace, log: Path) -> RayProcess:
         await self._connection.check_head()
         if not (place.has_begun and place.spec.outlives_others):  # who ends with the run still needs those
             self._places.check_open()
@@ -153,7 +153,7 @@ class RayCluster(SupervisedCluster):
         place.has_begun = True
         return RayProcess(host, pid, log, partial(self._places.give_up, place, host), is_here=not is_abroad)
 
-    def _environment(self, place: Place, *, is_abroad: bool) -> dict[str, str]:
+    def _environment(self, place: WorkerPlace, *, is_abroad: bool) -> dict[str, str]:
         forwarded, own = dict(os.environ), {**place.spec.environment, **place.apart}
         if is_abroad:
             forwarded = self._options.forwarded(forwarded)

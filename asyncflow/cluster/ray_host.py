@@ -42,7 +42,7 @@ class Letter(msgspec.Struct, frozen=True):
     files: dict[str, bytes]
 
 
-class Host:
+class RayHost:
     """An actor: what holds a worker's process on a node. Its methods are called in threads, by one `RayCluster`."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.ray_connection import ASK_SECONDS, HOST_SECONDS, RayConnection, first_sentence, import_ray
-from asyncflow.cluster.ray_host import Host
+from asyncflow.cluster.ray_host import RayHost
 from asyncflow.cluster.ray_plan import RayOptions, Wish
 from asyncflow.config import Config
 from asyncflow.types import RunError, UserError
@@ -26,7 +26,7 @@ from asyncflow.types import RunError, UserError
 _NODE_LABEL: Final = "ray.io/node-id"
 
 
-class HostActor(Host):
+class HostActor(RayHost):
     """A host, as Ray runs it."""
 
     def node(self) -> str:
@@ -53,7 +53,7 @@ class _Pool:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class WorkerPlace:
     """A worker's bundle of a placement group, and its host."""
 
     spec: WorkerSpec
@@ -94,7 +94,7 @@ class RayPlaces:
     """The places of a run's workers."""
 
     def __init__(self, connection: RayConnection) -> None:
-        self.by_name: dict[str, Place] = {}  # of workers that have one
+        self.by_name: dict[str, WorkerPlace] = {}  # of workers that have one
         self.is_closed = False  # nobody is placed any more
         self._connection = connection
         self._pools: list[_Pool] = []
@@ -160,10 +160,10 @@ class RayPlaces:
 
     def _take(self, pool: _Pool, number: int, spec: WorkerSpec, bundle: Mapping[str, float]) -> None:
         pool.members.add(spec.name)
-        self.by_name[spec.name] = place = Place(spec, pool, number, bundle)
+        self.by_name[spec.name] = place = WorkerPlace(spec, pool, number, bundle)
         place.begin_host()
 
-    async def give_up(self, place: Place, host: Any) -> None:
+    async def give_up(self, place: WorkerPlace, host: Any) -> None:
         """A host that does not answer is ended, and with it its worker, whose control pipe it has. The next life has another."""
         if place.host is host and await self._connection.may_be_asked() and place.host is host:
             place.end_host()
@@ -178,7 +178,7 @@ class RayPlaces:
         places, self.by_name = self.by_name, {}
         await asyncio.gather(*(self._leave(place) for place in places.values()))
 
-    async def _leave(self, place: Place) -> None:
+    async def _leave(self, place: WorkerPlace) -> None:
         if place.host is not None and not self._connection.is_over:
             with contextlib.suppress(TimeoutError, import_ray().exceptions.RayError):
                 async with asyncio.timeout(HOST_SECONDS):

@@ -33,7 +33,7 @@ class Scorer(Protocol):
         ...
 
 
-class Part(msgspec.Struct, frozen=True):
+class RewardPart(msgspec.Struct, frozen=True):
     """One of the rewards of a run: its name in the metrics, where its scorer is, what that is built with, and what it counts."""
 
     name: str

@@ -30,14 +30,14 @@ def import_telling(name: str, packages: Collection[str], *, without: Sequence[st
         return module.partition(".")[0] in packages and not module.startswith(tuple(without))
 
     for known in [module for module in sys.modules if is_meant(module)]:
-        if not isinstance(getattr(sys.modules[known].__spec__, "loader", None), _Loader):
+        if not isinstance(getattr(sys.modules[known].__spec__, "loader", None), _NotingLoader):
             del sys.modules[known]
 
     class Finder(MetaPathFinder):
         def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
             spec = PathFinder.find_spec(fullname, path, target) if is_meant(fullname) else None
             if spec is not None and isinstance(spec.loader, SourceFileLoader):
-                spec.loader = _Loader(fullname, spec.loader.path)
+                spec.loader = _NotingLoader(fullname, spec.loader.path)
             return spec
 
     finder = Finder()
@@ -58,7 +58,7 @@ def first_caught() -> type[MemoryError] | type[RecursionError] | None:
     return _caught[0] if _caught else None
 
 
-class _Loader(SourceFileLoader):
+class _NotingLoader(SourceFileLoader):
     """From the source, every time: what is cached is without the notes."""
 
     def get_code(self, fullname: str) -> CodeType:

@@ -35,7 +35,7 @@ _decoder = msgspec.msgpack.Decoder(Scored | Failed)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SampleLimits:
     """Of one sample."""
 
     deadline_seconds: float
@@ -44,7 +44,7 @@ class Limits:
 
 
 def in_child(
-    work: Callable[[], Reply], limits: Limits, who: str, not_for_child: tuple[int, ...], spared: Set[int] = frozenset()
+    work: Callable[[], Reply], limits: SampleLimits, who: str, not_for_child: tuple[int, ...], spared: Set[int] = frozenset()
 ) -> Reply:
     """What `work` says, called in a fork of this process. `not_for_child`: file descriptors that the child does not get. `spared`:
     children of this process that live on; all others are killed at the end. Raises `TimeoutError` if some cannot be."""
@@ -69,7 +69,7 @@ def in_child(
             end_children(spared)
 
 
-def _score(work: Callable[[], Reply], limits: Limits, parent: int, answer: int, word: int, folder: str) -> None:
+def _score(work: Callable[[], Reply], limits: SampleLimits, parent: int, answer: int, word: int, folder: str) -> None:
     """The child. It never returns: what comes after the fork is its parent's to do."""
     status = 1
     try:
@@ -98,7 +98,7 @@ def _score(work: Callable[[], Reply], limits: Limits, parent: int, answer: int, 
 class _Watch:
     """The parent's view of a child."""
 
-    def __init__(self, child: int, answers: int, words: int, limits: Limits, who: str) -> None:
+    def __init__(self, child: int, answers: int, words: int, limits: SampleLimits, who: str) -> None:
         self._child, self._answers, self._words = child, answers, words
         self._limits, self._who = limits, who
         self._deadline = time.monotonic() + limits.deadline_seconds

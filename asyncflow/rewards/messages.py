@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from asyncflow.rewards.base import Part, Sample
+from asyncflow.rewards.base import RewardPart, Sample
 
 MAX_FRAME_BYTES = 1 << 28
 TOKEN_BYTES = 8
@@ -23,7 +23,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     sample may print, and write to a file; `prompt_column`, `prompt_template`: what makes a row's prompt, where `data` says it.
     """
 
-    parts: list[Part]
+    parts: list[RewardPart]
     deadline_seconds: float
     memory_bytes: int
     output_bytes: int

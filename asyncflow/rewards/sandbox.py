@@ -24,7 +24,7 @@ from typing import cast
 import msgspec
 
 from asyncflow.rewards import guard
-from asyncflow.rewards.base import Part, RewardFailure, Sample, Score
+from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score
 from asyncflow.rewards.messages import MAX_FRAME_BYTES, TOKEN_BYTES, Broken, Failed, Ready, Reply, Scored, Setup, frame
 from asyncflow.types import RunError, UserError
 
@@ -172,7 +172,7 @@ class RewardPool:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[RewardPart],
         *,
         num_workers: int,
         deadline_seconds: float,

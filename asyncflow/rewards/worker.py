@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from asyncflow.rewards.base import Part, Sample, weighted
-from asyncflow.rewards.forked import Limits, in_child
+from asyncflow.rewards.base import RewardPart, Sample, weighted
+from asyncflow.rewards.forked import SampleLimits, in_child
 from asyncflow.rewards.messages import TOKEN_BYTES, Broken, Failed, Message, Ready, Reply, Scored, Setup, frame
 from asyncflow.rewards.processes import adopt_orphans, children, die_with_parent, limit_memory, limit_output
 from asyncflow.rewards.signatures import Adapted, adapted
@@ -64,7 +64,7 @@ def build_scorer(
     return adapted(target, options, prompt_column, prompt_template)
 
 
-def answer(scorers: Sequence[Adapted], parts: Sequence[Part], sample: Sample) -> Scored | Failed:
+def answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Sample) -> Scored | Failed:
     """Call the scorers; whatever they do short of ending the process becomes an answer."""
     values: list[float | None] = []
     for scorer, part in zip(scorers, parts, strict=True):
@@ -176,7 +176,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a child's collector leaves what is built alone, and shared
     send(token, Ready(has_deadline=not is_stateless))
-    limits = Limits(setup.deadline_seconds, setup.memory_bytes, setup.output_bytes)
+    limits = SampleLimits(setup.deadline_seconds, setup.memory_bytes, setup.output_bytes)
     who = f"scorer {', '.join(part.scorer for part in setup.parts)}"
     pipes = requests.fileno(), replies.fileno()
     own = children()  # what building the scorers has started

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from asyncflow.build.connection import Connection, joined
+from asyncflow.build.connection import RunConnection, joined
 from asyncflow.build.driver import Driver
 from asyncflow.build.parts import shape_of
 from asyncflow.build.prepare import Prepared, check_choices
@@ -282,7 +282,7 @@ class SimulatedJob(Job):
     # -- workers ------------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _joined(self, name: str, peer: SimulatedPeer) -> AsyncIterator[Connection]:
+    async def _joined(self, name: str, peer: SimulatedPeer) -> AsyncIterator[RunConnection]:
         async with joined(cast(Peer, peer), name, self.config, self._life.job, "simulated") as run:
             run.reporter.recorder.enter("load")
             await asyncio.sleep(self._costs_of(name).load_seconds)

@@ -19,7 +19,7 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from asyncflow.run_dir import replace
-from asyncflow.telemetry.fingerprints import Fingerprinted, StepLog, Trained
+from asyncflow.telemetry.fingerprints import Fingerprinted, StepLog, TrainedMicroBatch
 from asyncflow.types import Array, Batch, Ragged, RunError, Values
 
 BATCHES_DIR: Final = "batches"
@@ -41,7 +41,7 @@ class BatchLog:
             if step >= first:
                 path.unlink(missing_ok=True)
 
-    def group(self, batch: Batch, results: Sequence[Trained]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
         """A group whose gradient has been added; of later epochs it is the same again."""
         if self._keep:
             self._groups.setdefault(int(batch.groups[0]), batch)
@@ -72,7 +72,7 @@ class StepLogs:
     def __init__(self, *logs: StepLog) -> None:
         self._logs = logs
 
-    def group(self, batch: Batch, results: Sequence[Trained]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
         """See `FingerprintLog.group`."""
         for log in self._logs:
             log.group(batch, results)

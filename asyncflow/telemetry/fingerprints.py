@@ -58,7 +58,7 @@ class StepPrint(msgspec.Struct, frozen=True):
     logprob_difference: str
 
 
-class Trained(Protocol):
+class TrainedMicroBatch(Protocol):
     """What is told of a trained micro-batch. `logprob_differences`: (tokens with equal bits, largest absolute difference)."""
 
     @property
@@ -80,7 +80,7 @@ class Fingerprinted(Protocol):
 class StepLog(Protocol):
     """Told of what a step is trained on, and of its end."""
 
-    def group(self, batch: Batch, results: Sequence[Trained]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
         ...
 
@@ -97,7 +97,7 @@ class FingerprintLog:
         self._groups: dict[int, GroupPrint] = {}
         self._logprobs: list[tuple[int, int, float]] = []
 
-    def group(self, batch: Batch, results: Sequence[Trained]) -> None:
+    def group(self, batch: Batch, results: Sequence[TrainedMicroBatch]) -> None:
         """A whole group whose gradient has been added; `results` of its micro-batches. Once for each epoch."""
         if self._path is None:
             return

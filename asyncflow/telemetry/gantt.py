@@ -55,7 +55,7 @@ _OTHER_COLOURS: Final = ("#882255", "#44AA99", "#999933", "#AA4499", "#332288", 
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class BarKind:
     """What a bar stands for: a task of the lane, a reason to wait, or a task beside the lane."""
 
     name: str
@@ -74,7 +74,7 @@ class Bar:
     """One rectangle; times in seconds from the run's start. `count` spans; step and version are -1 when unknown or mixed."""
 
     lane: int
-    state: State
+    state: BarKind
     start: float
     end: float
     step: int
@@ -84,12 +84,12 @@ class Bar:
     count: int = 1
 
 
-def state_of(span: Span) -> State:
+def state_of(span: Span) -> BarKind:
     is_wait = span.task == WAIT
-    return State(span.cause if is_wait else span.task, is_wait, span.is_lane)
+    return BarKind(span.cause if is_wait else span.task, is_wait, span.is_lane)
 
 
-def colours_of(states: Iterable[State]) -> dict[State, str]:
+def colours_of(states: Iterable[BarKind]) -> dict[BarKind, str]:
     """A colour for each state. An unknown name's depends on the name, and is moved on only where two of one page would clash."""
     states = set(states)
     others: dict[tuple[bool, str], str] = {}
@@ -137,7 +137,7 @@ def gantt_chart(spans: Sequence[Span]) -> dict[str, Any]:
     }
 
 
-def _legend_order(state: State) -> tuple[bool, bool, int, str]:
+def _legend_order(state: BarKind) -> tuple[bool, bool, int, str]:
     known = list(_REASON_COLOURS if state.is_wait else _TASK_COLOURS)
     return state.is_wait, not state.is_lane, known.index(state.name) if state.name in known else len(known), state.name
 
@@ -194,7 +194,7 @@ def _grouped(run: Sequence[Bar]) -> list[Bar]:
     """One bar per state: on a lane side by side, each as long as its spans together; beside a lane they may overlap."""
     if len(run) < 2:
         return list(run)
-    by_state: dict[State, list[Bar]] = {}
+    by_state: dict[BarKind, list[Bar]] = {}
     for bar in run:
         by_state.setdefault(bar.state, []).append(bar)
     grouped = []
@@ -258,7 +258,7 @@ def _bars(spans: Iterable[Span], lanes: Sequence[str], origin: float) -> list[Ba
     return sorted(bars, key=lambda bar: (bar.lane, bar.start))
 
 
-def _columns(bars: Iterable[Bar], number: dict[State, int]) -> dict[str, list[float]]:
+def _columns(bars: Iterable[Bar], number: dict[BarKind, int]) -> dict[str, list[float]]:
     rows = [
         (b.lane, number[b.state], round(b.start, 6), round(b.end - b.start, 6), b.step, b.version, b.rows, b.tokens, b.count)
         for b in bars

@@ -25,7 +25,7 @@ from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.attribution import REASONS, attributed
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.charts import MetricRow, accuracy_keys, metric_charts
-from asyncflow.telemetry.gantt import State, colours_of, gantt_chart, state_of, step_ends
+from asyncflow.telemetry.gantt import BarKind, colours_of, gantt_chart, state_of, step_ends
 from asyncflow.telemetry.idle import Activity, busy_and_idle
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans, worker_order
@@ -193,10 +193,10 @@ def _activities(spans: Sequence[Span]) -> list[dict[str, Any]]:
     return activities
 
 
-def _parts(activity: Activity, colours: Mapping[State, str]) -> list[dict[str, Any]]:
-    states = [(State(task), seconds) for task, seconds in activity.busy.items()]
+def _parts(activity: Activity, colours: Mapping[BarKind, str]) -> list[dict[str, Any]]:
+    states = [(BarKind(task), seconds) for task, seconds in activity.busy.items()]
     states.sort(key=lambda item: -item[1])
-    states += sorted(((State(cause, True), seconds) for cause, seconds in activity.idle.items()), key=lambda item: -item[1])
+    states += sorted(((BarKind(cause, True), seconds) for cause, seconds in activity.idle.items()), key=lambda item: -item[1])
     shown = [(state.label, colours[state], state.is_wait, seconds) for state, seconds in states]
     missing = activity.unrecorded_seconds
     if missing > 1e-3 * activity.wall:

@@ -46,7 +46,7 @@ class _ColumnHeader(msgspec.Struct, array_like=True):
     num_entries: int
 
 
-class _Header(msgspec.Struct, array_like=True):
+class _MessageHeader(msgspec.Struct, array_like=True):
     """`kind`: batch, end, waiting or error."""
 
     kind: str
@@ -77,7 +77,7 @@ class GroupBroadcast:
     def send(self, batch: Message | None) -> None:
         """A batch, or with None the end of the stream."""
         if batch is None:
-            self._send_header(_Header("end"))
+            self._send_header(_MessageHeader("end"))
             return
         headers, structure, values = [], [batch.indices], list[Tensor]()
         for name, column in batch.columns.items():
@@ -89,18 +89,18 @@ class GroupBroadcast:
             assert isinstance(flat, Tensor)
             headers.append(_ColumnHeader(name, str(flat.dtype).removeprefix("torch."), tuple(flat.shape), num_entries))
             values.append(flat)
-        self._send_header(_Header("batch", len(batch.indices), batch.group_bits, headers))
+        self._send_header(_MessageHeader("batch", len(batch.indices), batch.group_bits, headers))
         self._broadcast([torch.cat(structure), *values])
 
     def send_waiting(self) -> None:
         """There is no batch yet."""
-        self._send_header(_Header("waiting"))
+        self._send_header(_MessageHeader("waiting"))
 
     def send_error(self, error: Exception) -> None:
         """The peers raise what the lead raises: as itself where it may cross processes, else as a `RunError`."""
         name = type(error).__name__
         message = str(error) if name in CROSSING else f"{name}: {error}"
-        self._send_header(_Header("error", error=name, message=message))
+        self._send_header(_MessageHeader("error", error=name, message=message))
 
     def receive(self) -> Message | None:
         """What the lead sends next. Raises its error, and `RunError` when it has gone."""
@@ -122,18 +122,18 @@ class GroupBroadcast:
                 columns[column.name] = Jagged(flat, torch.nn.functional.pad(lengths.pop(0).cumsum(0), (1, 0)))
         return Message(indices, columns, header.group_bits)
 
-    def _send_header(self, header: _Header) -> None:
+    def _send_header(self, header: _MessageHeader) -> None:
         encoded = torch.frombuffer(bytearray(msgspec.msgpack.encode(header)), dtype=torch.uint8)
         self._broadcast([torch.tensor([len(encoded)])])
         self._broadcast([encoded])
 
-    def _receive_header(self) -> _Header:
+    def _receive_header(self) -> _MessageHeader:
         try:
             (length,) = self._broadcast([torch.zeros(1, dtype=torch.int64)])
             (encoded,) = self._broadcast([torch.empty(int(length), dtype=torch.uint8)])
         except RuntimeError as error:
             raise RunError(f"rank {self.lead}, which reads the transfer queue for this one, has gone: {error}") from error
-        return msgspec.msgpack.decode(encoded.cpu().numpy().tobytes(), type=_Header)
+        return msgspec.msgpack.decode(encoded.cpu().numpy().tobytes(), type=_MessageHeader)
 
     def _broadcast(self, tensors: list[Tensor]) -> list[Tensor]:
         """One after another, all under way at once. Returns them as they are on this rank then, where the backend has them."""

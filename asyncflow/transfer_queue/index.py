@@ -14,7 +14,7 @@ LOW = (1 << PAGE_BITS) - 1
 PRESENT = np.uint64(1 << (MAX_COLUMNS))  # the bit that says that a row is there; the lower ones are the columns'
 
 
-class _Page:
+class _IndexPage:
     """4,096 neighbouring rows."""
 
     __slots__ = ("claims", "masks", "num_rows", "tokens")
@@ -31,7 +31,7 @@ class Index:
 
     def __init__(self, group_bits: int) -> None:
         self._group_bits = group_bits
-        self._pages: dict[int, _Page] = {}
+        self._pages: dict[int, _IndexPage] = {}
         self._groups: dict[int, list[int]] = {}  # group -> [rows left, mask of its group columns, claimed ones]
         self.metas: dict[int, GroupMeta] = {}
         self.num_rows = 0
@@ -166,10 +166,10 @@ class Index:
                 at = there[page.masks[there] == np.uint64(mask)]
                 yield at.astype(np.int64) + (number << PAGE_BITS), mask & ~int(PRESENT), page.tokens[at]
 
-    def _page(self, number: int) -> _Page:
+    def _page(self, number: int) -> _IndexPage:
         page = self._pages.get(number)
         if page is None:
-            page = self._pages[number] = _Page()
+            page = self._pages[number] = _IndexPage()
         return page
 
     def _masks(self, rows: Array) -> Array:
@@ -179,7 +179,7 @@ class Index:
                 masks[where] = page.masks[at]
         return masks
 
-    def _split(self, rows: Array) -> Iterator[tuple[Array | slice, _Page | None, Array]]:
+    def _split(self, rows: Array) -> Iterator[tuple[Array | slice, _IndexPage | None, Array]]:
         """(positions in `rows`, their page if there is one, positions in the page)."""
         if len(rows) < 2:
             for row in rows.tolist():

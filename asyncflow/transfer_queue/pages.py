@@ -24,7 +24,7 @@ SCALAR = 16
 MIN_PAGE_BITS = 12
 
 
-class State(IntEnum):
+class RowState(IntEnum):
     """Ordered: a notice only ever raises a row's state, so the order in which notices arrive does not matter."""
 
     WAITING = 1
@@ -36,7 +36,7 @@ class State(IntEnum):
 
 
 ABSENT = 0
-WAITING, READY, LEASED, DONE, FILTERED, DEAD = (int(state) for state in State)
+WAITING, READY, LEASED, DONE, FILTERED, DEAD = (int(state) for state in RowState)
 
 
 class Page:
@@ -92,8 +92,8 @@ class Pages:
     ) -> None:
         self.group_bits = group_bits
         self.page_bits = max(MIN_PAGE_BITS, group_bits)
-        self.counts = [0] * (len(State) + 1)  # rows by state; the first is of no meaning
-        self.totals = [0] * (len(State) + 1)  # how many rows ever came into each state
+        self.counts = [0] * (len(RowState) + 1)  # rows by state; the first is of no meaning
+        self.totals = [0] * (len(RowState) + 1)  # how many rows ever came into each state
         self._whole, self._training_first = whole_groups, training_first
         self._on_leave = on_leave
         self._pages: dict[int, Page] = {}

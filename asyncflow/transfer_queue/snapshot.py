@@ -34,7 +34,7 @@ class SnapshotFile(msgspec.Struct):
     bytes: int
 
 
-class _Header(msgspec.Struct):
+class _SnapshotHeader(msgspec.Struct):
     """`frames`: how many follow."""
 
     columns: list[Column]
@@ -50,7 +50,7 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
     count, a_row_of = index.num_rows, _a_row_of_each_group([r for r, _ in rows], schema.group_bits)
     columns_of_rows = [(r, names) for r, mask in rows if (names := _names(schema, mask, "row"))]
     num_frames = len(groups) + len(columns_of_rows)
-    header = msgspec.msgpack.encode(_Header(list(schema.columns), schema.group_bits, facts, num_frames))
+    header = msgspec.msgpack.encode(_SnapshotHeader(list(schema.columns), schema.group_bits, facts, num_frames))
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     with partial.open("wb") as file:
@@ -96,7 +96,7 @@ def read_snapshot(path: Path, schema: Schema) -> tuple[bytes, Iterator[tuple[lis
         if len(packed) < length or xxhash.xxh3_64_digest(packed) != checksum:
             raise ValueError(f"{path} is damaged: its header is not whole")
         try:
-            header = msgspec.msgpack.decode(packed, type=_Header)
+            header = msgspec.msgpack.decode(packed, type=_SnapshotHeader)
         except msgspec.MsgspecError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         if tuple(header.columns) != schema.columns or header.group_bits != schema.group_bits:

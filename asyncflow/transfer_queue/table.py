@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncflow.transfer_queue.held import HeldLeases
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Pick, StaleToken, Token, Want
-from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, State, span
+from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, RowState, span
 from asyncflow.transfer_queue.picking import ReadyRows
 from asyncflow.transfer_queue.schema import DEAD as DEAD_MARK
 from asyncflow.transfer_queue.schema import FILTERED as FILTERED_MARK
@@ -183,11 +183,11 @@ class Table:
 
     # -- looking ------------------------------------------------------------------------------------------------------------
 
-    def state_of(self, row: int) -> State | None:
+    def state_of(self, row: int) -> RowState | None:
         """None for a row that is not known. A row that is picked and not handed out yet counts as leased."""
         page = self._pages.page_of(row)
         state = page.state[row - page.first] if page is not None else ABSENT
-        return State(state) if state else None
+        return RowState(state) if state else None
 
     def rows_of(self, unit: int) -> Array:
         """int64: all known rows that live on a unit, sorted."""

@@ -21,7 +21,7 @@ requests from a server to its clients, and reconnecting.
 from asyncflow.transport.arena import Arena
 from asyncflow.transport.codec import ConnectionLost, RemoteError, client_key, client_name, remote
 from asyncflow.transport.credentials import Credentials
-from asyncflow.transport.frames import Limits
+from asyncflow.transport.frames import FrameLimits
 from asyncflow.transport.peer import Peer, proxy
 from asyncflow.transport.server import Server
 from asyncflow.transport.stream import socket_path
@@ -30,7 +30,7 @@ __all__ = [
     "Arena",
     "ConnectionLost",
     "Credentials",
-    "Limits",
+    "FrameLimits",
     "Peer",
     "RemoteError",
     "Server",

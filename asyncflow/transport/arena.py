@@ -5,10 +5,10 @@
 A page that has never been touched costs several times a copy into it, since the kernel must find and clear it. So freed ranges keep
 their pages, up to `keep_bytes`; what is above goes back to the system.
 
-A file-backed arena (in /dev/shm) can be read by a process of the same user that is told a `Place`: it copies the bytes, and then
-looks whether the range's generation is still what it was. A generation is random, and cleared before its range is used again, so
-bytes that changed under the reader are noticed. Loads and stores stay in order on x86-64; elsewhere the time that the interpreter
-takes from one to the other stands in for a barrier.
+A file-backed arena (in /dev/shm) can be read by a process of the same user that is told an `ArenaPlace`: it copies the bytes, and
+then looks whether the range's generation is still what it was. A generation is random, and cleared before its range is used again.
+So bytes that changed under the reader are noticed. Loads and stores stay in order on x86-64; elsewhere the time that the
+interpreter takes from one to the other stands in for a barrier.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEADER_BYTES = 64  # keeps the arrays aligned to cache lines; the first word is
 _MAP_NORESERVE, _MADV_POPULATE_WRITE = 0x4000, 23  # of Linux; the mmap module does not name them
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
+class ArenaPlace(msgspec.Struct, array_like=True, frozen=True):
     """Where an array's bytes lie in an arena's file, in bytes, and the generation that the word at `header` must have."""
 
     offset: int
@@ -113,7 +113,7 @@ class Arena:
         self._settle()
         return array
 
-    def locate(self, array: np.ndarray) -> Place | None:
+    def locate(self, array: np.ndarray) -> ArenaPlace | None:
         """Where a C-contiguous array's bytes lie in the arena's file; None if they are not in it."""
         if self.path is None or not array.flags.c_contiguous:
             return None
@@ -124,7 +124,7 @@ class Arena:
             i = bisect.bisect_right(self._used_starts, offset) - 1
             start = self._used_starts[i] if i >= 0 else -1
             is_inside = i >= 0 and offset + array.nbytes <= self._used[start]
-        return Place(offset, array.nbytes, start, int(self._words[start // 8])) if is_inside else None
+        return ArenaPlace(offset, array.nbytes, start, int(self._words[start // 8])) if is_inside else None
 
     def close(self) -> None:
         """Remove the file. Arrays that are still referred to stay valid."""
@@ -246,7 +246,7 @@ class ArenaReader:
         finally:
             os.close(fd)
 
-    def copy(self, place: Place, allocate: Callable[[int], np.ndarray]) -> np.ndarray:
+    def copy(self, place: ArenaPlace, allocate: Callable[[int], np.ndarray]) -> np.ndarray:
         """uint8 [num_bytes], a copy in a buffer that `allocate` makes.
 
         Raises:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
-from asyncflow.transport.arena import Arena, ArenaReader, Place, receive_buffer
+from asyncflow.transport.arena import Arena, ArenaPlace, ArenaReader, receive_buffer
 from asyncflow.transport.frames import LARGE_BYTES, Buffer
 from asyncflow.types import ARRAY_DTYPES, CROSSING, RunError
 
@@ -117,7 +117,7 @@ class ArrayRef(msgspec.Struct, array_like=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     buffer: int
-    place: Place | None = None
+    place: ArenaPlace | None = None
 
 
 from_client = msgspec.msgpack.Decoder(Hello | ReceivedRequest | Cancel | Taken)

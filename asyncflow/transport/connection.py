@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncflow.transport import codec
 from asyncflow.transport.arena import Arena
-from asyncflow.transport.frames import Frame, FrameParser, Limits, encode_frame, new_buffer
+from asyncflow.transport.frames import Frame, FrameLimits, FrameParser, encode_frame, new_buffer
 from asyncflow.transport.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class House:
     services: Mapping[str, object]
     on_disconnect: Callable[[str], None] | None
     arena: Arena | None
-    limits: Limits
+    limits: FrameLimits
     room: ReceiveRoom
     connections: set[Connection]
 
@@ -93,7 +93,7 @@ class Connection:
         self._arena = house.arena if is_local and house.arena is not None and house.arena.path is not None else None
         self._loop = asyncio.get_running_loop()
         self._parser = FrameParser(
-            Limits(**_GREETING),
+            FrameLimits(**_GREETING),
             house.arena.allocate if house.arena is not None else new_buffer,
             functools.partial(house.room.reserve, self),
             house.room.release,

@@ -31,7 +31,7 @@ Frame = tuple[Buffer, Sequence[np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class FrameLimits:
     """What a connection may cost. A message above them is refused where it is sent, and costs a sender of it the connection."""
 
     header_bytes: int = 64 << 20
@@ -64,7 +64,7 @@ class Limits:
         return f"a message of {header_bytes} header bytes and {num_buffers} arrays of {body_bytes} bytes is above the limits"
 
 
-def encode_frame(header: bytes, arrays: Sequence[np.ndarray], limits: Limits) -> list[Buffer]:
+def encode_frame(header: bytes, arrays: Sequence[np.ndarray], limits: FrameLimits) -> list[Buffer]:
     """The pieces to send. C-contiguous `arrays` are not copied: they must not change until they have been sent.
 
     Raises:
@@ -122,7 +122,7 @@ class FrameParser:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: FrameLimits,
         allocate: Callable[[int], np.ndarray] = new_buffer,
         reserve: Callable[[int], bool] = lambda num_bytes: True,
         release: Callable[[int], None] = lambda num_bytes: None,

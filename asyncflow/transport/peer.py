@@ -25,7 +25,7 @@ from asyncflow.transport import codec
 from asyncflow.transport.arena import ArenaReader, receive_buffer
 from asyncflow.transport.codec import ConnectionLost
 from asyncflow.transport.credentials import Credentials
-from asyncflow.transport.frames import Frame, FrameParser, Limits, encode_frame
+from asyncflow.transport.frames import Frame, FrameLimits, FrameParser, encode_frame
 from asyncflow.transport.stream import Stream, TlsStream, UnixStream, parse_address, socket_path
 from asyncflow.types import UserError
 
@@ -36,7 +36,7 @@ _Answer = tuple[codec.ReceivedReply, Sequence[np.ndarray]]
 class Peer:
     """A client's connection to a server. Requests run side by side; the answers come in any order."""
 
-    def __init__(self, address: str, limits: Limits) -> None:
+    def __init__(self, address: str, limits: FrameLimits) -> None:
         """Use `connect`."""
         self.address = address
         self._limits = limits
@@ -59,7 +59,7 @@ class Peer:
         *,
         credentials: Credentials | None = None,
         timeout_seconds: float = 20.0,
-        limits: Limits | None = None,
+        limits: FrameLimits | None = None,
     ) -> Peer:
         """Connect to `unix:/path/to.sock` (or a `Path`) or `tls:host:port` as `name`, and wait for the server's welcome.
 
@@ -68,7 +68,7 @@ class Peer:
             ConnectionLost: nobody answers there in time, or does not let this client in. Names the address.
         """
         place = parse_address(address)
-        peer = cls(str(address), limits or Limits())
+        peer = cls(str(address), limits or FrameLimits())
         try:
             async with asyncio.timeout(timeout_seconds):
                 if isinstance(place, Path):

@@ -19,7 +19,7 @@ from typing import cast
 from asyncflow.transport.arena import Arena
 from asyncflow.transport.connection import Connection, House, ReceiveRoom
 from asyncflow.transport.credentials import Credentials
-from asyncflow.transport.frames import Limits
+from asyncflow.transport.frames import FrameLimits
 from asyncflow.transport.stream import TlsStream, UnixStream, listen, parse_address
 from asyncflow.types import UserError
 
@@ -36,15 +36,15 @@ class Server:
         *,
         credentials: Credentials | None = None,
         arena: Arena | None = None,
-        limits: Limits | None = None,
+        limits: FrameLimits | None = None,
     ) -> None:
         """`on_disconnect` is told the `client_key` of every client that goes, if it had said hello.
 
         Large arrays are received into `arena`. If that has a file, those that lie in it are handed to clients on unix sockets by
-        reference: an array that was returned stays as it is until the client has copied it, see `Limits.hold_seconds`.
+        reference: an array that was returned stays as it is until the client has copied it, see `FrameLimits.hold_seconds`.
         """
         self.services = services
-        self.limits = limits or Limits()
+        self.limits = limits or FrameLimits()
         self._house = House(self.services, on_disconnect, arena, self.limits, ReceiveRoom(self.limits.assembly_bytes), set())
         self._credentials = credentials
         self._listeners: list[socket.socket] = []

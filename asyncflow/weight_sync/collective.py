@@ -30,7 +30,7 @@ from asyncflow.threads import ComputeThread
 from asyncflow.transport import ConnectionLost, Credentials, Peer, Server, client_key, client_name, proxy, remote
 from asyncflow.types import Array, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
-from asyncflow.weight_sync.group import Group, Store, reason
+from asyncflow.weight_sync.group import Group, GroupStore, reason
 from asyncflow.weight_sync.shared_memory import SharedMemorySender
 from asyncflow.weight_sync.staging import Arriving, Staging
 
@@ -327,18 +327,18 @@ class CollectiveReceiver:
         return arriving.finish()
 
 
-def _group(store: Store, seat: Seat, options: WeightSyncOptions) -> Group:
+def _group(store: GroupStore, seat: Seat, options: WeightSyncOptions) -> Group:
     timeout, is_local = options.deadline_seconds, options.listen is None
     return Group(store, seat.rank, seat.size, device=options.device, timeout_seconds=timeout, is_local=is_local)
 
 
-def _store(sender: Broadcasts, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> Store:
+def _store(sender: Broadcasts, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> GroupStore:
     """For a thread that forms a group while `loop` talks to the sender."""
 
     def wait(call: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(call, loop).result(deadline_seconds)
 
-    return Store(
+    return GroupStore(
         lambda key, value: wait(sender.put(epoch, key, value)),
         lambda key: wait(sender.get(epoch, key)),
     )

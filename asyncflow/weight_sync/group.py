@@ -24,7 +24,7 @@ CHUNK_BYTES = 4 << 20
 _IN_FLIGHT = 2  # chunks: one arrives while the one before it is copied and hashed
 
 
-class Store(dist.Store):  # type: ignore[name-defined]
+class GroupStore(dist.Store):  # type: ignore[name-defined]
     """Where the members leave their addresses for one another, as torch asks for it."""
 
     def __init__(self, put: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> None:
@@ -46,10 +46,10 @@ class Store(dist.Store):  # type: ignore[name-defined]
 class Group:
     """Its calls block; they raise `RuntimeError`, and close it, when a member is gone, or silent for `timeout_seconds`."""
 
-    def __init__(self, store: Store, rank: int, size: int, *, device: str, timeout_seconds: float, is_local: bool) -> None:
+    def __init__(self, store: GroupStore, rank: int, size: int, *, device: str, timeout_seconds: float, is_local: bool) -> None:
         """Waits for the other members, and keeps the `store`. `is_local`: all are on this machine."""
         self._device, self._timeout = torch.device(device), timedelta(seconds=timeout_seconds)
-        self._store: Store | None = store  # the backend refers to it, in C++
+        self._store: GroupStore | None = store  # the backend refers to it, in C++
         self._backend = _backend(store, rank, size, self._device, self._timeout, is_local)
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         num_buffers = _IN_FLIGHT if rank else 0
@@ -105,7 +105,7 @@ def reason(error: BaseException) -> str:
     return text.partition("] ")[2].partition(". ")[0] if text.startswith("[/") else text
 
 
-def _backend(store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, is_local: bool) -> Any:
+def _backend(store: GroupStore, rank: int, size: int, device: torch.device, timeout: timedelta, is_local: bool) -> Any:
     """The library that torch itself chooses for a device, a plug-in's (HCCL for an NPU) included."""
     name = dist.Backend.default_device_backend_map[device.type]
     if name == "gloo" and is_local:

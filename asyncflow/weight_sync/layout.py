@@ -31,7 +31,7 @@ _CODES = {  # torch's name -> safetensors' name, bytes per element
 }
 
 
-class Layout:
+class FileLayout:
     """`head`: the file up to its first tensor. `spans`: the tensors' first and last byte + 1 in the file, ascending."""
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:

@@ -69,7 +69,7 @@ class NetworkSender:
     def __init__(self, options: WeightSyncOptions, credentials: Credentials, incarnation: str) -> None:
         self._kept = SharedMemorySender(options, incarnation)
         self._listen = options.listen or LISTEN
-        self._server = Server({"weights": Source(self._kept)}, credentials=credentials)
+        self._server = Server({"weights": SenderService(self._kept)}, credentials=credentials)
         self._served_at = ""
 
     async def publish(self, version: int, source: WeightSource) -> Manifest:
@@ -89,7 +89,7 @@ class NetworkSender:
         await self._kept.close()
 
 
-class Source:
+class SenderService:
     """The sender's service."""
 
     def __init__(self, kept: SharedMemorySender) -> None:
@@ -181,7 +181,7 @@ class NodeReceiver:
 
     async def _chunks(self, manifest: Manifest, begin: int) -> AsyncGenerator[Array, None]:
         """The bytes of a version from `begin` on, uint8 [n] each, a few asked for ahead."""
-        source, num_bytes = proxy(Source, await self._dial(manifest.served_at), "weights"), manifest.num_bytes
+        source, num_bytes = proxy(SenderService, await self._dial(manifest.served_at), "weights"), manifest.num_bytes
         begins = iter(range(begin, num_bytes, CHUNK_BYTES))
         asked: deque[asyncio.Task[Array]] = deque()
 

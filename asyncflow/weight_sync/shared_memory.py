@@ -20,7 +20,7 @@ from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, TensorSpec, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
 from asyncflow.weight_sync.files import FileReader, VersionFiles
-from asyncflow.weight_sync.layout import Layout
+from asyncflow.weight_sync.layout import FileLayout
 from asyncflow.weight_sync.staging import Filling, expected, verified, wire_specs
 
 
@@ -47,7 +47,7 @@ class SharedMemorySender:
         self.incarnation = incarnation
         self._files = VersionFiles(options.directory, options.keep, options.deadline_seconds)
         self._dtype = options.dtype
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
         self._one_by_one = asyncio.Lock()
         self._thread = ComputeThread("weight-sender")
 
@@ -88,7 +88,7 @@ class SharedMemorySender:
     def _begin(self, version: int, source: Mapping[str, TensorSpec]) -> Filling:
         specs = wire_specs(source, self._dtype)
         if self._layout is None:
-            self._layout = Layout(specs)
+            self._layout = FileLayout(specs)
         elif specs != self._layout.specs:
             raise WeightSyncError(f"version {version} has other tensors than those published before it")
         return Filling(self._files.begin(version, self._layout.num_bytes), self._layout, source)
@@ -99,7 +99,7 @@ class SharedMemoryReceiver:
 
     def __init__(self) -> None:
         self._files = FileReader()
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
         self._thread = ComputeThread("weight-receiver")
 
     async def fetch(self, manifest: Manifest) -> Mapping[str, Tensor]:

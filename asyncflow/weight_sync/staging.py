@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
-from asyncflow.weight_sync.layout import Layout
+from asyncflow.weight_sync.layout import FileLayout
 
 _ALIGNMENT = 64
 # Copied and hashed at once: fits the second-level cache, and is large against the cost of a call.
@@ -40,7 +40,7 @@ class Filling:
     A tensor whose turn it is in the file is hashed as it is copied, one that comes too early when its turn has come.
     """
 
-    def __init__(self, file: Array, layout: Layout, source: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, file: Array, layout: FileLayout, source: Mapping[str, TensorSpec]) -> None:
         """`file`: uint8 [num_bytes]. `source`: what the tensors are before they are cast to the layout's dtypes."""
         self.layout = layout
         self._file, self._source = file, source
@@ -93,17 +93,17 @@ def copy_and_hash(target: Array, source: Array, digest: xxhash.xxh3_128) -> None
         digest.update(chunk.data)
 
 
-def expected(manifest: Manifest, before: Layout | None) -> Layout:
+def expected(manifest: Manifest, before: FileLayout | None) -> FileLayout:
     """The layout of a version's file. Raises `WeightSyncError` when its tensors are not those of the versions `before` it."""
     if before is not None and before.specs != manifest.tensors:
         raise WeightSyncError(f"version {manifest.version} has other tensors than those fetched before it")
-    layout = before or Layout(manifest.tensors)
+    layout = before or FileLayout(manifest.tensors)
     if layout.num_bytes != manifest.num_bytes:
         raise WeightSyncError(f"the tensors of version {manifest.version} have not the number of bytes of its manifest")
     return layout
 
 
-def verified(file: Array, layout: Layout, manifest: Manifest) -> dict[str, Tensor]:
+def verified(file: Array, layout: FileLayout, manifest: Manifest) -> dict[str, Tensor]:
     """The tensors in a version's file (uint8 [num_bytes]), not copied. Raises `WeightSyncError` when it is not the manifest's."""
     check_head(file[: len(layout.head)], layout, manifest)
     digest = xxhash.xxh3_128()
@@ -117,7 +117,7 @@ def verified(file: Array, layout: Layout, manifest: Manifest) -> dict[str, Tenso
     return tensors
 
 
-def check_head(head: Array, layout: Layout, manifest: Manifest) -> None:
+def check_head(head: Array, layout: FileLayout, manifest: Manifest) -> None:
     """Raises `WeightSyncError` when a file begins as another's."""
     if head.tobytes() != layout.head:
         raise WeightSyncError(f"{manifest.address} does not hold the names, shapes and dtypes of its manifest")
@@ -155,14 +155,14 @@ class Staging:
     """The tensors of one version in one buffer, allocated once, each 64-byte aligned: matmul kernels give other bits for others."""
 
     def __init__(self) -> None:
-        self._layout: Layout | None = None
+        self._layout: FileLayout | None = None
         self._tensors: dict[str, Tensor] = {}
 
     def begin(self, manifest: Manifest) -> Arriving:
         """What takes the bytes of a version. Raises `WeightSyncError` when its tensors are not those fetched before it."""
         return Arriving(self, expected(manifest, self._layout), manifest)
 
-    def buffers(self, layout: Layout) -> dict[str, Tensor]:
+    def buffers(self, layout: FileLayout) -> dict[str, Tensor]:
         """The tensors, by name."""
         if self._layout is None:
             self._tensors = _aligned(layout)
@@ -173,7 +173,7 @@ class Staging:
 class Arriving:
     """A version on its way: `write` the bytes of its file in order, then `finish`."""
 
-    def __init__(self, staging: Staging, layout: Layout, manifest: Manifest) -> None:
+    def __init__(self, staging: Staging, layout: FileLayout, manifest: Manifest) -> None:
         self._staging, self._layout, self._manifest = staging, layout, manifest
         self._digest = xxhash.xxh3_128()
         self._head = np.empty(len(layout.head), np.uint8)
@@ -205,7 +205,7 @@ class Arriving:
         return dict(self._staging.buffers(self._layout))
 
 
-def _aligned(layout: Layout) -> dict[str, Tensor]:
+def _aligned(layout: FileLayout) -> dict[str, Tensor]:
     """Uninitialised tensors in one buffer."""
     starts: dict[str, int] = {}
     total = 0

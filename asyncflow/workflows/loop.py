@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from asyncflow.algorithms.base import Algorithm, Trained
+from asyncflow.algorithms.base import Algorithm, ModelObjective
 from asyncflow.engines.base import (
     MicroBatch,
     MicroBatchResult,
@@ -39,8 +39,8 @@ from asyncflow.workflows.admissions import Admissions
 from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService, StepTotals, Update
 from asyncflow.workflows.samples import (
+    GroupRequest,
     Prompt,
-    Request,
     ScoredRow,
     Shape,
     UnusableResponse,
@@ -149,7 +149,7 @@ async def admit_evaluation(
     await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
 
 
-async def produce(by: Producer, leased: Leased, request: Request, on_generated: Callable[[], None]) -> None:
+async def produce(by: Producer, leased: Leased, request: GroupRequest, on_generated: Callable[[], None]) -> None:
     """One group: generate, score each response as soon as it is here, and enqueue what is scored."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
@@ -163,7 +163,7 @@ async def produce(by: Producer, leased: Leased, request: Request, on_generated: 
 
 
 async def _score_and_enqueue(
-    by: Producer, leased: Leased, request: Request, prompt: str, response: Response, scored: ScoredRows
+    by: Producer, leased: Leased, request: GroupRequest, prompt: str, response: Response, scored: ScoredRows
 ) -> None:
     row = row_index(request.meta.group, response.sample, by.shape.group_bits)
     text, is_finished = by.decode(response.token_ids), response.finish_reason == "stop"
@@ -242,7 +242,7 @@ async def update(
     turns: Turns,
     ledger: LedgerService,
     engine: Updated,
-    objective: Trained,
+    objective: ModelObjective,
     compute: Callable[[Sequence[MicroBatch]], Awaitable[list[MicroBatchResult]]],
     spans: Recorder,
     fingerprints: StepLog,
@@ -322,7 +322,7 @@ async def publish(version: int, weights: WeightSource, sender: WeightSender | No
     sender.retain(await board.publish(manifest))
 
 
-async def apply(engine: Updated, objective: Trained, totals: StepTotals, *, is_held: bool = False) -> Update:
+async def apply(engine: Updated, objective: ModelObjective, totals: StepTotals, *, is_held: bool = False) -> Update:
     """One optimiser step on the sums of a closed update; none when a row's loss was not finite, or when no row is left, or when
     the model is held as it is."""
     counts = {"tokens": totals.tokens, "sequences": totals.sequences}

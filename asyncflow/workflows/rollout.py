@@ -29,7 +29,7 @@ from asyncflow.types import Array
 from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
 from asyncflow.workflows.board import Board, Target
 from asyncflow.workflows.loop import Producer, produce
-from asyncflow.workflows.samples import EVALUATE_TASK, Request, Shape, requests
+from asyncflow.workflows.samples import EVALUATE_TASK, GroupRequest, Shape, requests
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
 
@@ -84,7 +84,7 @@ class Rollout:
         self._retry_seconds = RETRY_SECONDS[0]
         self._has_served = False  # anything since the last installation
         self._is_asking = False  # for groups, which may be on their way here
-        self._under_way: list[Request] = []  # with rows that have no response yet; of a group, as often as it was taken
+        self._under_way: list[GroupRequest] = []  # with rows that have no response yet; of a group, as often as it was taken
         self._generating = 0  # those rows
         self._scoring = 0
         self._changed = Signal()
@@ -156,12 +156,12 @@ class Rollout:
         wanted = -(-(self._engine.num_slots - self._generating) // size)
         return max(0 if self._generating else 1, min(wanted, (self._share - self._generating) // size))
 
-    async def _produce(self, leased: Leased, request: Request) -> None:
+    async def _produce(self, leased: Leased, request: GroupRequest) -> None:
         start, meta, version = self._spans.clock(), request.meta, self._installed
         await produce(self._producer, leased, request, partial(self._generated, request))
         self._spans.beside("generate_group", start, step=meta.step, version=version, group=meta.group, rows=len(request.rows))
 
-    def _generated(self, request: Request) -> None:
+    def _generated(self, request: GroupRequest) -> None:
         self._under_way = [other for other in self._under_way if other is not request]
         self._changed.notify()
 

@@ -182,7 +182,7 @@ def admission(metas: Sequence[GroupMeta], prompts: Sequence[Prompt], temperature
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GroupRequest:
     """One leased group, ready to be generated."""
 
     meta: GroupMeta
@@ -192,14 +192,14 @@ class Request:
     temperature: float
 
 
-def requests(leased: Leased) -> Iterator[Request]:
+def requests(leased: Leased) -> Iterator[GroupRequest]:
     """The groups of a rollout lease."""
     batch = leased.batch
     position = {group: i for i, group in enumerate(batch.groups.tolist())}
     for meta, rows in zip(leased.lease.groups, leased.lease.rows, strict=True):
         i = position[meta.group]
         example = msgspec.json.decode(batch.ragged("example")[i].tobytes())
-        yield Request(meta, rows, batch.ragged("prompt_ids")[i], example, float(batch.dense("temperature")[i]))
+        yield GroupRequest(meta, rows, batch.ragged("prompt_ids")[i], example, float(batch.dense("temperature")[i]))
 
 
 class UnusableResponse(Exception):

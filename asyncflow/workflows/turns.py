@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncflow.algorithms.base import Trained
+from asyncflow.algorithms.base import ModelObjective
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
@@ -91,7 +91,7 @@ class Turns:
         queue: TransferQueueClient,
         ledger: LedgerService,
         schedule: Schedule,
-        objective: Trained,
+        objective: ModelObjective,
         shape: Shape,
         rank: int,
         step: int,

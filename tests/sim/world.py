@@ -38,7 +38,7 @@ from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema, TaskSpec
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.table import State
+from asyncflow.transfer_queue.table import RowState
 from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.transport import ConnectionLost, remote
 from asyncflow.types import Column, GroupMeta, RunError
@@ -587,13 +587,13 @@ class World:
                 for row, mask in masks.items():
                     state = controller.table.state_of(row)
                     if mask & bits[DEAD]:
-                        fits = state == State.DEAD
+                        fits = state == RowState.DEAD
                     elif mask & bits[FILTERED]:
-                        fits = state in (State.FILTERED, State.DONE, State.DEAD)
+                        fits = state in (RowState.FILTERED, RowState.DONE, RowState.DEAD)
                     elif mask & outputs == outputs:
-                        fits = state == State.DONE
+                        fits = state == RowState.DONE
                     else:
-                        fits = state in ((State.READY, State.LEASED) if mask & reads == reads else (State.WAITING,))
+                        fits = state in ((RowState.READY, RowState.LEASED) if mask & reads == reads else (RowState.WAITING,))
                     if not fits:
                         self.books.violated(f"controller {task}: row {row} has columns {mask:b} in unit {number} and is {state!r}")
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.vllm import VllmEngine
-from asyncflow.engines.rollout.vllm_client import Refused, VllmClient
+from asyncflow.engines.rollout.vllm_client import RequestRefused, VllmClient
 from asyncflow.engines.rollout.vllm_instance import OwnServer
 from asyncflow.engines.rollout.vllm_server import VllmServer
 from asyncflow.telemetry.certificate import read_certificate
@@ -110,7 +110,7 @@ async def refused_without_the_key(address: str) -> None:
         stranger.settings(),
         stranger.generate([1], {"max_tokens": 1}, "salt"),
     ):
-        with pytest.raises(Refused, match="401"):
+        with pytest.raises(RequestRefused, match="401"):
             await call
     await stranger.close()
 

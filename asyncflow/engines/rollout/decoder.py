@@ -95,7 +95,7 @@ AnyLinear = Linear | PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """The weights of one layer."""
 
     input_norm: Tensor
@@ -172,7 +172,7 @@ class Decoder:
         self._name(weight, *names, sizes=sizes)
         return Linear(weight, bias)
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, prefix: str) -> DecoderLayer:
         c = self.config
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         heads = (c.num_attention_heads, c.num_key_value_heads)
@@ -196,7 +196,7 @@ class Decoder:
         output = linear("self_attn.o_proj", (c.hidden_size,), q, c.output_bias)
         gate_up = linear("mlp.gate_proj mlp.up_proj", (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias)
         down = linear("mlp.down_proj", (c.hidden_size,), c.intermediate_size, c.mlp_bias)
-        return Layer(norm("input_layernorm"), qkv, qk_norm, output, norm("post_attention_layernorm"), gate_up, down)
+        return DecoderLayer(norm("input_layernorm"), qkv, qk_norm, output, norm("post_attention_layernorm"), gate_up, down)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The slow part of an install, done beside generation: packed weights. `ValueError` when a tensor does not fit."""

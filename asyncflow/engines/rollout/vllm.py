@@ -28,7 +28,7 @@ import numpy as np
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
-from asyncflow.engines.rollout.vllm_client import PauseMode, Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_client import PauseMode, RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers, sender
 from asyncflow.engines.rollout.vllm_devices import why_not_deterministic as _why
 from asyncflow.engines.rollout.vllm_generation import Generation
@@ -223,7 +223,7 @@ class VllmEngine:
             if not self._is_begun:
                 try:
                     await self._servers.come_up()
-                except (ServerLost, Refused) as error:
+                except (ServerLost, RequestRefused) as error:
                     raise RunError(f"a vLLM server does not do what AsyncFlow needs of it (docs/vllm.md): {error}") from error
                 self._is_begun = True
 

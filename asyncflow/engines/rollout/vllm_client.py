@@ -35,7 +35,7 @@ class ServerLost(Exception):
     """The server is gone, or answers what makes no sense: it has to be started again."""
 
 
-class Refused(ValueError):
+class RequestRefused(ValueError):
     """The server does not do what it is asked, and would not the next time. `status`: HTTP's."""
 
     def __init__(self, said: str, status: int) -> None:
@@ -115,7 +115,7 @@ class VllmClient:
         )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], cache_salt: str) -> Generated:
-        """One response. Raises `Refused` for what exceeds the context, `Aborted`, and `ServerLost`."""
+        """One response. Raises `RequestRefused` for what exceeds the context, `Aborted`, and `ServerLost`."""
         body = {"token_ids": prompt_ids, "sampling_params": sampling, "cache_salt": cache_salt}
         timeout = httpx2.Timeout(self._generation_seconds, connect=CONNECT_SECONDS)
         content = await self._ask("POST", "/inference/v1/generate", body, timeout)
@@ -147,12 +147,12 @@ class VllmClient:
         )
 
     async def is_ready(self) -> bool:
-        """Whether the server answers, and its engine lives. Raises `Refused` (401) where it does not take the key."""
+        """Whether the server answers, and its engine lives. Raises `RequestRefused` (401) where it does not take the key."""
         try:
             await self._ask("GET", "/health", timeout=httpx2.Timeout(HEALTH_SECONDS, connect=CONNECT_SECONDS))
         except ServerLost:
             return False
-        except Refused as error:
+        except RequestRefused as error:
             if error.status == 401:  # it would not the next time
                 raise
             return False
@@ -162,7 +162,7 @@ class VllmClient:
         """Whether it refuses whoever brings none, also what vLLM's own --api-key leaves open."""
         try:
             await self._ask("GET", "/weight_info", headers={"Authorization": ""})
-        except Refused as error:
+        except RequestRefused as error:
             return error.status == 401
         return False
 
@@ -237,5 +237,5 @@ class VllmClient:
             return answer.content
         said = f"{self.address} answers {path} with status {answer.status_code}: {answer.text:.500}"
         if answer.status_code < 500:
-            raise Refused(said, answer.status_code)
+            raise RequestRefused(said, answer.status_code)
         raise ServerLost(said)

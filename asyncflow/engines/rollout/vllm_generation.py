@@ -24,7 +24,7 @@ import numpy as np
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.noise import stream_keys
-from asyncflow.engines.rollout.vllm_client import Aborted, Refused, ServerLost
+from asyncflow.engines.rollout.vllm_client import Aborted, RequestRefused, ServerLost
 from asyncflow.engines.rollout.vllm_instance import Instance
 from asyncflow.engines.rollout.vllm_servers import Servers
 from asyncflow.engines.rollout.vllm_weights import ServerWeights
@@ -143,7 +143,7 @@ class Generation:
             except ServerLost as error:
                 self._servers.lost(instance, life, error)
                 return None
-            except Refused as error:
+            except RequestRefused as error:
                 raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
             first = made.version_spans[0, 1] if len(made.version_spans) else version
             if first != version and self._weights.version == version:

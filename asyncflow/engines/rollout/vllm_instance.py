@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_server import ServerOptions, VllmServer
 from asyncflow.types import RunError, UserError
 
@@ -33,7 +33,7 @@ RESTART_PAUSES_SECONDS = (0.5, 30.0)  # at first, and at most: it doubles
 Call = Callable[[VllmClient], Awaitable[None]]
 
 
-class Host(Protocol):
+class ServerHost(Protocol):
     """Where a server comes from, and comes back from. `key_from`: where its key does, for a sentence."""
 
     name: str
@@ -69,7 +69,7 @@ class OwnServer:
         self._changing = threading.Lock()
 
     def start(self) -> None:
-        """See `Host`."""
+        """See `ServerHost`."""
         self.stop()
         with self._changing:
             if self._is_closed:
@@ -78,20 +78,20 @@ class OwnServer:
             self.server.spawn()
 
     def wait_until_ready(self) -> tuple[str, str]:
-        """See `Host`."""
+        """See `ServerHost`."""
         assert self.server is not None, "`start` first"
         self.server.wait_until_ready()
         return self.server.address, self.server.key
 
     def stop(self) -> None:
-        """See `Host`."""
+        """See `ServerHost`."""
         with self._changing:
             if self.server is not None:
                 self.server.stop()
                 self.server = None
 
     def close(self) -> None:
-        """See `Host`."""
+        """See `ServerHost`."""
         self._is_closed = True
         self.stop()
 
@@ -108,7 +108,7 @@ class RunningServer:
         """It is there, or whoever has started it starts it again."""
 
     def wait_until_ready(self) -> tuple[str, str]:
-        """See `Host`. Whether it answers is asked by its instance."""
+        """See `ServerHost`. Whether it answers is asked by its instance."""
         return self._address, self._key
 
     def stop(self) -> None:
@@ -123,7 +123,7 @@ class Instance:
 
     def __init__(
         self,
-        host: Host,
+        host: ServerHost,
         connect: Callable[[str, str], VllmClient],
         *,
         num_slots: int,
@@ -236,7 +236,7 @@ class Instance:
     async def _is_ready(self, client: VllmClient) -> bool:
         try:
             return await client.is_ready()
-        except Refused as error:
+        except RequestRefused as error:
             raise UserError(
                 f"{self.host.name} does not take the key {self.host.key_from}: give the one that it was started with (docs/vllm.md)"
             ) from error
@@ -272,7 +272,7 @@ class Instance:
                 try:
                     await asyncio.to_thread(self.host.start)
                     await self.come_up(update)
-                except (RunError, UserError, ServerLost, Refused) as error:
+                except (RunError, UserError, ServerLost, RequestRefused) as error:
                     why = error
                 else:
                     return

@@ -18,12 +18,12 @@ from functools import partial
 
 from asyncflow.engines.rollout.vllm_client import VllmClient
 from asyncflow.engines.rollout.vllm_devices import devices_of, is_cpu
-from asyncflow.engines.rollout.vllm_instance import Call, Host, Instance, OwnServer, RunningServer
+from asyncflow.engines.rollout.vllm_instance import Call, Instance, OwnServer, RunningServer, ServerHost
 from asyncflow.engines.rollout.vllm_server import ServerOptions
 from asyncflow.types import UserError
 
 
-def own_hosts(options: ServerOptions, instances: int, devices: Sequence[Sequence[int]] | None) -> list[Host]:
+def own_hosts(options: ServerOptions, instances: int, devices: Sequence[Sequence[int]] | None) -> list[ServerHost]:
     """Servers that the run starts with these options, but for `devices`: which ones, a list for each; None: one after another."""
     chosen: Sequence[Sequence[int] | None] = devices_of(options.device, instances, options.tensor_parallel, devices)
     if devices is None and (is_cpu(options.device) or (instances == 1 and ":" not in options.device)):
@@ -31,7 +31,7 @@ def own_hosts(options: ServerOptions, instances: int, devices: Sequence[Sequence
     return [OwnServer(replace(options, devices=these), f"vLLM {number}") for number, these in enumerate(chosen)]
 
 
-def given_hosts(addresses: Sequence[str], key_variable: str) -> list[Host]:
+def given_hosts(addresses: Sequence[str], key_variable: str) -> list[ServerHost]:
     """Servers that somebody else has started, who has put their key in that environment variable. Raises `UserError` if not."""
     key = os.environ.get(key_variable)
     if not key:
@@ -72,7 +72,7 @@ class Servers:
 
     def __init__(
         self,
-        hosts: Sequence[Host],
+        hosts: Sequence[ServerHost],
         connect: Callable[[str, str], VllmClient],
         bring_up: Call,
         *,

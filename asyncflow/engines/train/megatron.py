@@ -213,8 +213,8 @@ class MegatronTraining:
         """Of the data-parallel groups, which all have the same weights and state."""
         return self._ranks.dp_rank == 0
 
-    def _stage(self, config: DecoderConfig, files: WeightFiles, *, is_trained: bool) -> Stage:
-        stage = Stage(self._core, config, self._options, is_trained=is_trained, padding_id=self._padding_id)
+    def _stage(self, config: DecoderConfig, files: WeightFiles, *, is_trained: bool) -> MegatronStage:
+        stage = MegatronStage(self._core, config, self._options, is_trained=is_trained, padding_id=self._padding_id)
         stage.load(files)
         return stage
 
@@ -307,7 +307,7 @@ class PackedCoreAttention(nn.Module):
         return out_1PHD.transpose(0, 1).flatten(2)
 
 
-class Stage:
+class MegatronStage:
     """What one process holds of a model, and the passes through it, which all processes of a data-parallel group make alike.
 
     A `Policy` for `TriModel`: the processes of the last stage get what `log_probs` says, the others zeros.
@@ -352,7 +352,7 @@ class Stage:
             self.weights[name].copy_(origin.shard(whole, self.tp, self.core.tp_group.size()))
 
     @torch.no_grad()
-    def move_from(self, policy: Stage) -> None:
+    def move_from(self, policy: MegatronStage) -> None:
         """Take over the policy's weights as they are now."""
         for name, weight in self.weights.items():
             weight.copy_(policy.weights[name])
@@ -539,10 +539,10 @@ class StageTensors:
 
     def __init__(
         self,
-        policy: Stage,
+        policy: MegatronStage,
         masters: Mapping[str, Tensor],
         optimizer: Optimizer,
-        old_model: Stage | None,
+        old_model: MegatronStage | None,
         layout: Layout,
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:

@@ -42,7 +42,7 @@ class _PackedColumn(msgspec.Struct, array_like=True, forbid_unknown_fields=True)
     length_bytes: Count
 
 
-class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class _PackedHeader(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     metas: list[GroupMeta]
     num_rows: Count
     num_groups: Count
@@ -50,7 +50,7 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Header)
+_decoder = msgspec.msgpack.Decoder(_PackedHeader)
 
 
 def pack(batch: Batch, metas: Sequence[GroupMeta] = ()) -> list[bytes | memoryview]:
@@ -72,7 +72,7 @@ def pack(batch: Batch, metas: Sequence[GroupMeta] = ()) -> list[bytes | memoryvi
         arrays.append(array)
         shape = list(array.shape[1:])
         columns.append(_PackedColumn(name, array.dtype.name, shape, len(values), len(array), length_bytes))
-    header = _encoder.encode(_Header(list(metas), len(batch.indices), len(batch.groups), columns))
+    header = _encoder.encode(_PackedHeader(list(metas), len(batch.indices), len(batch.groups), columns))
     body = [piece for array in arrays for piece in _padded(array)]
     sizes = len(header), sum(len(piece) for piece in body)
     checksum = xxhash.xxh3_64(_covered(*sizes))
@@ -186,7 +186,7 @@ class _Body:
         return array.reshape(count, *shape)
 
 
-def _column(body: _Body, column: _PackedColumn, header: _Header) -> Values:
+def _column(body: _Body, column: _PackedColumn, header: _PackedHeader) -> Values:
     name = f"column {column.name!r}"
     if column.dtype not in DTYPES:
         raise ValueError(f"{name} has an unknown dtype {column.dtype!r}")

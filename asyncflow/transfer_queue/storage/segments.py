@@ -55,7 +55,7 @@ class Keys:
             yield int(pages[where[0]]), where, slots[where]
 
 
-class _Page:
+class _LocatorPage:
     """The locators of the 4,096 keys of a page, -1 where there is no entry."""
 
     __slots__ = ("live", "locators")
@@ -118,7 +118,7 @@ class ColumnSegments:
         self._dtype, self._shape = np.dtype(column.dtype), column.shape
         self._value_bytes = self._dtype.itemsize * prod(column.shape)
         self._open_values = max(1, OPEN_BYTES // max(1, self._value_bytes))
-        self._pages: dict[int, _Page] = {}
+        self._pages: dict[int, _LocatorPage] = {}
         self._segments: dict[int, _Segment] = {}
         self._num_segments = 0  # ever
         self._open: _Segment | None = None
@@ -140,7 +140,7 @@ class ColumnSegments:
             segment = self._with_room(size, 1)
         page = self._pages.get(key >> PAGE_BITS)
         if page is None:
-            page = self._pages[key >> PAGE_BITS] = _Page()
+            page = self._pages[key >> PAGE_BITS] = _LocatorPage()
         position, used = segment.count, segment.used + size
         segment.values[segment.used : used] = array
         segment.keys[position] = key
@@ -156,7 +156,7 @@ class ColumnSegments:
 
     def add(self, keys: Keys, values: Values) -> None:
         """An entry for each key, none of which has one. When memory runs out nothing has been added."""
-        pages = [self._pages.setdefault(number, _Page()) for number, _, _ in keys.parts]
+        pages = [self._pages.setdefault(number, _LocatorPage()) for number, _, _ in keys.parts]
         locators = np.arange(len(keys), dtype=np.int64)
         segment, position = self._placed(keys, values)
         locators += segment.base | position

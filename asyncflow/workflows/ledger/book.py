@@ -10,7 +10,7 @@ from itertools import chain
 
 from asyncflow.workflows.ledger.candidates import Candidates
 from asyncflow.workflows.ledger.figures import Consumed, StepTotals
-from asyncflow.workflows.ledger.passes import Pass
+from asyncflow.workflows.ledger.passes import UpdateProgress
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Book:
     group_bits: int
     mini_batches: int
     groups_per_turn: int
-    passes: dict[str, list[Pass]]
+    passes: dict[str, list[UpdateProgress]]
     todo: dict[str, set[int]]
     candidates: Candidates | None = None
     part: dict[int, int] = field(default_factory=dict)
@@ -159,10 +159,10 @@ class Book:
             raise ValueError(f"step {self.step} still waits for {len(rows)} rows, the first of them {rows[0]}")
         return StepTotals(self.step, one.tokens, one.sequences, self.dead, one.non_finite_rows)
 
-    def _updates(self, task: str, group: int) -> list[Pass]:
+    def _updates(self, task: str, group: int) -> list[UpdateProgress]:
         """Those that train a member, one of each epoch."""
         return self.passes[task][self.part[group] :: self.mini_batches]
 
-    def _remove(self, one: Pass, rows: Iterable[int]) -> None:
+    def _remove(self, one: UpdateProgress, rows: Iterable[int]) -> None:
         for row in rows:
             one.remove(row >> self.group_bits, [row])

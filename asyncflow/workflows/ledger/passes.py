@@ -12,7 +12,7 @@ from itertools import chain
 
 
 @dataclass(slots=True)
-class Pass:
+class UpdateProgress:
     """`members`: rows not yet consumed or given up, by group. `offered`: the groups that each rank has ready to train, with their
     tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks
     train at the same time; `given`: the groups in them.

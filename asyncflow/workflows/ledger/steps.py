@@ -28,7 +28,7 @@ from asyncflow.types import GroupMeta
 from asyncflow.workflows.ledger.book import Book
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted
 from asyncflow.workflows.ledger.figures import StepTotals
-from asyncflow.workflows.ledger.passes import Pass
+from asyncflow.workflows.ledger.passes import UpdateProgress
 
 
 class Ledger:
@@ -154,7 +154,9 @@ class Ledger:
             self._group_bits,
             mini_batches,
             self._groups_per_turn,
-            passes={t: [Pass([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()},
+            passes={
+                t: [UpdateProgress([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()
+            },
             todo={task: set() for task in self.tasks},
             candidates=Candidates(self._num_members, has_places=mini_batches > 1) if has_candidates else None,
         )

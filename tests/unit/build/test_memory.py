@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncflow.build.memory import GIB, Part, Shapes, host_parts, lines, micro_batch_tokens, rollout_parts, training_parts
+from asyncflow.build.memory import GIB, MemoryUse, Shapes, host_parts, lines, micro_batch_tokens, rollout_parts, training_parts
 from asyncflow.build.parts import num_devices
 from asyncflow.build.prepare import check_shapes
 from asyncflow.config import Config, load, parse
@@ -64,7 +64,7 @@ def config_of(**sections: Any) -> Config:
     return parse({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
 
 
-def by_name(parts: list[Part]) -> dict[str, float]:
+def by_name(parts: list[MemoryUse]) -> dict[str, float]:
     return {part.name: part.num_bytes for part in parts}
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from asyncflow.build.connection import Connection, config_of
+from asyncflow.build.connection import RunConnection, config_of
 from asyncflow.build.workers import _sample_filter
 from asyncflow.config import dump, parse
 from asyncflow.workflows.evaluation import HeldOut
@@ -34,7 +34,7 @@ def test_of_every_evaluation_the_same_prompts_are_kept(greedy: bool) -> None:
         job=SimpleNamespace(num_held_out=5),
         reporter=SimpleNamespace(keep_sample=kept.append),
     )
-    keep = _sample_filter(cast(Connection, run))
+    keep = _sample_filter(cast(RunConnection, run))
     for version in range(10):
         for meta in held_out.admission(version)[0]:
             for number in range(meta.size):

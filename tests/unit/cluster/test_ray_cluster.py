@@ -20,7 +20,7 @@ import pytest
 from asyncflow.cluster import base, ray_cluster, ray_connection, ray_host, ray_places, ray_process
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
 from asyncflow.cluster.ray_cluster import RayCluster
-from asyncflow.cluster.ray_host import Host, Letter
+from asyncflow.cluster.ray_host import Letter, RayHost
 from asyncflow.types import UserError
 from tests.patience import patience
 
@@ -131,7 +131,7 @@ def test_the_environment_of_a_worker_here_and_elsewhere(own_cluster: RayCluster,
     for name in ("MY_CHOICE", "NCCL_DEBUG", "A_SECRET", "HF_TOKEN", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "1")
     worker = WorkerSpec("trainer/3", "e", {"LOCAL_RANK": "3", "RANK": "3"})
-    place = ray_places.Place(worker, ray_places._Pool(None, set()), 0, {"CPU": 1.0})
+    place = ray_places.WorkerPlace(worker, ray_places._Pool(None, set()), 0, {"CPU": 1.0})
     here = own_cluster._environment(place, is_abroad=False)
     assert here["A_SECRET"] == here["MY_CHOICE"] == "1" and here["LOCAL_RANK"] == "3"
     elsewhere = own_cluster._environment(place, is_abroad=True)
@@ -158,7 +158,7 @@ def letter(run_dir: Path, function: str, **changes: Any) -> bytes:
     return msgspec.msgpack.encode(msgspec.structs.replace(told, **changes))
 
 
-def heard(host: Host) -> tuple[str, int]:
+def heard(host: RayHost) -> tuple[str, int]:
     """All that a worker says, and its status."""
     output, status = b"", None
     while status is None:
@@ -175,7 +175,7 @@ def await_file(path: Path) -> None:
 
 
 def test_a_host_tells_what_its_worker_prints_and_how_it_ends(run_dir: Path) -> None:
-    host = Host()
+    host = RayHost()
     pid = host.start(letter(run_dir, "well"))
     assert heard(host) == (f"all is well in {run_dir} with []\n", 0) and not psutil.pid_exists(pid)
     assert (run_dir / "w").read_text() == "red"
@@ -186,7 +186,7 @@ def test_a_host_tells_what_its_worker_prints_and_how_it_ends(run_dir: Path) -> N
 
 
 def test_a_host_kills_and_says_by_what_signal_it_ended(run_dir: Path) -> None:
-    host = Host()
+    host = RayHost()
     host.start(letter(run_dir, "stays"))
     await_file(run_dir / "w")
     host.kill()
@@ -195,7 +195,7 @@ def test_a_host_kills_and_says_by_what_signal_it_ended(run_dir: Path) -> None:
 
 def test_a_talkative_worker_waits_for_the_driver_and_loses_no_line(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_host, "OUTPUT_BYTES", 10_000)
-    host = Host()
+    host = RayHost()
     host.start(letter(run_dir, "talks"))
     time.sleep(1.0)
     assert len(host._output) < 10_000 + (1 << 16)
@@ -204,7 +204,7 @@ def test_a_talkative_worker_waits_for_the_driver_and_loses_no_line(run_dir: Path
 
 
 def test_the_end_of_a_worker_is_told_though_another_process_has_its_output_open(run_dir: Path) -> None:
-    host = Host()
+    host = RayHost()
     host.start(letter(run_dir, "haunted"))
     began = time.monotonic()
     assert heard(host) == ("I leave something behind\n", 7)
@@ -218,7 +218,7 @@ def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_m
     memory.mkdir()
     monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", memory)
     monkeypatch.setattr("tempfile.tempdir", str(run_dir))
-    host = Host()
+    host = RayHost()
     host.start(letter(run_dir, "stays", is_abroad=True, environment={}, files={"key.pem": b"the key", "job.json": b"{}"}))
     copied = run_dir / "asyncflow-node-r1" / "files" / "run" / run_dir.name
     await_file(copied / "w")
@@ -237,7 +237,7 @@ def test_a_run_of_any_name_has_a_folder_of_its_own_on_another_machine(tmp_path: 
     monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "workers.py").write_text(WORKERS)
-    host = Host()
+    host = RayHost()
     told = msgspec.msgpack.decode(letter(tmp_path, "well", is_abroad=True, environment={}, files={"job.json": b"{}"}), type=Letter)
     host.start(msgspec.msgpack.encode(msgspec.structs.replace(told, run_dir="/elsewhere/model")))
     heard(host)
@@ -249,7 +249,7 @@ def test_a_run_of_any_name_has_a_folder_of_its_own_on_another_machine(tmp_path: 
 def test_a_host_has_one_worker_at_a_time(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its driver has not heard of the first for a while, and starts another."""
     monkeypatch.setattr(ray_host, "READ_SECONDS", 0.3)
-    host = Host()
+    host = RayHost()
     first = host.start(letter(run_dir, "stays_haunted"))
     await_file(run_dir / "w")
     second = host.start(letter(run_dir, "leaves"))
@@ -264,7 +264,7 @@ def test_a_host_has_one_worker_at_a_time(run_dir: Path, monkeypatch: pytest.Monk
 def test_the_last_words_of_a_talkative_worker_wait_for_a_slow_driver(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_host, "OUTPUT_BYTES", 1000)
     monkeypatch.setattr(ray_host, "READ_SECONDS", 0.1)
-    host = Host()
+    host = RayHost()
     pid = host.start(letter(run_dir, "bursts"))
     deadline = time.monotonic() + patience(30.0)
     while is_running(pid):

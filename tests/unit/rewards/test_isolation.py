@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncflow.rewards import REWARDS, processes
-from asyncflow.rewards.base import Part, RewardFailure, Sample, Score, weighted
+from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score, weighted
 from asyncflow.rewards.fallback import with_fallback
 from asyncflow.rewards.sandbox import RewardPool
 from tests.patience import patience
@@ -130,11 +130,13 @@ async def open_pool(tmp_path: Path) -> AsyncIterator[Open]:
     pools: list[RewardPool] = []
 
     async def open_pool(
-        *parts: str | Part, seconds: float = 5.0, workers: int = 1, data: dict[str, str] | None = None, **options: Any
+        *parts: str | RewardPart, seconds: float = 5.0, workers: int = 1, data: dict[str, str] | None = None, **options: Any
     ) -> RewardPool:
         path = {**REWARDS}
-        named = [part if isinstance(part, Part) else Part(part, path.get(part, f"{file}:{part}"), options) for part in parts]
-        named = [Part(p.name, path.get(p.scorer, p.scorer.replace("GRADER", str(file))), p.options, p.weight) for p in named]
+        named = [
+            part if isinstance(part, RewardPart) else RewardPart(part, path.get(part, f"{file}:{part}"), options) for part in parts
+        ]
+        named = [RewardPart(p.name, path.get(p.scorer, p.scorer.replace("GRADER", str(file))), p.options, p.weight) for p in named]
         pool = RewardPool(
             named,
             num_workers=workers,
@@ -263,7 +265,7 @@ async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> N
 
 
 async def test_scorers_of_our_own_without_state_need_no_fork_and_are_killed_in_time(open_pool: Open) -> None:
-    pool = await open_pool(Part("slow", "regex", {"pattern": "(a+)+$"}), seconds=0.5)
+    pool = await open_pool(RewardPart("slow", "regex", {"pattern": "(a+)+$"}), seconds=0.5)
     (worker,) = pool._workers
     assert worker.grace_seconds == 0.0 and (await pool.score(sample("aaaa"))).reward == 1.0
     start = time.monotonic()
@@ -274,7 +276,7 @@ async def test_scorers_of_our_own_without_state_need_no_fork_and_are_killed_in_t
 
 
 async def test_a_pattern_that_backtracks_is_also_ended_in_a_fork(open_pool: Open) -> None:
-    pool = await open_pool(Part("slow", "regex", {"pattern": "(a+)+$"}), Part("own", "GRADER:keeps_state"), seconds=0.5)
+    pool = await open_pool(RewardPart("slow", "regex", {"pattern": "(a+)+$"}), RewardPart("own", "GRADER:keeps_state"), seconds=0.5)
     assert await kind(pool, "a" * 60 + "b") == "timeout"
     assert (await pool.score(sample("ba"))).parts == (1.0, 1.0)
 
@@ -292,15 +294,15 @@ async def test_who_prints_or_writes_too_much_fails(open_pool: Open, tmp_path: Pa
 
 async def test_several_parts_are_weighted_and_told_apart(open_pool: Open) -> None:
     pool = await open_pool(
-        Part("correct", "numeric", {}, 1.0), Part("brief", "length", {"max_tokens": 4, "soft_tokens": 2}, 0.5),
-        Part("own", "GRADER:choosy", {"only": "#### 9"}, 2.0),
+        RewardPart("correct", "numeric", {}, 1.0), RewardPart("brief", "length", {"max_tokens": 4, "soft_tokens": 2}, 0.5),
+        RewardPart("own", "GRADER:choosy", {"only": "#### 9"}, 2.0),
     )  # fmt: skip
     assert await pool.score(sample("#### 9", ids=3, answer="9")) == Score(0.75, (1.0, -0.5, None))
     assert await pool.score(sample("#### 8", ids=9, answer="9")) == Score(-0.5, (0.0, -1.0, None))
 
 
 async def test_a_part_that_fails_fails_the_sample(open_pool: Open) -> None:
-    pool = await open_pool(Part("correct", "numeric"), Part("own", "GRADER:runs_it"))
+    pool = await open_pool(RewardPart("correct", "numeric"), RewardPart("own", "GRADER:runs_it"))
     with pytest.raises(RewardFailure, match=r"runs_it raised ZeroDivisionError"):
         await pool.score(sample("1/0", answer="9"))
 
@@ -394,7 +396,7 @@ async def test_a_reward_is_a_number_of_32_bits(open_pool: Open) -> None:
         assert (await pool.score(sample(text))).reward == reward
     for text in ("1e39", "-1e39", "3.5e38", "10**400", "np.inf"):
         assert await kind(pool, text) == "invalid", text
-    two = await open_pool("gives", Part("again", "GRADER:gives"))
+    two = await open_pool("gives", RewardPart("again", "GRADER:gives"))
     assert await kind(two, "3e38") == "invalid", "their sum is none"
 
 

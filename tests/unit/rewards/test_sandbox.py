@@ -16,7 +16,7 @@ import pytest
 
 from asyncflow.cluster.fork_server import TITLE
 from asyncflow.rewards import REWARDS
-from asyncflow.rewards.base import Part, RewardFailure, Sample
+from asyncflow.rewards.base import RewardFailure, RewardPart, Sample
 from asyncflow.rewards.messages import TOKEN_BYTES, Scored, frame
 from asyncflow.rewards.sandbox import RewardPool, Worker
 from asyncflow.types import RunError, UserError
@@ -134,7 +134,7 @@ async def open_pool(scorer_file: Path, monkeypatch: pytest.MonkeyPatch) -> Async
 
     async def open_pool(seconds: float = DEADLINE_SECONDS, workers: int = 1, path: str = "", **options: Any) -> Pool:
         pool = Pool(
-            [Part("test", path or f"{scorer_file}:Score", options)],
+            [RewardPart("test", path or f"{scorer_file}:Score", options)],
             num_workers=workers,
             deadline_seconds=seconds,
             memory_bytes=MEMORY_BYTES,
@@ -384,7 +384,7 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
     (tmp_path / "hangs.py").write_text("while True: pass")
     path = path.format(file=scorer_file, exits=tmp_path / "exits.py", hangs=tmp_path / "hangs.py")
     seconds = 0.3 if "hangs" in path else 20.0
-    parts = [Part("test", path, options)]
+    parts = [RewardPart("test", path, options)]
     pool = RewardPool(parts, num_workers=2, deadline_seconds=1, memory_bytes=MEMORY_BYTES, name="test", start_seconds=seconds)
     with pytest.raises(UserError, match=words) as caught:
         await pool.start()
@@ -397,7 +397,7 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
 @pytest.mark.parametrize("path", ["final_answer", ":Name", "module:", ""])
 def test_a_path_without_a_name_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=r"package\.module:Name"):
-        RewardPool([Part("test", path)], num_workers=1, deadline_seconds=1, memory_bytes=MEMORY_BYTES, name="test")
+        RewardPool([RewardPart("test", path)], num_workers=1, deadline_seconds=1, memory_bytes=MEMORY_BYTES, name="test")
 
 
 async def test_a_scorer_that_is_gone_ends_the_pool_for_all_who_wait(
@@ -431,11 +431,12 @@ async def test_close_leaves_no_process_and_nobody_waiting(open_pool: Open) -> No
 
 PARENT = """
 import asyncio, json, sys
-from asyncflow.rewards.base import Part, Sample
+from asyncflow.rewards.base import RewardPart, Sample
 from asyncflow.rewards.sandbox import RewardPool
 
 async def main(path, responses):
-    pool = RewardPool([Part("test", path)], num_workers=len(responses), deadline_seconds=60, memory_bytes=1 << 28, name="orphan")
+    parts = [RewardPart("test", path)]
+    pool = RewardPool(parts, num_workers=len(responses), deadline_seconds=60, memory_bytes=1 << 28, name="orphan")
     await pool.start()
     await asyncio.gather(*(pool.score(Sample(prompt="", response=r, example={}, is_finished=True)) for r in responses))
 

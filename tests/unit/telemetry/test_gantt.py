@@ -3,14 +3,14 @@ from itertools import pairwise
 
 import pytest
 
-from asyncflow.telemetry.gantt import Bar, State, coarser, colours_of, drawn_levels, first_view, gantt_chart, step_ends
+from asyncflow.telemetry.gantt import Bar, BarKind, coarser, colours_of, drawn_levels, first_view, gantt_chart, step_ends
 from asyncflow.telemetry.spans import Span
 
 
 def alternating(count: int, lanes: int = 2) -> list[Bar]:
     """Short bars of three states, end to end, in each lane."""
     draw = random.Random(0)
-    states = [State("forward_backward"), State("rows", is_wait=True), State("optim_step")]
+    states = [BarKind("forward_backward"), BarKind("rows", is_wait=True), BarKind("optim_step")]
     bars = []
     for lane in range(lanes):
         now = 0.0
@@ -21,8 +21,8 @@ def alternating(count: int, lanes: int = 2) -> list[Bar]:
     return bars
 
 
-def seconds_by(bars: list[Bar]) -> dict[tuple[int, State], float]:
-    totals: dict[tuple[int, State], float] = {}
+def seconds_by(bars: list[Bar]) -> dict[tuple[int, BarKind], float]:
+    totals: dict[tuple[int, BarKind], float] = {}
     for bar in bars:
         totals[bar.lane, bar.state] = totals.get((bar.lane, bar.state), 0.0) + bar.end - bar.start
     return totals
@@ -50,7 +50,7 @@ def test_few_bars_are_drawn_as_they_are():
 
 
 def test_a_long_bar_is_never_grouped():
-    busy, idle = State("generate"), State("prompts", is_wait=True)
+    busy, idle = BarKind("generate"), BarKind("prompts", is_wait=True)
     bars = [
         Bar(0, idle, 0.0, 0.01, -1, -1, 0, 0),
         Bar(0, busy, 0.01, 0.02, 3, 1, 5, 6),
@@ -81,10 +81,10 @@ def test_a_step_ends_with_its_last_update():
 
 def test_unknown_tasks_and_causes_are_drawn_in_stable_colours_of_their_own():
     names = [f"strange {i}" for i in range(6)]
-    colours = colours_of([State(name) for name in names] + [State("generate")])
+    colours = colours_of([BarKind(name) for name in names] + [BarKind("generate")])
     assert len(set(colours.values())) == 7
-    one = State("strange 0")
-    assert colours_of([one])[one] == colours_of([one, State("load")])[one]
+    one = BarKind("strange 0")
+    assert colours_of([one])[one] == colours_of([one, BarKind("load")])[one]
     spans = [
         Span(worker="w", task="strange", start=0, end=1),
         Span(worker="w", task="wait", cause="odd", start=1, end=2),

@@ -13,7 +13,7 @@ from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.transfer_queue.table import State
+from asyncflow.transfer_queue.table import RowState
 from asyncflow.transfer_queue.unit import StorageUnit, UnitOptions
 from asyncflow.types import Batch, Column, GroupMeta, Interval, RunError
 from tests.unit.transfer_queue.dictionary import Dictionary
@@ -189,7 +189,7 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
         news = await unit.follow("train", controller.table.incarnation, "", 0, [])
         controller.following.take(0, news, is_new_life=life > 0)
     assert lost == [4, 5, 6, 7]
-    assert {controller.table.state_of(row) for row in (4, 5, 6, 7, 8)} == {State.WAITING}
+    assert {controller.table.state_of(row) for row in (4, 5, 6, 7, 8)} == {RowState.WAITING}
     controller.close()
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
-from asyncflow.transfer_queue.table import State, Table
+from asyncflow.transfer_queue.table import RowState, Table
 from asyncflow.types import Array, Column, GroupMeta
 from tests import builders
 from tests.depth import few
@@ -377,7 +377,7 @@ def test_a_final_failure_is_the_last_one_at_once() -> None:
     table = table_of(PARTIAL, meta(0))
     taken = lease(table)
     assert table.fail(taken.token, [0], "for good", 0, is_final=True) == [DeadRow(0, 0, "for good")]
-    assert table.state_of(0) is State.DEAD and table.counts()["redelivered"] == 0
+    assert table.state_of(0) is RowState.DEAD and table.counts()["redelivered"] == 0
     assert table.fail(taken.token, [0], "again", 0, is_final=True) == []
 
 
@@ -389,7 +389,7 @@ def test_a_row_is_delivered_again_until_its_kth_failure_and_then_dead_with_that_
         assert table.fail(taken.token, [0], f"error {attempt}", 0) == []
     taken = lease(table)
     assert table.fail(taken.token, [0], "the last one", 0) == [DeadRow(0, 0, "the last one")]
-    assert table.state_of(0) is State.DEAD and table.dead == {0: "the last one"}
+    assert table.state_of(0) is RowState.DEAD and table.dead == {0: "the last one"}
     assert any_lease(table) is None
     assert counts(table) == (0, 0, 1, 0, 1, 0) and table.counts()["redelivered"] == 2
     assert notify(table, [0], ["dead", "out"]) == [] and table.counts()["dead_total"] == 1
@@ -517,7 +517,7 @@ def test_a_row_given_back_and_leased_again_is_not_the_first_lease_s_any_more() -
     first = lease(table)
     table.fail(first.token, [0], "x", 0)
     second = lease(table, "other")
-    assert table.fail(first.token, [0], "x", 0) == [] and table.state_of(0) is State.LEASED
+    assert table.fail(first.token, [0], "x", 0) == [] and table.state_of(0) is RowState.LEASED
     assert table.abandon("w") == [first.token.lease]
     table.check(second.token, [0])
     assert table.leases.holders() == {"other": 1}
@@ -895,15 +895,15 @@ class TableAgainstModel(RuleBasedStateMachine):
     @invariant()
     def every_row_is_accounted_for(self) -> None:
         held = self.held()
-        ends = {"out": State.DONE, "dead": State.DEAD, "filtered": State.FILTERED}
-        states = dict[int, State]()
+        ends = {"out": RowState.DONE, "dead": RowState.DEAD, "filtered": RowState.FILTERED}
+        states = dict[int, RowState]()
         for row, columns in self.columns.items():
             end = self.end(row)
-            ready = State.READY if columns >= {"a", "b"} else State.WAITING
-            states[row] = ends[end] if end else State.LEASED if row in held else ready
+            ready = RowState.READY if columns >= {"a", "b"} else RowState.WAITING
+            states[row] = ends[end] if end else RowState.LEASED if row in held else ready
         assert {row: self.table.state_of(row) for row in self.columns} == states
         found = [*states.values()]
-        order = [State.WAITING, State.READY, State.LEASED, State.DONE, State.DEAD, State.FILTERED]
+        order = [RowState.WAITING, RowState.READY, RowState.LEASED, RowState.DONE, RowState.DEAD, RowState.FILTERED]
         assert counts(self.table) == tuple(found.count(state) for state in order)
         assert self.table.counts()["redelivered"] == self.redelivered
         assert self.table.rows_of(0).tolist() == sorted(self.columns)

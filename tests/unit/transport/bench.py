@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncflow.transport import Limits, Peer, Server, client_name, proxy, remote
+from asyncflow.transport import FrameLimits, Peer, Server, client_name, proxy, remote
 from asyncflow.transport.frames import MAGIC, PREFIX
 from asyncflow.types import RunError, UserError, crosses
 
@@ -121,7 +121,7 @@ def done(result: Any) -> asyncio.Future[Any]:
 
 
 class Bench:
-    def __init__(self, path: Path, limits: Limits | None = None, **server: Any) -> None:
+    def __init__(self, path: Path, limits: FrameLimits | None = None, **server: Any) -> None:
         self.path, self.echo, self.gone = path, Echo(), list[str]()
         self.server = Server({"echo": self.echo}, lambda key: self.gone.append(key.partition("@")[0]), limits=limits, **server)
         self.peers: list[Peer] = []

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncflow.transport import arena as arena_module
-from asyncflow.transport.arena import Arena, ArenaReader, Place
+from asyncflow.transport.arena import Arena, ArenaPlace, ArenaReader
 from asyncflow.types import RunError
 
 MIB = 1 << 20
@@ -189,7 +189,7 @@ def test_a_reader_notices_that_the_range_has_been_freed(tmp_path: Path, is_used_
 def test_a_place_outside_is_refused(tmp_path: Path, place: tuple[int, int, int, int]) -> None:
     arena = Arena(MIB, tmp_path / "arena")
     with pytest.raises(ValueError, match="no such place"):
-        ArenaReader(tmp_path / "arena").copy(Place(*place), lambda n: np.empty(n, np.uint8))
+        ArenaReader(tmp_path / "arena").copy(ArenaPlace(*place), lambda n: np.empty(n, np.uint8))
     arena.close()
 
 

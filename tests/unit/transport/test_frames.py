@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from asyncflow.transport.frames import LARGE_BYTES, MAGIC, PREFIX, FrameParser, Limits, encode_frame, new_buffer
+from asyncflow.transport.frames import LARGE_BYTES, MAGIC, PREFIX, FrameLimits, FrameParser, encode_frame, new_buffer
 from tests.unit.transport.bench import frame
 
-LIMITS = Limits()
+LIMITS = FrameLimits()
 
 
 def feed(parser: FrameParser, content: bytes, step: int) -> list[tuple[bytes, list[bytes]]]:
@@ -155,4 +155,4 @@ def test_parts_of_frames_in_random_steps() -> None:
 @pytest.mark.parametrize("sizes", [{"header_bytes": 1 << 32}, {"buffers": -1}, {"assembly_bytes": 1 << 30}])
 def test_limits_that_cannot_work_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"limits that no frame|wait for ever"):
-        Limits(**sizes)  # type: ignore[arg-type]
+        FrameLimits(**sizes)  # type: ignore[arg-type]

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.transport import Limits, codec, remote
+from asyncflow.transport import FrameLimits, codec, remote
 from asyncflow.transport.frames import PREFIX, FrameParser, encode_frame, new_buffer
 from asyncflow.types import GroupMeta, Interval
 from tests.depth import few
 from tests.unit.transport.bench import HELLO, Bench, Parcel, frame, packed, request
 
-LIMITS = Limits(header_bytes=60_000, body_bytes=100_000, buffers=64)
+LIMITS = FrameLimits(header_bytes=60_000, body_bytes=100_000, buffers=64)
 BATCHES, CASES = 8, few(20_000, 50_000)
 
 

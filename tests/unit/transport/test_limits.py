@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.transport import Limits
+from asyncflow.transport import FrameLimits
 from asyncflow.transport.frames import MAGIC, PREFIX
 from tests.unit.transport.bench import Bench, Parcel, frame, request, until
 
-SHORT = Limits(hello_seconds=0.2, frame_seconds=0.3, frame_bytes_per_second=1e9)
+SHORT = FrameLimits(hello_seconds=0.2, frame_seconds=0.3, frame_bytes_per_second=1e9)
 PUT = request(1, "keep", ["uint8", [1_000_000], 0])
 BIG = frame(PUT, bytes(1_000_000))
 
@@ -70,7 +70,7 @@ async def test_a_frame_that_does_not_end_is_not_waited_for(tmp_path: Path, sent:
 
 
 async def test_a_large_frame_has_more_time(tmp_path: Path) -> None:
-    limits = Limits(frame_seconds=0.1, frame_bytes_per_second=1e6)  # so 1.1 s
+    limits = FrameLimits(frame_seconds=0.1, frame_bytes_per_second=1e6)  # so 1.1 s
     async with Bench(tmp_path / "s.sock", limits) as bench:
         _, writer = await bench.rude()
         writer.write(BIG[:-1])
@@ -80,7 +80,9 @@ async def test_a_large_frame_has_more_time(tmp_path: Path) -> None:
         writer.close()
 
 
-ROOM = Limits(header_bytes=10_000, body_bytes=1_000_000, assembly_bytes=1_500_000, frame_seconds=0.6, frame_bytes_per_second=1e9)
+ROOM = FrameLimits(
+    header_bytes=10_000, body_bytes=1_000_000, assembly_bytes=1_500_000, frame_seconds=0.6, frame_bytes_per_second=1e9
+)
 
 
 async def test_frames_that_do_not_fit_wait_for_those_before_them(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ async def test_who_goes_in_the_moment_of_being_given_room_gives_it_back(tmp_path
 
 
 async def test_who_does_not_read_answers_is_not_read_either(tmp_path: Path) -> None:
-    limits = Limits(unsent_bytes=1_000_000)
+    limits = FrameLimits(unsent_bytes=1_000_000)
     async with Bench(tmp_path / "s.sock", limits) as bench:
         client = await bench.client()
         reader, writer = await bench.rude()
@@ -174,7 +176,7 @@ def _ready(value: str) -> asyncio.Future[str]:
 
 async def test_a_caller_waits_while_too_much_is_unsent(tmp_path: Path) -> None:
     async with Bench(tmp_path / "s.sock") as bench:
-        peer = await bench.peer(limits=Limits(unsent_bytes=1_000_000))
+        peer = await bench.peer(limits=FrameLimits(unsent_bytes=1_000_000))
         stream: Any = peer._stream
         (connection,) = bench.server._house.connections
         assert connection._stream is not None

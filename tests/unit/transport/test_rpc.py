@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.transport import ConnectionLost, Limits, Peer, RemoteError, Server, proxy, remote
+from asyncflow.transport import ConnectionLost, FrameLimits, Peer, RemoteError, Server, proxy, remote
 from asyncflow.transport.codec import DTYPES
 from asyncflow.transport.frames import MAGIC, PREFIX
 from asyncflow.types import RunError, UserError
@@ -183,9 +183,9 @@ async def test_nobody_there_is_said_with_the_address(tmp_path: Path) -> None:
 REQUEST = request(1, "who")
 BAD_FRAMES = {
     "magic": frame(b"", magic=b"HTTP"),
-    "header above the limit": PREFIX.pack(MAGIC, Limits().header_bytes + 1, 0, 0),
-    "buffers above the limit": PREFIX.pack(MAGIC, 1, Limits().buffers + 1, 0),
-    "body above the limit": PREFIX.pack(MAGIC, 1, 1, Limits().body_bytes + 1),
+    "header above the limit": PREFIX.pack(MAGIC, FrameLimits().header_bytes + 1, 0, 0),
+    "buffers above the limit": PREFIX.pack(MAGIC, 1, FrameLimits().buffers + 1, 0),
+    "body above the limit": PREFIX.pack(MAGIC, 1, 1, FrameLimits().body_bytes + 1),
     "lengths that do not add up": frame(REQUEST, b"abc", body=16),
     "lengths above the body": PREFIX.pack(MAGIC, len(REQUEST), 2, 8) + struct.pack("<2Q", 2**63, 2**63 + 8) + REQUEST,
     "no msgpack": frame(b"\xc1"),
@@ -264,7 +264,7 @@ async def test_a_garbled_answer_ends_the_connection_and_its_requests(tmp_path: P
 
 
 async def test_what_is_above_the_limits_is_refused_where_it_is_sent(tmp_path: Path) -> None:
-    limits = Limits(header_bytes=1000, body_bytes=1000, buffers=2)
+    limits = FrameLimits(header_bytes=1000, body_bytes=1000, buffers=2)
     async with Bench(tmp_path / "s.sock", limits) as bench:
         client, free = await bench.client(limits=limits), await bench.client()
         with pytest.raises(ValueError, match="above the limits"):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.transport import Arena, Limits, Peer, proxy
+from asyncflow.transport import Arena, FrameLimits, Peer, proxy
 from tests.unit.transport.bench import Bench, Echo, Parcel, frame, packed, read_frame, request, until
 
 VALUES = np.random.default_rng(0).integers(0, 1 << 62, 50_000)
@@ -20,7 +20,7 @@ VALUES = np.random.default_rng(0).integers(0, 1 << 62, 50_000)
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     arena = Arena(64 << 20, tmp_path / "arena")
-    async with Bench(tmp_path / "s.sock", Limits(hold_seconds=0.3), arena=arena) as made:
+    async with Bench(tmp_path / "s.sock", FrameLimits(hold_seconds=0.3), arena=arena) as made:
         yield made
     arena.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncflow.transport import ConnectionLost, Credentials, Limits, Peer, Server, proxy
+from asyncflow.transport import ConnectionLost, Credentials, FrameLimits, Peer, Server, proxy
 from asyncflow.types import UserError
 from tests.unit.transport.bench import HELLO, Bench, Echo, Parcel, frame, packed, read_frame, request, until
 
@@ -28,7 +28,7 @@ def credentials(key: Path) -> Credentials:
 
 @pytest.fixture
 async def bench(tmp_path: Path, credentials: Credentials) -> AsyncIterator[Bench]:
-    limits = Limits(unsent_bytes=1_000_000, hello_seconds=1.0)
+    limits = FrameLimits(unsent_bytes=1_000_000, hello_seconds=1.0)
     async with Bench(tmp_path / "s.sock", limits, credentials=credentials) as made:
         yield made
 
@@ -48,7 +48,7 @@ async def test_both_doors_lead_to_the_same_services(bench: Bench, address: str, 
 async def test_large_arrays_travel_whole_and_many_requests_side_by_side(
     bench: Bench, address: str, credentials: Credentials
 ) -> None:
-    peer = await Peer.connect(address, "far", credentials=credentials, limits=Limits(unsent_bytes=1_000_000))
+    peer = await Peer.connect(address, "far", credentials=credentials, limits=FrameLimits(unsent_bytes=1_000_000))
     far, values = proxy(Echo, peer, "echo"), np.random.default_rng(0).integers(0, 1 << 62, 400_000)
     for back in await asyncio.gather(*(far.echo(Parcel("x", values, [values[:i]])) for i in range(8))):
         assert np.array_equal(back.values, values) and back.values.flags.writeable

@@ -12,7 +12,7 @@ import xxhash
 
 from asyncflow.types import Array, TensorSpec
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
-from asyncflow.weight_sync.layout import Layout
+from asyncflow.weight_sync.layout import FileLayout
 from asyncflow.weight_sync.staging import Filling, Staging, verified, wire_specs
 
 TENSORS = {
@@ -29,7 +29,7 @@ SPECS = {name: TensorSpec.of(tensor) for name, tensor in TENSORS.items()}
 
 
 def published(dtype: str | None, order: Sequence[str] = tuple(TENSORS)) -> tuple[Array, Manifest]:
-    layout = Layout(wire_specs(SPECS, dtype))
+    layout = FileLayout(wire_specs(SPECS, dtype))
     file = np.zeros(layout.num_bytes, np.uint8)
     filling = Filling(file, layout, SPECS)
     filling.write([(name, TENSORS[name].contiguous()) for name in order[:3]])
@@ -86,7 +86,7 @@ def test_bytes_that_are_missing_or_wrong_are_refused() -> None:
 @pytest.mark.parametrize("at", [-1, 1 << 20])
 def test_a_single_bit_that_is_another_is_refused_on_its_way_and_where_the_file_is(at: int) -> None:
     file, manifest = published(None)
-    layout = Layout(manifest.tensors)
+    layout = FileLayout(manifest.tensors)
     assert torch.equal(verified(file, layout, manifest)["wide"], TENSORS["wide"])
     file[at] ^= 1
     with pytest.raises(WeightSyncError, match="hash"):

@@ -16,7 +16,7 @@ from asyncflow.types import Batch
 from asyncflow.workflows import scored
 from asyncflow.workflows.ledger import StepTotals
 from asyncflow.workflows.loop import Producer, apply, produce
-from asyncflow.workflows.samples import Request, Shape
+from asyncflow.workflows.samples import GroupRequest, Shape
 from tests.builders import meta
 
 BITS = 2
@@ -102,7 +102,7 @@ async def produced(queue: Queue) -> list[Mapping[str, Any]]:
     engine: Any = SimpleNamespace(generate=three_responses)
     by = Producer(queue, engine, score_of, lambda ids: "", shape, lambda response: None, lambda: None, kept.append)  # type: ignore[arg-type]
     leased: Any = SimpleNamespace(lease=None)
-    request = Request(meta(1, size=3), [4, 5, 6], np.arange(2), {}, 1.0)
+    request = GroupRequest(meta(1, size=3), [4, 5, 6], np.arange(2), {}, 1.0)
     await asyncio.wait_for(produce(by, leased, request, lambda: None), 5)
     return kept
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from asyncflow.engines.train.model.flex import flex_attend
-from asyncflow.engines.train.model.kernels import Kernel, Part, kernel_for
+from asyncflow.engines.train.model.kernels import AttentionPart, Kernel, kernel_for
 from asyncflow.engines.train.model.packing import AttentionLayout
 
 # P packed tokens, of which S are the responses' behind a shared prompt; H query heads, K key and value heads, D elements per head.
@@ -91,8 +91,8 @@ class _PackedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor, layout: AttentionLayout, scale: float, kernel: Kernel
     ) -> Tensor:
-        own = Part(layout.segment_lengths, is_causal=True, scale=scale)
-        shared = Part(layout.segment_lengths[1:], is_causal=False, scale=scale)
+        own = AttentionPart(layout.segment_lengths, is_causal=True, scale=scale)
+        shared = AttentionPart(layout.segment_lengths[1:], is_causal=False, scale=scale)
         out_PHD, lse_PH = kernel.forward(query_PHD, key_PKD, value_PKD, own)
         if n := layout.prompt_length:
             out_SHD, lse_SH = kernel.forward(query_PHD[n:], key_PKD[:n], value_PKD[:n], shared)

@@ -26,7 +26,7 @@ from asyncflow.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class AttentionPart:
     """The pairs of a call, and the scale of their scores.
 
     Causal: queries and keys are of the same segments, each of which attends causally to itself. Else every query attends to
@@ -41,11 +41,18 @@ class Part:
 class Kernel(Protocol):
     """The LSE is float32, or float64 where the queries are. Keys and values are not repeated for the query heads they serve."""
 
-    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         """Output [Q, H, D] and LSE [Q, H] of the scaled scores."""
 
     def backward(
-        self, grad_QHD: Tensor, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, out_QHD: Tensor, lse_QH: Tensor, part: Part
+        self,
+        grad_QHD: Tensor,
+        query_QHD: Tensor,
+        key_MKD: Tensor,
+        value_MKD: Tensor,
+        out_QHD: Tensor,
+        lse_QH: Tensor,
+        part: AttentionPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values; gradient, output and LSE given are those of the whole softmax."""
 
@@ -69,7 +76,7 @@ class CpuFlash:
     So the bits of a segment do not depend on its neighbours: within one call they would, by where it lies in the call's blocks.
     """
 
-    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         out_QHD = torch.empty_like(query_QHD)
         lse_QH = query_QHD.new_empty(query_QHD.shape[:2], dtype=torch.promote_types(query_QHD.dtype, torch.float32))
         query_KGQD, out_KGQD, lse_KGQ = (_by_head(x, key_MKD) for x in (query_QHD, out_QHD, lse_QH))
@@ -84,7 +91,14 @@ class CpuFlash:
         return out_QHD, lse_QH
 
     def backward(
-        self, grad_QHD: Tensor, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, out_QHD: Tensor, lse_QH: Tensor, part: Part
+        self,
+        grad_QHD: Tensor,
+        query_QHD: Tensor,
+        key_MKD: Tensor,
+        value_MKD: Tensor,
+        out_QHD: Tensor,
+        lse_QH: Tensor,
+        part: AttentionPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_query_QHD, grad_key_MKD, grad_value_MKD = (torch.empty_like(x) for x in (query_QHD, key_MKD, value_MKD))
         grad_query_KGQD = _by_head(grad_query_QHD, key_MKD)
@@ -127,7 +141,7 @@ def _segments(lengths: tuple[int, ...]) -> list[slice]:
 class CudaFlash:
     """PyTorch's flash attention over segments of unequal lengths, for float16 and bfloat16."""
 
-    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         segments = self._segments(query_QHD, key_MKD, part)
         out_QHD, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
             query_QHD, key_MKD, value_MKD, *segments, 0.0, part.is_causal, False, scale=part.scale
@@ -135,7 +149,14 @@ class CudaFlash:
         return out_QHD, lse_HQ.t()
 
     def backward(
-        self, grad_QHD: Tensor, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, out_QHD: Tensor, lse_QH: Tensor, part: Part
+        self,
+        grad_QHD: Tensor,
+        query_QHD: Tensor,
+        key_MKD: Tensor,
+        value_MKD: Tensor,
+        out_QHD: Tensor,
+        lse_QH: Tensor,
+        part: AttentionPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
         segments = self._segments(query_QHD, key_MKD, part)
         lse_HQ = lse_QH.t().contiguous()
@@ -156,7 +177,7 @@ class CudaFlash:
         )
         return grad_query_QHD, grad_key_MKD, grad_value_MKD
 
-    def _segments(self, query_QHD: Tensor, key_MKD: Tensor, part: Part) -> tuple[Tensor, Tensor, int, int]:
+    def _segments(self, query_QHD: Tensor, key_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor, int, int]:
         """Where the segments of queries and those of keys begin and end (int32), and the longest of each."""
         of_queries, of_keys = (part.lengths, part.lengths) if part.is_causal else ((len(query_QHD),), (len(key_MKD),))
         device = query_QHD.device
@@ -171,7 +192,7 @@ def _offsets(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 class NpuFusion:
     """torch_npu's fused attention on Ascend, in its layout for segments of unequal lengths (TND)."""
 
-    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         segments = self._segments(query_QHD, key_MKD, part)
         # The softmax's maxima and sums are [Q, H, 8], each number eight times.
         out_QHD, max_QH8, sum_QH8, *_ = importlib.import_module("torch_npu").npu_fusion_attention(
@@ -180,7 +201,14 @@ class NpuFusion:
         return out_QHD, max_QH8[..., 0] + sum_QH8[..., 0].log()
 
     def backward(
-        self, grad_QHD: Tensor, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, out_QHD: Tensor, lse_QH: Tensor, part: Part
+        self,
+        grad_QHD: Tensor,
+        query_QHD: Tensor,
+        key_MKD: Tensor,
+        value_MKD: Tensor,
+        out_QHD: Tensor,
+        lse_QH: Tensor,
+        part: AttentionPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
         segments = self._segments(query_QHD, key_MKD, part)
         # exp(score - max) / sum is exp(score - LSE) with the LSE as the maximum and 1 as the sum.
@@ -200,7 +228,7 @@ class NpuFusion:
         )
         return grad_query_QHD, grad_key_MKD, grad_value_MKD
 
-    def _segments(self, query_QHD: Tensor, key_MKD: Tensor, part: Part) -> dict[str, Any]:
+    def _segments(self, query_QHD: Tensor, key_MKD: Tensor, part: AttentionPart) -> dict[str, Any]:
         if not part.is_causal:
             return {"actual_seq_qlen": [len(query_QHD)], "actual_seq_kvlen": [len(key_MKD)]}
         ends = list(accumulate(part.lengths))

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from asyncflow.engines.base import MicroBatchResult
 from asyncflow.engines.train.model.packing import Packed
-from asyncflow.engines.train.parallel.schedule import Crossing, Pass, arriving, leaving, one_forward_one_backward
-from asyncflow.engines.train.parallel.stages import Stage
+from asyncflow.engines.train.parallel.schedule import Crossing, StagePass, arriving, leaving, one_forward_one_backward
+from asyncflow.engines.train.parallel.stages import PipelineStage
 from asyncflow.types import RunError
 
 # P packed tokens of a micro-batch, H hidden elements.
@@ -69,7 +69,13 @@ class Pipeline:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, stage: Stage, *, hidden_size: int, device: str | torch.device, timeout_seconds: float
+        self,
+        group: dist.ProcessGroup,
+        stage: PipelineStage,
+        *,
+        hidden_size: int,
+        device: str | torch.device,
+        timeout_seconds: float,
     ) -> None:
         """`group` has a rank for each stage, in order. Hidden states are on `device`, and whole on each rank of a stage.
 
@@ -98,7 +104,7 @@ class Pipeline:
         stage = self.stage
         alive: dict[int, tuple[Tensor | None, Tensor]] = {}  # a micro-batch's hidden states before the stage, and what it makes
 
-        def run(this: Pass, arrived_PH: Tensor | None) -> Tensor | None:
+        def run(this: StagePass, arrived_PH: Tensor | None) -> Tensor | None:
             i = this.micro_batch
             if this.kind == "forward":
                 if arrived_PH is not None:
@@ -111,7 +117,7 @@ class Pipeline:
             torch.autograd.backward(made, arrived_PH)
             return None if before_PH is None else before_PH.grad
 
-        def after(this: Pass) -> None:
+        def after(this: StagePass) -> None:
             if this.kind == "backward":
                 after_backward(this.micro_batch)
 
@@ -123,13 +129,13 @@ class Pipeline:
         """On the last stage what `outcome` makes of each micro-batch's number and hidden states [P, H], elsewhere nothing."""
         outcomes = []
 
-        def run(this: Pass, arrived_PH: Tensor | None) -> Tensor:
+        def run(this: StagePass, arrived_PH: Tensor | None) -> Tensor:
             hidden_PH = model.stage_forward(packed[this.micro_batch], arrived_PH)
             if self.stage.is_last:
                 outcomes.append(outcome(this.micro_batch, hidden_PH))
             return hidden_PH
 
-        self._run([Pass("forward", i) for i in range(len(packed))], packed, model.dtype, run)
+        self._run([StagePass("forward", i) for i in range(len(packed))], packed, model.dtype, run)
         return outcomes
 
     def results_from_last(self, results: Sequence[MicroBatchResult]) -> list[MicroBatchResult]:
@@ -162,11 +168,11 @@ class Pipeline:
 
     def _run(
         self,
-        order: Sequence[Pass],
+        order: Sequence[StagePass],
         packed: Sequence[Packed],
         dtype: torch.dtype,
-        run: Callable[[Pass, Tensor | None], Tensor | None],
-        after: Callable[[Pass], None] = lambda done: None,
+        run: Callable[[StagePass, Tensor | None], Tensor | None],
+        after: Callable[[StagePass], None] = lambda done: None,
     ) -> None:
         """Make the passes in order, each with what arrives for it, and send on what it makes; `after` runs beside the sending."""
         place = (self.stage.index, self.stage.num_stages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """A stage's pass over one of a turn's micro-batches."""
 
     kind: Literal["forward", "backward"]
@@ -24,16 +24,16 @@ class Crossing(NamedTuple):
     stage: int
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[Pass]:
+def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int) -> list[StagePass]:
     """The order of a stage's passes: some forward until the first gradient can be there, then backward as soon as one can."""
     num_ahead = min(num_stages - 1 - stage, num_micro_batches)
-    forwards = [Pass("forward", i) for i in range(num_micro_batches)]
-    backwards = [Pass("backward", i) for i in range(num_micro_batches)]
+    forwards = [StagePass("forward", i) for i in range(num_micro_batches)]
+    backwards = [StagePass("backward", i) for i in range(num_micro_batches)]
     in_turn = [one for both in zip(forwards[num_ahead:], backwards, strict=False) for one in both]
     return [*forwards[:num_ahead], *in_turn, *backwards[num_micro_batches - num_ahead :]]
 
 
-def leaving(done: Pass | None, stage: int, num_stages: int) -> Crossing | None:
+def leaving(done: StagePass | None, stage: int, num_stages: int) -> Crossing | None:
     """What a pass of `stage` sends."""
     if done is None:
         return None
@@ -42,7 +42,7 @@ def leaving(done: Pass | None, stage: int, num_stages: int) -> Crossing | None:
     return Crossing("gradient", done.micro_batch, stage - 1) if stage > 0 else None
 
 
-def arriving(following: Pass | None, stage: int, num_stages: int) -> Crossing | None:
+def arriving(following: StagePass | None, stage: int, num_stages: int) -> Crossing | None:
     """What a pass of `stage` begins with."""
     if following is None:
         return None

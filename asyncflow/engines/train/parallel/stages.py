@@ -25,7 +25,7 @@ EMBEDDING_COST: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PipelineStage:
     """One of `num_stages`, and the layers that it has.
 
     `tied_name`: on the first and last stage of a model whose head is its embedding, the name there of that matrix, else None.
@@ -57,7 +57,7 @@ class Elsewhere(nn.Module):
         return hidden_states
 
 
-def cut_stage(module: Any, index: int, num_stages: int) -> Stage:
+def cut_stage(module: Any, index: int, num_stages: int) -> PipelineStage:
     """Leave of transformers' causal language model what stage `index` of `num_stages` computes, in place.
 
     Which layers those are follows from the shapes alone, so that policy and frozen models of one configuration are cut alike.
@@ -79,7 +79,7 @@ def cut_stage(module: Any, index: int, num_stages: int) -> Stage:
         module.set_output_embeddings(Elsewhere())
     is_tied = num_stages > 1 and head_VH is embedding_VH
     shared = (name for name, parameter in module.named_parameters() if is_tied and parameter is head_VH)
-    return Stage(index, num_stages, layers, next(shared, None))
+    return PipelineStage(index, num_stages, layers, next(shared, None))
 
 
 def share_out(layer_costs: Sequence[int], num_stages: int, *, first_cost: int, last_cost: int) -> list[range]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 
-class Store(dist.Store):  # type: ignore[name-defined]
+class RendezvousStore(dist.Store):  # type: ignore[name-defined]
     """As torch asks for it. What it is told of timeouts it leaves to `call`, which has its own."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -52,9 +52,9 @@ class Store(dist.Store):  # type: ignore[name-defined]
 
 def offer(scheme: str, call: Callable[..., Any]) -> None:
     """Ranks of this process that are to meet at `<scheme>://` find each other in the store that `call` reaches."""
-    store = Store(call)
+    store = RendezvousStore(call)
 
-    def handler(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    def handler(url: str, **_: Any) -> Iterator[tuple[RendezvousStore, int, int]]:
         numbers = dict(parse_qsl(urlsplit(url).query))  # which torch has written there
         yield store, int(numbers["rank"]), int(numbers["world_size"])
 

@@ -135,7 +135,7 @@ def _plan(base: Any, residual: Placement) -> dict[str, ParallelStyle]:
                 )
             plan[name] = styles[style]()
         elif pattern == "layers.*" and next(module.parameters(), None) is not None:
-            plan[name] = Layer(residual)
+            plan[name] = ReplicatedInput(residual)
         elif isinstance(module, nn.Embedding):
             plan[name] = VocabularyEmbedding(residual)
         elif has_own and pattern.startswith("layers.*.self_attn."):
@@ -145,7 +145,7 @@ def _plan(base: Any, residual: Placement) -> dict[str, ParallelStyle]:
     return plan
 
 
-class Layer(ParallelStyle):
+class ReplicatedInput(ParallelStyle):
     """Makes a plain tensor that a layer is given, whole and the same on all ranks, the residual stream: a stage's first one is."""
 
     def __init__(self, residual: Placement) -> None:

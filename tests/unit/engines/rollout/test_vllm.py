@@ -31,7 +31,7 @@ from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout import vllm, vllm_client, vllm_instance
 from asyncflow.engines.rollout.vllm import VllmEngine
-from asyncflow.engines.rollout.vllm_client import Refused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm_client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_devices import check_arguments, sender
 from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
 from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
@@ -947,9 +947,9 @@ async def test_nobody_reaches_a_server_without_its_key(model: Path, python: str)
         assert not any(server.key in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
         stranger = VllmClient(server.address, "another key", generation_seconds=5, deadline_seconds=5)
         for call in (stranger.resume(), stranger.set_weight_version(3), stranger.settings()):
-            with pytest.raises(Refused, match="401"):
+            with pytest.raises(RequestRefused, match="401"):
                 await call
-        with pytest.raises(Refused, match="401"):
+        with pytest.raises(RequestRefused, match="401"):
             await stranger.is_ready()
         await stranger.close()
 

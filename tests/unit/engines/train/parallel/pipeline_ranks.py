@@ -24,7 +24,7 @@ from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack, pack_inert
 from asyncflow.engines.train.parallel.pipeline import Pipeline
-from asyncflow.engines.train.parallel.stages import Stage, cut_stage
+from asyncflow.engines.train.parallel.stages import PipelineStage, cut_stage
 from asyncflow.types import Ragged
 from tests.unit.engines.train.parallel.processes import end_itself
 
@@ -126,7 +126,7 @@ def staged_turn(pipeline: Pipeline, part: Any, packed: Sequence[Packed]) -> list
     return [result.loss_sum for result in pipeline.results_from_last(results)]
 
 
-def largest_error(stage: Stage, gradients: dict[str, Tensor | None], whole: Any) -> float:
+def largest_error(stage: PipelineStage, gradients: dict[str, Tensor | None], whole: Any) -> float:
     """Relative, each parameter on its own: a norm's gradient would be lost beside an embedding's."""
     expected = dict(whole.named_parameters())
     errors = [0.0]
@@ -262,7 +262,7 @@ def faulty(fault: str, faulty_stage: int) -> float:
     begun = time.monotonic()
     with world() as group:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        pipeline = Pipeline(group, Stage(rank, size, range(rank, rank + 1)), hidden_size=4, device="cpu", timeout_seconds=2)
+        pipeline = Pipeline(group, PipelineStage(rank, size, range(rank, rank + 1)), hidden_size=4, device="cpu", timeout_seconds=2)
         model = OneLayer(torch.eye(4, requires_grad=True), faults.get(fault, torch.clone) if rank == faulty_stage else torch.clone)
         packed = [pack_inert(n) for n in (3, 1, FAULTY_TOKENS, 2)]
         loss_factor = float("nan") if fault == "nan" and rank == faulty_stage else 1.0

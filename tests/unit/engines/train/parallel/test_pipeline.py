@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from asyncflow.engines.train.parallel.schedule import Crossing, Pass, arriving, leaving, one_forward_one_backward
+from asyncflow.engines.train.parallel.schedule import Crossing, StagePass, arriving, leaving, one_forward_one_backward
 from asyncflow.engines.train.parallel.stages import cut_stage, share_out
 from asyncflow.types import UserError
 from tests.depth import deep, in_gate
@@ -109,8 +109,8 @@ def test_every_stage_passes_over_every_micro_batch_and_keeps_few(num_stages: int
             alive += 1 if one.kind == "forward" else -1
             assert 0 <= alive <= num_stages - stage
     assert one_forward_one_backward(0, 3, 4) == [
-        *(Pass("forward", 0), Pass("forward", 1), Pass("forward", 2), Pass("backward", 0)),
-        *(Pass("forward", 3), Pass("backward", 1), Pass("backward", 2), Pass("backward", 3)),
+        *(StagePass("forward", 0), StagePass("forward", 1), StagePass("forward", 2), StagePass("backward", 0)),
+        *(StagePass("forward", 3), StagePass("backward", 1), StagePass("backward", 2), StagePass("backward", 3)),
     ]
 
 
