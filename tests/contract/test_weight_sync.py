@@ -219,7 +219,7 @@ async def test_a_version_can_be_published_again(make_sync: MakeSync) -> None:
 
 
 async def test_a_restarted_sender_starts_afresh(make_sync: MakeSync) -> None:
-    sync = make_sync(keep=2, deadline_seconds=1.0)
+    sync = make_sync(keep=2, deadline_seconds=patience(1.0))
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     old = [await sender.publish(version, HeldWeights(random_tensors(version))) for version in range(3)]
     await receiver.fetch(old[-1])
@@ -244,7 +244,7 @@ async def test_a_restarted_sender_starts_afresh(make_sync: MakeSync) -> None:
     ids=lambda wrong: next(iter(wrong)),
 )
 async def test_a_manifest_that_does_not_match_is_refused(make_sync: MakeSync, wrong: dict[str, Any]) -> None:
-    sync = make_sync(deadline_seconds=1.0)
+    sync = make_sync(deadline_seconds=patience(1.0))
     manifest = await sync.sender("first").publish(0, HeldWeights(random_tensors(0)))
     with pytest.raises(WeightSyncError) as caught:
         await sync.receiver("rollout/0").fetch(msgspec.structs.replace(manifest, **wrong))

@@ -78,7 +78,7 @@ async def test_a_receiver_that_is_killed_keeps_nobody_waiting_and_comes_back(
 async def test_a_member_that_hangs_holds_up_a_broadcast_until_the_deadline(
     options: Options, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = options(num_receivers=2, deadline_seconds=2.0)
+    given = options(num_receivers=2, deadline_seconds=patience(2.0))
     sync = make("collective", given)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     manifest, start = await sender.publish(0, HeldWeights(weights(0))), time.monotonic()
@@ -99,7 +99,7 @@ async def test_a_member_that_hangs_holds_up_a_broadcast_until_the_deadline(
 @pytest.mark.parametrize("kind", ["collective", "network"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_sender_that_is_dead_or_hangs_is_named_in_time(options: Options, kind: str, number: int) -> None:
-    given = options(deadline_seconds=1.0)
+    given = options(deadline_seconds=patience(1.0))
     receiver = make(kind, given).receiver("rollout/0")
     with running("sender", kind, json.dumps(given)) as sender:
         manifest = msgspec.json.decode(await sender.ask("0"), type=Manifest)
@@ -279,7 +279,7 @@ async def test_one_that_cannot_become_its_machines_receiver_leaves_nothing_and_m
 
 
 async def test_a_machines_receiver_that_hangs_is_named_in_time(options: Options) -> None:
-    given = options(deadline_seconds=2.0)
+    given = options(deadline_seconds=patience(2.0))
     sync = make("network", given)
     sender, receiver = sync.sender("first"), sync.receiver("rollout/0")
     manifest = await sender.publish(0, HeldWeights(weights(0)))
