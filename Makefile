@@ -81,9 +81,9 @@ $(VLLM)/installed: $(VLLM)/bin/uv
 
 # What somebody gets who installs the package: a wheel, in an environment with nothing else, used in another folder.
 wheel:
-	rm -rf $(WHEEL)
+	rm -rf $(WHEEL) build
 	$(MAKE) --no-print-directory $(WHEEL)/bin/uv
-	$(call RUN_UV,$(WHEEL)) build --quiet --wheel --out-dir $(WHEEL)/wheel .
+	$(call RUN_UV,$(WHEEL)) build --quiet --wheel --out-dir $(WHEEL)/wheel . && rm -rf build
 	$(call INSTALL,$(WHEEL)) $(WHEEL)/wheel/*.whl pytest
 	bin=$(abspath $(WHEEL))/bin folder=$$(mktemp -d) && cd $$folder && trap "rm -rf $$folder" EXIT \
 	  && $$bin/asyncflow quickstart run.steps=2 eval.num_prompts=32 && $$bin/asyncflow init my-project && cd my-project \
