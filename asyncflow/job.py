@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
+from asyncflow.build.attempt import Attempt
 from asyncflow.build.driver import Driver
+from asyncflow.build.factories import advice
 from asyncflow.build.fleet import rollout_worker, workers
-from asyncflow.build.life import Life
-from asyncflow.build.parts import advice
 from asyncflow.build.prepare import Prepared, prepare
 from asyncflow.build.prompts import left_out_lines, source_of, tokenize
 from asyncflow.build.record import Told
@@ -87,7 +87,7 @@ class Job:
         self.ended_by: int | None = None  # the signal that has interrupted it
         self.driver: Driver | None = None
         self._evaluate_only, self._resume = evaluate_only, resume
-        self._life = Life(config, self.listener.says, resume=resume)
+        self._life = Attempt(config, self.listener.says, resume=resume)
         self._interrupted = asyncio.Event()
         self._changed = Signal()
 

@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncflow.build.attempt import Attempt, AttemptInputs, Prepare
 from asyncflow.build.connection import JobFile
 from asyncflow.build.fleet import workers
-from asyncflow.build.life import Begun, Life, Prepare
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, DriverState, Resumed, SavedPrompt, metrics_of
@@ -208,15 +208,15 @@ class ReplayJob(Job):
         """Nor is a report."""
 
 
-class ReplayLife(Life):
+class ReplayLife(Attempt):
     """What a replay begins with, in a scratch folder: no data set, and rows that are complete."""
 
     def __init__(self, config: Config, says: Callable[[str], None], plan: Plan) -> None:
         super().__init__(config, says, resume=False)
         self._plan = plan
 
-    async def begin(self, prepare: Prepare) -> Begun:
-        """See `Life.begin`."""
+    async def begin(self, prepare: Prepare) -> AttemptInputs:
+        """See `Attempt.begin`."""
         config, plan = self._config, self._plan
         self._folder.claim(dump(config))
         self.weights_dir = self._folder.make_weights_dir()
@@ -240,7 +240,7 @@ class ReplayLife(Life):
         )
         folder = plan.checkpoint or self._folder.path
         rows = joined([_rows_alone(batch) for batch in plan.batches.values()])
-        return Begun(prepared, Resumed(folder, state, rows, is_whole=True))
+        return AttemptInputs(prepared, Resumed(folder, state, rows, is_whole=True))
 
 
 def _prompts_of(batch: Batch) -> dict[int, Prompt]:

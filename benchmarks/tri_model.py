@@ -27,7 +27,7 @@ import numpy as np
 from figures import Figure, finish, parser
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.build.parts import train_engine_options
+from asyncflow.build.factories import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.random_model import make_random_model

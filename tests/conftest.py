@@ -14,7 +14,7 @@ import pytest
 from tests.depth import IS_DEEP
 
 if TYPE_CHECKING:
-    from asyncflow.engines.rollout.vllm_server import VllmServer
+    from asyncflow.engines.rollout.vllm_process import ServerProcess
 
 gc.disable()  # until all is imported: what an import makes stays, and looking for garbage among it takes a fifth of its time
 ROOT = Path(__file__).parent.parent
@@ -55,14 +55,14 @@ def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def vllm_server() -> Iterator[VllmServer]:
+def vllm_server() -> Iterator[ServerProcess]:
     """A real vLLM with the shipped model, for all tests that change nothing of it but its weights."""
-    from asyncflow.engines.rollout.vllm_server import VllmServer
+    from asyncflow.engines.rollout.vllm_process import ServerProcess
     from tests.vllm.servers import CONTEXT, VLLM_PYTHON, server_options
 
     if VLLM_PYTHON is None:
         pytest.skip("ASYNCFLOW_VLLM_PYTHON names no interpreter that has vLLM: make test-deep SUITES=vllm installs one")
-    server = VllmServer(server_options(VLLM_PYTHON, MODEL, max_num_seqs=16, max_context=CONTEXT), "vLLM")
+    server = ServerProcess(server_options(VLLM_PYTHON, MODEL, max_num_seqs=16, max_context=CONTEXT), "vLLM")
     try:
         server.spawn()
         server.wait_until_ready()

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from asyncflow.build.factories import shape_of
 from asyncflow.build.model_files import ModelFiles, model_here
-from asyncflow.build.parts import shape_of
 from asyncflow.build.rendezvous import Rendezvous
 from asyncflow.build.rescue import Rescue
 from asyncflow.build.saving import Saves
-from asyncflow.cluster.abroad import abroad
 from asyncflow.cluster.base import OWN_DEVICES
+from asyncflow.cluster.remote_node import remote_node
 from asyncflow.config import Config, CriticConfig, RewardModelConfig, RolloutConfig, TrainConfig, load
 from asyncflow.devices import kind_of
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, control_socket
@@ -33,9 +33,9 @@ from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Credentials, Peer, proxy
-from asyncflow.workflows.board import Board
 from asyncflow.workflows.evaluation import EVALUATORS
 from asyncflow.workflows.ledger import LedgerService
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.samples import Shape
 
 EVALUATORS_BOARD = f"board/{EVALUATORS}"
@@ -70,7 +70,7 @@ class RunConnection:
     shape: Shape
     queue: TransferQueueClient
     ledger: LedgerService
-    board: Board
+    board: PolicyVersions
     saves: Saves
     reporter: Reporter
     rendezvous: Rendezvous
@@ -82,7 +82,7 @@ async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -
     """Connect to the driver of a run directory."""
     called, clock = called_by(run_dir), asyncio.get_running_loop().time
     peer, job = await Peer.connect(called.hub, name, credentials=called.credentials), called.job
-    if (node := abroad()) is not None:
+    if (node := remote_node()) is not None:
         model = await model_here(proxy(ModelFiles, peer, "model"), Path(job.model), node.files / "model")
         job = msgspec.structs.replace(job, model=str(model))
         clock = await driver_clock(proxy(Hub, peer, "hub"), clock)
@@ -105,7 +105,7 @@ def called_by(run_dir: Path) -> Called:
     config = config_of(run_dir)
     job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
     credentials = Credentials.load(run_dir / KEY_FILE) if job.door else None
-    if (node := abroad()) is None:
+    if (node := remote_node()) is None:
         return Called(config, job, control_socket(run_dir), credentials)
     return Called(config, msgspec.structs.replace(job, weights_dir=str(node.memory)), job.door, credentials)
 
@@ -130,7 +130,7 @@ async def joined(
     try:
         async with beside(reporter.run(), queue.renew_held()):
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
-            board = proxy(Board, peer, EVALUATORS_BOARD if name.startswith(f"{EVALUATORS}/") else "board")
+            board = proxy(PolicyVersions, peer, EVALUATORS_BOARD if name.startswith(f"{EVALUATORS}/") else "board")
             rendezvous, rescue = proxy(Rendezvous, peer, "rendezvous"), proxy(Rescue, peer, "rescue")
             yield RunConnection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous, rescue)
         await reporter.flush()

@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from asyncflow.build.beside import Beside
+from asyncflow.build.background import BackgroundTasks
 from asyncflow.build.connection import EVALUATORS_BOARD
 from asyncflow.build.evaluating import Evaluating
-from asyncflow.build.health import Health
-from asyncflow.build.model_files import ModelFiles
-from asyncflow.build.parts import (
+from asyncflow.build.factories import (
     make_storage,
     num_devices,
     queue_schema,
@@ -24,6 +22,8 @@ from asyncflow.build.parts import (
     unit_options,
     weights_need_key,
 )
+from asyncflow.build.health import Health
+from asyncflow.build.model_files import ModelFiles
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.record import RecordState, RunRecord, Told
 from asyncflow.build.rendezvous import Rendezvous
@@ -41,17 +41,17 @@ from asyncflow.transport import Arena, Credentials, Server
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES
 from asyncflow.workflows.admissions import Admissions
-from asyncflow.workflows.board import Board
-from asyncflow.workflows.books import Books
-from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.workflows.ledger import Ledger, LedgerService, Sifted, StepTotals, Update
 from asyncflow.workflows.loop import feed
+from asyncflow.workflows.policy_versions import PolicyVersions
+from asyncflow.workflows.progress_view import ProgressView
 from asyncflow.workflows.samples import EVALUATE_TASK, SELECT_TASK, Prompt
 from asyncflow.workflows.schedule import Schedule
-from asyncflow.workflows.scored import SKIPPED
+from asyncflow.workflows.score_batching import SKIPPED
 from asyncflow.workflows.selection import Selection
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.worker_pool import WorkerPool
 
 UNITS_SECONDS: Final = 60.0
 """How long storage units in processes of their own may take to come, once they have been started."""
@@ -66,7 +66,7 @@ class Driver:
         self.shape = shape_of(config)
         self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
         self.last_progress = self._clock()
-        self.beside = Beside()
+        self.beside = BackgroundTasks()
         self._first = first = resumed.state.version if resumed is not None else 0
 
         has_key = config.queue.listen is not None or weights_need_key(config)
@@ -75,10 +75,10 @@ class Driver:
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
         ledger = self._make_ledger()
-        books = Books(ledger, self.transfer_queue.controllers)
+        books = ProgressView(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
         self._selection = Selection(self.queue, self.ledger, self.beside.start)
-        self.board = Board(self.schedule, books, signal, self._clock, Crew(config.rollout.num_workers), first=first)
+        self.board = PolicyVersions(self.schedule, books, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first)
         self.devices = Devices(num_devices(config), self._clock)
         self.record = self._make_record(ledger, told, resumed)
         self.hub = self.record.hub

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.build.connection import RunConnection
-from asyncflow.build.parts import critic_options, train_engine_options, weights_need_key
+from asyncflow.build.factories import critic_options, train_engine_options, weights_need_key
 from asyncflow.devices import kind_of
 from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES

@@ -14,21 +14,21 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from asyncflow.build.parts import shape_of
+from asyncflow.build.factories import shape_of
 from asyncflow.build.record import RunRecord
 from asyncflow.build.resume import Resumed, evaluated_versions, left_out_before
 from asyncflow.config import Config
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller
 from asyncflow.weight_sync.base import Manifest
-from asyncflow.workflows.board import Board
-from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.evaluation import EVALUATORS, Evaluations, EvaluatorsBooks, HeldOut, Row, evaluate
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.periodic import Periodic
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.samples import EVALUATE_TASK, Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.worker_pool import WorkerPool
 
 
 class Evaluating:
@@ -39,7 +39,7 @@ class Evaluating:
         config: Config,
         schedule: Schedule,
         ledger: LedgerService,
-        board: Board,
+        board: PolicyVersions,
         queue: TransferQueueClient,
         controllers: Mapping[str, Controller],
         record: RunRecord,
@@ -56,11 +56,13 @@ class Evaluating:
         self._queue, self._record, self._start, self._says = queue, record, start, says
         self._written = evaluated_versions(config.run_dir)
         self.held_out = self._make_held_out(prompts, resumed)
-        self.evaluators: Board | None = None
+        self.evaluators: PolicyVersions | None = None
         self._by_evaluators: Evaluations | None = None
         if size := config.eval.num_workers:
             books = EvaluatorsBooks(ledger.ledger, controllers, EVALUATE_TASK)
-            self.evaluators = Board(Periodic(), books, signal, asyncio.get_running_loop().time, Crew(size, EVALUATORS))
+            self.evaluators = PolicyVersions(
+                Periodic(), books, signal, asyncio.get_running_loop().time, WorkerPool(size, EVALUATORS)
+            )
             self._by_evaluators = Evaluations(queue, ledger, self.held_out, self.evaluators, shape_of(config), signal, says=says)
             board.on_published, board.on_no_room = self._by_evaluators.published, self._by_evaluators.no_room
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from asyncflow.build.parts import own_devices_each, tasks_before_training
+from asyncflow.build.factories import own_devices_each, tasks_before_training
 from asyncflow.build.rendezvous import AT_DRIVER
 from asyncflow.build.worker_start import MAINS, imports, rollout_imports, train_imports, training
 from asyncflow.cluster.base import WorkerSpec

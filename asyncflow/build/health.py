@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from asyncflow.config import Config
 from asyncflow.telemetry.hub import Hub
 from asyncflow.types import RunError
-from asyncflow.workflows.board import Board
 from asyncflow.workflows.evaluation import EVALUATORS
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.signal import Signal
 
 
@@ -25,7 +25,7 @@ class Health:
     def __init__(
         self,
         config: Config,
-        boards: Sequence[Board],
+        boards: Sequence[PolicyVersions],
         hub: Hub,
         signal: Signal,
         *,
@@ -73,7 +73,7 @@ class Health:
             self._silent = silent
             self._signal.notify()
 
-    def _board(self, worker: str) -> Board | None:
+    def _board(self, worker: str) -> PolicyVersions | None:
         """That of its pool; None for a pool that has none."""
         return self._boards.get(worker.partition("/")[0])
 
@@ -93,7 +93,7 @@ class Health:
             reasons.add(why)
             self._says(f"worker {worker} has no weights to serve, and tries again: {why}")
 
-    def _look_later(self, board: Board, worker: str, since: float) -> None:
+    def _look_later(self, board: PolicyVersions, worker: str, since: float) -> None:
         """Judge one that has had no weights since then, in a while, and again for as long as it has none."""
 
         def look_again() -> None:
@@ -104,7 +104,7 @@ class Health:
 
         asyncio.get_running_loop().call_later(self._patience_seconds, look_again)
 
-    def _judge(self, board: Board, worker: str, why: str) -> None:
+    def _judge(self, board: PolicyVersions, worker: str, why: str) -> None:
         """With too few others the run stops."""
         workers, healthy = len(board.crew.members), board.num_healthy(self._patience_seconds)
         needed, needs = self._config.weight_sync.min_healthy_workers, "weight_sync.min_healthy_workers is"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncflow.build.parts import make_algorithm
+from asyncflow.build.factories import make_algorithm
 from asyncflow.config import Config
 from asyncflow.engines.families import FAMILIES, Family, head_dim
 from asyncflow.types import UserError

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncflow.algorithms import ALGORITHMS
-from asyncflow.build.parts import (
+from asyncflow.build.factories import (
     check_samplers,
     critic_folder,
     make_algorithm,
@@ -25,7 +25,7 @@ from asyncflow.build.parts import (
 )
 from asyncflow.build.prompts import DataRows, read_source, short_enough, tokenize
 from asyncflow.cluster import CLUSTERS
-from asyncflow.cluster.abroad import host_of, is_any
+from asyncflow.cluster.remote_node import host_of, is_any
 from asyncflow.config import Config
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.families import check_family, check_layout

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from asyncflow.build.factories import make_algorithm, train_engine_options, weights_need_key
 from asyncflow.build.fleet import trainers
-from asyncflow.build.parts import make_algorithm, train_engine_options, weights_need_key
 from asyncflow.build.prepare import model_folder
 from asyncflow.build.prompts import read_source
 from asyncflow.cluster.local import LocalCluster

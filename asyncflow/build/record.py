@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncflow.build.parts import shape_of
-from asyncflow.build.soundness import Soundness
+from asyncflow.build.factories import shape_of
+from asyncflow.build.training_checks import TrainingChecks
 from asyncflow.config import Config
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.attribution import attributed
@@ -37,7 +37,7 @@ from asyncflow.workflows.evaluation import EVALUATORS, Row
 from asyncflow.workflows.ledger import Consumed, Ledger, Sifted, StepTotals, Update
 from asyncflow.workflows.samples import EVALUATION_GROUPS
 from asyncflow.workflows.schedule import Schedule
-from asyncflow.workflows.scored import NO_REWARD, SKIPPED
+from asyncflow.workflows.score_batching import NO_REWARD, SKIPPED
 from asyncflow.workflows.signal import Signal
 
 
@@ -118,7 +118,7 @@ class RunRecord:
         self._dead_committed = before.rows_dead
         self._redelivered = before.rows_redelivered
         in_a_row = (before.skipped_in_a_row, before.critic_skipped_in_a_row)
-        self._soundness = Soundness(
+        self._soundness = TrainingChecks(
             config,
             ledger,
             skipped_in_a_row=dict(zip(ledger.trained, in_a_row, strict=False)),

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import psutil
 
-from asyncflow.cluster.abroad import own_address
+from asyncflow.cluster.remote_node import own_address
 from asyncflow.engines.base import EXCHANGE_SECONDS, RANKS_INTERFACES, RANKS_STORE
 from asyncflow.registry import load
 from asyncflow.transport import remote

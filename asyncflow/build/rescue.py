@@ -28,7 +28,7 @@ from asyncflow.types import Array
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import PATTERN
 from asyncflow.weight_sync.layout import FileLayout
-from asyncflow.workflows.board import Board
+from asyncflow.workflows.policy_versions import PolicyVersions
 
 TRAINERS: Final = "trainer/"
 _PIECE_BYTES: Final = 4 << 20
@@ -41,7 +41,7 @@ class Rescue:
     def __init__(
         self,
         folder: Path,
-        board: Board,
+        board: PolicyVersions,
         hub: Hub,
         seconds: float,
         *,

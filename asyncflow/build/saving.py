@@ -48,8 +48,8 @@ from asyncflow.types import Array, Batch, Ragged, RunError, Values
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.weight_sync.files import held
 from asyncflow.workflows.admissions import Admissions
-from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import Ledger
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.samples import Prompt
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
@@ -70,7 +70,7 @@ class Saves:
         config: Config,
         schedule: Schedule,
         ledger: Ledger,
-        board: Board,
+        board: PolicyVersions,
         queue: TransferQueue,
         evaluating: Evaluating,
         source: SeededOrder[Prompt],

@@ -19,13 +19,13 @@ from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
-from asyncflow.build.parts import devices_each
+from asyncflow.build.factories import devices_each
 from asyncflow.build.prepare import check_rollout_engine
 from asyncflow.cluster.base import Cluster, WorkerSpec
 from asyncflow.config import Config
 from asyncflow.transport import remote
 from asyncflow.types import RunError, UserError
-from asyncflow.workflows.board import Board
+from asyncflow.workflows.policy_versions import PolicyVersions
 
 POOL = "rollout"
 _ENDING = "this run is ending: no worker joins or leaves it any more"
@@ -58,7 +58,7 @@ class Scaling:
     def __init__(
         self,
         config: Config,
-        board: Board,
+        board: PolicyVersions,
         cluster: Cluster,
         devices: Devices,
         *,

@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 
 from asyncflow.build.connection import RunConnection
-from asyncflow.build.parts import reward_pool
+from asyncflow.build.factories import reward_pool
 from asyncflow.config import RewardModelConfig
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import ClassifierEngine

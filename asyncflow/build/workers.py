@@ -21,14 +21,14 @@ from asyncflow.build.engines import (
     train_engine,
     weight_sync,
 )
+from asyncflow.build.factories import make_algorithm, make_storage, shape_of_evaluation, unit_options
 from asyncflow.build.model_files import copy_tokenizer
-from asyncflow.build.parts import make_algorithm, make_storage, shape_of_evaluation, unit_options
 from asyncflow.build.rendezvous import meet_at_driver
 from asyncflow.build.rescue import give_back
 from asyncflow.build.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.build.saving import Saving, checkpoints_of
 from asyncflow.build.scoring import scoring
-from asyncflow.cluster.abroad import abroad, own_address
+from asyncflow.cluster.remote_node import own_address, remote_node
 from asyncflow.config import Config
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
@@ -122,7 +122,7 @@ async def unit_worker(name: str, run_dir: Path) -> None:
     called, number = called_by(run_dir), int(name.partition("/")[2])
     config, folder = called.config, Path(called.job.weights_dir)
     own = folder / f"unit-{number}-{uuid.uuid4().hex[:8]}"  # of this life: the files of the one before may still be there
-    options, node = unit_options(config), abroad()
+    options, node = unit_options(config), remote_node()
     if node is not None and run_dir.is_relative_to(node.files):  # the run's own is not seen here
         options = replace(options, snapshot_dir=None)
     arena = Arena(config.queue.unit_capacity_bytes, own.with_suffix(".arena"))

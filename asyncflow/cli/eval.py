@@ -166,7 +166,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _samples(config: Config, prompts: Sequence[Any], count: int) -> Iterator[dict[str, Any]]:
     """The kept responses, each with its prompt's number, its kind, and the answer that it was compared with."""
-    from asyncflow.build.parts import shape_of
+    from asyncflow.build.factories import shape_of
     from asyncflow.run_dir import SAMPLES_FILE
     from asyncflow.telemetry.report import read_rows
     from asyncflow.workflows.samples import EVALUATION_GROUPS

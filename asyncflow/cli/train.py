@@ -70,8 +70,8 @@ def _run_rank(config: Config, arguments: Sequence[str]) -> int:
 
 
 async def _dry_run(config: Config) -> None:
+    from asyncflow.build.factories import advice, num_devices, shape_of
     from asyncflow.build.memory import Shapes, lines
-    from asyncflow.build.parts import advice, num_devices, shape_of
     from asyncflow.build.prepare import SHAPES, check_shapes, prepare
     from asyncflow.build.prompts import left_out_lines
     from asyncflow.model_folder import read_json
@@ -126,7 +126,7 @@ def _max_staleness(config: Config) -> int:
 
 def _correction(config: Config) -> str:
     """How a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
-    from asyncflow.build.parts import make_algorithm
+    from asyncflow.build.factories import make_algorithm
 
     staleness = _max_staleness(config)
     algorithm = make_algorithm(config)

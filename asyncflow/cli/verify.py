@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from asyncflow.build.parts import make_algorithm, why_never_deterministic
+from asyncflow.build.factories import make_algorithm, why_never_deterministic
 from asyncflow.build.resume import CRITIC_FINGERPRINTS
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from asyncflow.cluster.abroad import Abroad, NodeFolders
+from asyncflow.cluster.remote_node import NodeFolders, RemoteNode
 from asyncflow.devices import VISIBLE
 
 OUTPUT_BYTES: Final = 1 << 20  # of a worker, kept until the driver takes it; then the worker waits
@@ -128,7 +128,7 @@ class RayHost:
             self._process = None
             self._changed.notify_all()
 
-    def _hold(self, run_id: str) -> Abroad:
+    def _hold(self, run_id: str) -> RemoteNode:
         if self._folders is None:
             self._folders = NodeFolders(run_id)
             self._folders.sweep()

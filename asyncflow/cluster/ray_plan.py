@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from asyncflow.cluster.abroad import host_of, is_loopback
 from asyncflow.cluster.base import WorkerSpec
+from asyncflow.cluster.remote_node import host_of, is_loopback
 from asyncflow.config import Config
 from asyncflow.devices import COUNTED_AS, VISIBLE
 from asyncflow.types import UserError

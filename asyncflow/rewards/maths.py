@@ -1,13 +1,13 @@
 r"""1 where the answer means what the reference means, 0 otherwise: numbers exactly, expressions by math-verify (over sympy).
 
     response --marks--> answer --+--> the same text                                        -> 1
-    reference ----------> answer +--> both are numbers (spelling.py): compared as fractions -> 1 or 0
+    reference ----------> answer +--> both are numbers (number_parsing.py): compared as fractions -> 1 or 0
                                  +--> else math-verify parses both, and compares            -> 1 or 0
 
 math-verify has sympy's parser read the response, which is code that evaluates text; and it bounds its own work by a signal, which
 no thread but the main one can have. Here it runs in a process that ends with the sample, under the deadline of the reward, and
 its own time limits are off: what takes too long is a failure and never a quiet 0. Nor is what it has no memory or no stack for:
-it catches such errors and says "not equal", so that here it is asked what it has caught (caught.py).
+it catches such errors and says "not equal", so that here it is asked what it has caught (exception_probe.py).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from asyncflow.rewards.answers import MARKS, answer_in, check_marks, reference, reference_answer
 from asyncflow.rewards.base import Sample
-from asyncflow.rewards.caught import first_caught, forget_caught, import_telling
+from asyncflow.rewards.exception_probe import first_caught, forget_caught, import_telling
+from asyncflow.rewards.number_parsing import Quantity, are_equal, is_range, plain, quantity, sides_of
 from asyncflow.rewards.processes import memory_share
-from asyncflow.rewards.spelling import Quantity, are_equal, is_range, plain, quantity, sides_of
 
 # Parsed once when the scorer is built: what a process learns at its first formula, each sample's would have to learn again.
 _WARM_UP: Final = (r"\frac{1}{2}", r"x^2+\sqrt{3}", r"(1, 2]", r"\{1, 2\}", r"\begin{pmatrix}1\\2\end{pmatrix}", "x=5", "2*x/3")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from asyncflow.rewards.answers import MARKS, answer_in, check_marks, reference, reference_answer
 from asyncflow.rewards.base import Sample
-from asyncflow.rewards.spelling import Quantity, are_equal, quantity
+from asyncflow.rewards.number_parsing import Quantity, are_equal, quantity
 
 
 class Numeric:
     """Compares the number that is marked as the response's answer with the reference's: in exact fractions, unless told otherwise.
 
-    spelling.py says which spellings of a number are known: separators, signs of currency, units, fractions, LaTeX, percentages.
+    number_parsing.py says which spellings of a number are known: separators, currency signs, units, fractions, LaTeX, percentages.
     """
 
     is_stateless = True

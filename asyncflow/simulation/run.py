@@ -24,7 +24,7 @@ import numpy as np
 
 from asyncflow.build.connection import RunConnection, joined
 from asyncflow.build.driver import Driver
-from asyncflow.build.parts import shape_of
+from asyncflow.build.factories import shape_of
 from asyncflow.build.prepare import Prepared, check_choices
 from asyncflow.build.resume import Resumed
 from asyncflow.build.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import msgspec
 
 from asyncflow.transfer_queue.batches import WireBatch, read_lease
-from asyncflow.transfer_queue.following import Following
 from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.notices import Superseded
 from asyncflow.transfer_queue.sampler.checks import check_lease, make_sampler
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.table import Table
+from asyncflow.transfer_queue.unit_subscription import UnitSubscription
 from asyncflow.transport import client_key, client_name, remote
 from asyncflow.types import UserError
 
@@ -78,7 +78,7 @@ class Controller:
         self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler = make_sampler(self.spec)
-        self.following = Following(self.table, schema, self._heard, on_lost)
+        self.following = UnitSubscription(self.table, schema, self._heard, on_lost)
         self._on_done, self._on_dead, self._on_leased, self._on_change = on_done, on_dead, on_leased, on_change
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from asyncflow.transfer_queue.facts import KeptFacts
+from asyncflow.transfer_queue.durable_state import SavedDurableState
 from asyncflow.transfer_queue.storage.base import Storage
 from asyncflow.types import Array, GroupMeta
 
@@ -71,7 +71,7 @@ class Writes:
 class Freeing:
     """What is dropped and still in the storage. While `held_off` is locked nothing is freed: a snapshot may still read it."""
 
-    def __init__(self, storage: Storage, facts: KeptFacts, writes: Writes, group_bits: int) -> None:
+    def __init__(self, storage: Storage, facts: SavedDurableState, writes: Writes, group_bits: int) -> None:
         self.held_off = asyncio.Lock()
         self._storage, self._facts, self._writes, self._group_bits = storage, facts, writes, group_bits
         self._left: list[tuple[Array, Array]] = []  # rows, and whole groups

@@ -10,8 +10,8 @@ task gets whichever rows of a group are ready. What is ready goes by the first v
 lowest step first, then (one interval after the other) in the order of readiness; rows given back go first. Groups that one notice
 makes ready count as ready in the order of their numbers.
 
-The rows themselves are in `pages.py`, the leases in `held.py`; what a request gets of the rows that are ready, `picking.py` says.
-Here: what a notice means, and how a lease begins and ends.
+The rows themselves are in `pages.py`, the leases in `lease_table.py`; `picking.py` says what a request gets of the rows that are
+ready. Here: what a notice means, and how a lease begins and ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from asyncflow.transfer_queue.held import HeldLeases
+from asyncflow.transfer_queue.lease_table import LeaseTable
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Pick, StaleToken, Token, Want
 from asyncflow.transfer_queue.pages import ABSENT, DEAD, DONE, FILTERED, LEASED, READY, SCALAR, WAITING, Page, Pages, RowState, span
 from asyncflow.transfer_queue.picking import ReadyRows
@@ -41,7 +41,7 @@ class Table:
         self.ended_steps: set[int] = set()
         self.dead: dict[int, str] = {}
         self.num_redelivered = 0
-        self.leases = HeldLeases(spec, incarnation)
+        self.leases = LeaseTable(spec, incarnation)
         self._pages = Pages(schema.group_bits, spec.whole_groups, self.leases.leave, training_first=spec.training_first)
         self.ready = ReadyRows(spec, self._pages)
         self._bits = schema.group_bits

@@ -20,14 +20,14 @@ import msgspec
 import numpy as np
 
 from asyncflow.transfer_queue.batches import WireBatch
-from asyncflow.transfer_queue.facts import forget_oldest
-from asyncflow.transfer_queue.holdings import Holdings
+from asyncflow.transfer_queue.capacity import Capacity, CapacityState
+from asyncflow.transfer_queue.durable_state import forget_oldest
 from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, NoticeLog
-from asyncflow.transfer_queue.room import Room, RoomState
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path
 from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.unit_store import UnitStore
 from asyncflow.transport import remote
 from asyncflow.types import Batch, GroupMeta, Ragged
 
@@ -40,7 +40,7 @@ class UnitStatus(msgspec.Struct):
     rows: int
     stored_bytes: int
     away: list[str]
-    room: RoomState
+    room: CapacityState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class StorageUnit:
 
     def __init__(self, storage: Storage, schema: Schema, options: UnitOptions = AS_USUAL) -> None:
         self.schema = schema
-        room = Room(options.capacity_rows, options.capacity_bytes)
-        self.holdings = Holdings(storage, schema, room, lambda notice: self._log.post(notice))
+        room = Capacity(options.capacity_rows, options.capacity_bytes)
+        self.holdings = UnitStore(storage, schema, room, lambda notice: self._log.post(notice))
         self._log = NoticeLog(uuid.uuid4().hex[:12], options.notify_timeout_seconds, NOTICES_KEPT, self.holdings.everything)
         self._ended_leases: dict[str, dict[int, None]] = {}  # task -> leases that are over, oldest first
         self._snapshot_dir = options.snapshot_dir

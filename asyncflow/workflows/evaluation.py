@@ -20,12 +20,12 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import DeadRow, Want
 from asyncflow.types import Batch, GroupMeta, Interval
 from asyncflow.weight_sync.base import Manifest
-from asyncflow.workflows.board import Board
-from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.loop import admit_evaluation
+from asyncflow.workflows.policy_versions import PolicyVersions
+from asyncflow.workflows.progress_view import ProgressView
 from asyncflow.workflows.samples import EVALUATION_GROUPS, PARTS_COLUMN, Prompt, Shape
-from asyncflow.workflows.scored import SKIPPED
+from asyncflow.workflows.score_batching import SKIPPED
 from asyncflow.workflows.signal import Signal
 
 EVALUATORS: Final = "evaluator"
@@ -134,7 +134,7 @@ class HeldOut:
         self._on_row(row)
 
 
-class EvaluatorsBooks(Books):
+class EvaluatorsBooks(ProgressView):
     """What evaluators' schedule (`Periodic`) sees: they are shown a version when nothing is left of the one before, and its weights
     stay, whatever is committed."""
 
@@ -162,7 +162,7 @@ class Evaluations:
         queue: TransferQueueClient,
         ledger: LedgerService,
         held_out: HeldOut,
-        board: Board,
+        board: PolicyVersions,
         shape: Shape,
         signal: Signal,
         *,

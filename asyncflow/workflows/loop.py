@@ -36,8 +36,8 @@ from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, GroupMeta, WeightSource, row_index
 from asyncflow.weight_sync.base import NoRoom, WeightSender
 from asyncflow.workflows.admissions import Admissions
-from asyncflow.workflows.board import Board
 from asyncflow.workflows.ledger import LedgerService, StepTotals, Update
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.samples import (
     GroupRequest,
     Prompt,
@@ -50,7 +50,7 @@ from asyncflow.workflows.samples import (
     outputs,
 )
 from asyncflow.workflows.schedule import Schedule
-from asyncflow.workflows.scored import ScoredRows, why_failed
+from asyncflow.workflows.score_batching import ScoredRows, why_failed
 from asyncflow.workflows.turns import Turns
 
 
@@ -190,7 +190,7 @@ async def _score_and_enqueue(
 async def train(
     queue: TransferQueueClient,
     ledger: LedgerService,
-    board: Board,
+    board: PolicyVersions,
     schedule: Schedule,
     engine: TrainEngine,
     algorithm: Algorithm,
@@ -279,7 +279,7 @@ class Publishing:
          the trainer | computes the next step ...  | updates      gathers only if the weights lie on several ranks
     """
 
-    def __init__(self, sender: WeightSender | None, board: Board, spans: Recorder, beside: asyncio.TaskGroup) -> None:
+    def __init__(self, sender: WeightSender | None, board: PolicyVersions, spans: Recorder, beside: asyncio.TaskGroup) -> None:
         """`beside`: what fails there ends whoever trains."""
         self._sender, self._board, self._spans, self._beside = sender, board, spans, beside
         self._under_way: asyncio.Task[None] | None = None
@@ -302,7 +302,7 @@ class Publishing:
         self._spans.beside("publish", began, step=step, version=step + 1)
 
 
-async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: Board) -> None:
+async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: PolicyVersions) -> None:
     """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather.
 
     Where there is no room for it, older ones that stay for evaluations make room, if they can.

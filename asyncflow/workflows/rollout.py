@@ -27,8 +27,8 @@ from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Array
 from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
-from asyncflow.workflows.board import Board, Target
 from asyncflow.workflows.loop import Producer, produce
+from asyncflow.workflows.policy_versions import PolicyVersions, Target
 from asyncflow.workflows.samples import EVALUATE_TASK, GroupRequest, Shape, requests
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
@@ -59,7 +59,7 @@ class Rollout:
     def __init__(
         self,
         queue: TransferQueueClient,
-        board: Board,
+        board: PolicyVersions,
         schedule: Schedule,
         engine: RolloutEngine,
         receiver: WeightReceiver,

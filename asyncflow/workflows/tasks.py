@@ -18,7 +18,7 @@ from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, Batch, GroupMeta
 from asyncflow.workflows.ledger import LedgerService
 from asyncflow.workflows.samples import Shape, kept_sample, pieces, reference_outputs, reward_outputs, samples_of
-from asyncflow.workflows.scored import why_failed
+from asyncflow.workflows.score_batching import why_failed
 
 Work = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, Exception]]]]
 """What a task does to a group: the columns that it adds, and why rows have failed, by row."""

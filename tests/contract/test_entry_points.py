@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.build.parts import weights_need_key
+from asyncflow.build.factories import weights_need_key
 from asyncflow.build.prepare import check_choices
 from asyncflow.config import parse
 from asyncflow.engines.base import TrainEngine

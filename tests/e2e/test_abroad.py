@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.cluster.abroad import Abroad
+from asyncflow.cluster.remote_node import RemoteNode
 from asyncflow.telemetry.trace import read_spans
 from tests.depth import in_gate
 from tests.e2e.commands import run_command, write_config
@@ -18,7 +18,7 @@ Small = Callable[..., dict[str, Any]]
 
 @pytest.mark.parametrize("weight_sync", in_gate("collective", of=["network", "collective"]))
 def test_a_run_over_tls_alone_gives_the_same_bits(small: Small, tmp_path: Path, weight_sync: str) -> None:
-    places = Abroad(tmp_path / "memory", tmp_path / "files")
+    places = RemoteNode(tmp_path / "memory", tmp_path / "files")
     for place in (places.memory, places.files):
         place.mkdir(mode=0o700)
     separate = {"reward": {"place": "task"}, "algorithm": {"kl_coefficient": 0.1}}

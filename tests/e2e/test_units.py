@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncflow.cluster.abroad import Abroad
+from asyncflow.cluster.remote_node import RemoteNode
 from tests.depth import deep, in_gate
 from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
 from tests.forked import Command
@@ -56,7 +56,7 @@ def test_units_in_processes_of_their_own_give_the_same_bits(
 @deep
 def test_units_that_are_reached_by_tls_alone_give_the_same_bits(small: Small, tmp_path: Path) -> None:
     """As on other machines: each listens where its machine reaches the driver."""
-    places = Abroad(tmp_path / "memory", tmp_path / "files")
+    places = RemoteNode(tmp_path / "memory", tmp_path / "files")
     for place in (places.memory, places.files):
         place.mkdir(mode=0o700)
     config, listen = write_config(tmp_path, recipe(small)), "tls:127.0.0.1:0"

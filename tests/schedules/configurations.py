@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from asyncflow.build.parts import make_algorithm
+from asyncflow.build.factories import make_algorithm
 from asyncflow.config import Config, parse
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.registry import build

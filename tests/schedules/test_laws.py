@@ -18,10 +18,10 @@ import pytest
 from asyncflow.simulation.seeds import Outcome, run_seed
 from asyncflow.types import Interval
 from asyncflow.workflows.admissions import Admissions
-from asyncflow.workflows.board import Board
 from asyncflow.workflows.critic import Version
 from asyncflow.workflows.ledger import Candidates, LedgerService
 from asyncflow.workflows.periodic import Periodic
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.rollout import Rollout
 from tests.depth import few
 from tests.forked import context
@@ -105,7 +105,7 @@ BUGS = {
     ),
     "nobody goes back for rows that only old weights may make": (
         "delayed",
-        mock.patch.object(Board, "_behind", lambda self: None),
+        mock.patch.object(PolicyVersions, "_behind", lambda self: None),
         "nothing has moved",
     ),
     "the critic gives values before it has been updated": (

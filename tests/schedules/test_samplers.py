@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.build.parts import queue_schema
+from asyncflow.build.factories import queue_schema
 from asyncflow.config import Config, parse
 from asyncflow.simulation.seeds import run_seed
 from tests.depth import few, in_gate

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from asyncflow.build.parts import (
+from asyncflow.build.factories import (
     critic_options,
     make_algorithm,
     num_devices,

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import RequestRefused, VllmClient
-from asyncflow.engines.rollout.vllm_instance import OwnServer
-from asyncflow.engines.rollout.vllm_server import VllmServer
+from asyncflow.engines.rollout.vllm_handle import OwnServer
+from asyncflow.engines.rollout.vllm_process import ServerProcess
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import command_line, processes_of, rows, write_config
@@ -145,7 +145,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes],
 def test_a_run_over_a_server_that_is_there(
     run: Callable[..., tuple[subprocess.Popen[bytes], Path]],
     tmp_path: Path,
-    vllm_server: VllmServer,
+    vllm_server: ServerProcess,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two updates, installed between two steps: what generates computes what the trainer computes."""

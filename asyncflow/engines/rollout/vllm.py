@@ -8,7 +8,7 @@ consumes: requests (one prompt, several samples), versions, pauses
 waits for: the servers; a lost one's return
 is unblocked by: their answers; their being started again
 
-A server that is lost in the middle of anything (vllm_instance.py) is started again and given the current weights.
+A server that is lost in the middle of anything (vllm_handle.py) is started again and given the current weights.
 
 Not here: responses as they grow (streaming), more than one machine for one instance.
 """
@@ -32,9 +32,9 @@ from asyncflow.engines.rollout.vllm_client import PauseMode, RequestRefused, Ser
 from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers, sender
 from asyncflow.engines.rollout.vllm_devices import why_not_deterministic as _why
 from asyncflow.engines.rollout.vllm_generation import Generation
-from asyncflow.engines.rollout.vllm_instance import Instance
-from asyncflow.engines.rollout.vllm_server import ServerOptions
-from asyncflow.engines.rollout.vllm_servers import Servers, check_settings, given_hosts, own_hosts
+from asyncflow.engines.rollout.vllm_handle import ServerHandle
+from asyncflow.engines.rollout.vllm_pool import ServerPool, check_settings, given_hosts, own_hosts
+from asyncflow.engines.rollout.vllm_process import ServerOptions
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
 from asyncflow.engines.rollout.vllm_weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
@@ -130,7 +130,7 @@ class VllmEngine:
         if addresses:  # nobody knows what weights they have
             self._weights.hold(load_tensors(model_path))
         connect = partial(VllmClient, generation_seconds=generation_seconds, deadline_seconds=deadline_seconds)
-        self._servers = Servers(
+        self._servers = ServerPool(
             hosts, connect, self._bring_up, num_slots=per_instance, max_restarts=max_restarts, start_seconds=start_seconds
         )
         self._generation = Generation(
@@ -139,7 +139,7 @@ class VllmEngine:
         self._servers.start()
 
     @property
-    def instances(self) -> Sequence[Instance]:
+    def instances(self) -> Sequence[ServerHandle]:
         """The servers."""
         return self._servers.instances
 
@@ -237,7 +237,7 @@ class VllmEngine:
         else:
             await client.set_weight_version(self._weights.version)
 
-    async def _update(self, instance: Instance, client: VllmClient) -> None:
+    async def _update(self, instance: ServerHandle, client: VllmClient) -> None:
         """Bring a server that generates to the current version."""
         mode: PauseMode = "keep" if self._is_paused else self._pause_mode
         clear = self._recomputes or self._pause_mode != "keep" or not instance.num_outstanding

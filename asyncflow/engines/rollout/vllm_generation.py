@@ -25,8 +25,8 @@ import numpy as np
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm_client import Aborted, RequestRefused, ServerLost
-from asyncflow.engines.rollout.vllm_instance import Instance
-from asyncflow.engines.rollout.vllm_servers import Servers
+from asyncflow.engines.rollout.vllm_handle import ServerHandle
+from asyncflow.engines.rollout.vllm_pool import ServerPool
 from asyncflow.engines.rollout.vllm_weights import ServerWeights
 from asyncflow.types import Array, RunError
 
@@ -44,9 +44,9 @@ class _Sample:
     prompt_ids: list[int]
     sampling: dict[str, Any]
     tokens: int
-    instance: Instance
+    instance: ServerHandle
 
-    def move(self, instance: Instance) -> None:
+    def move(self, instance: ServerHandle) -> None:
         """To another instance."""
         self.instance.outstanding_tokens -= self.tokens
         self.instance = instance
@@ -62,7 +62,7 @@ class Generation:
 
     def __init__(
         self,
-        servers: Servers,
+        servers: ServerPool,
         weights: ServerWeights,
         begin: Callable[[], Awaitable[None]],
         *,

@@ -1,6 +1,6 @@
 """Trains a Hugging Face model with DeepSpeed's ZeRO: what is cut over the data-parallel processes depends on the stage.
 
-consumes, waits for, is unblocked by: as led_engine.py says; every process leads a data-parallel group of its own
+consumes, waits for, is unblocked by: as leader_engine.py says; every process leads a data-parallel group of its own
 
     stage    1: the optimiser's state    2: the gradient sums, too    3: the weights, too
 
@@ -40,7 +40,7 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Tr
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.checks import check_deepspeed, model_fields
 from asyncflow.engines.train.gathered_state import GatheredState, loaded
-from asyncflow.engines.train.led_engine import LedEngine
+from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import FrozenModel, load_module, recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
@@ -49,15 +49,15 @@ from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
-from asyncflow.engines.train.parallel.lone import joined
 from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.parallel.single_rank import joined
 from asyncflow.engines.train.state import fingerprint_of
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
 
 # T response tokens, H hidden elements, V tokens of the vocabulary.
 
 
-class DeepSpeedEngine(LedEngine):
+class DeepSpeedEngine(LeaderEngine):
     """Implements `TrainEngine`."""
 
     def __init__(

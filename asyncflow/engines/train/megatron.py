@@ -1,6 +1,6 @@
 """Trains a Qwen2, Qwen3 or Llama model as Megatron-Core's GPTModel, by tensor, pipeline and data parallelism.
 
-consumes, waits for, is unblocked by: as led_engine.py says
+consumes, waits for, is unblocked by: as leader_engine.py says
 
     checkpoint <-> Hugging Face names (Origin) <-> GPTModel, a stage's layers, a rank's share of each matrix
     micro-batch -> pack (packing.py) -> stages, by Megatron's 1F1B schedule -> loss on the last one (micro_step.py) -> gradient sums
@@ -40,7 +40,7 @@ from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.checks import check_megatron, model_fields
 from asyncflow.engines.train.gathered_state import GatheredState, loaded
-from asyncflow.engines.train.led_engine import LedEngine
+from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.attention import packed_attention
 from asyncflow.engines.train.model.causal_model import recompute_activations
@@ -51,15 +51,15 @@ from asyncflow.engines.train.model.packing import Packed, filled_alike, pack_thr
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
-from asyncflow.engines.train.parallel.lone import joined
 from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.parallel.single_rank import joined
 from asyncflow.engines.train.state import fingerprint_of
 from asyncflow.types import Array, Layout, Objective, Ragged, TensorSpec, UserError
 
 # P packed tokens, T response tokens, H hidden elements or heads, V rows of the vocabulary that a rank has, D elements of a head.
 
 
-class MegatronEngine(LedEngine):
+class MegatronEngine(LeaderEngine):
     """Implements `TrainEngine`."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:

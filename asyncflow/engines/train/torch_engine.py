@@ -1,6 +1,6 @@
 """Trains a Hugging Face model in plain PyTorch, on one device (one_rank.py) or cut over the ranks of a layout (many_ranks.py).
 
-consumes, waits for, is unblocked by: as led_engine.py says
+consumes, waits for, is unblocked by: as leader_engine.py says
 
 Parameters, gradient sums and optimiser state are float32 or more whatever `dtype` says.
 """
@@ -14,7 +14,7 @@ import torch
 
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.led_engine import LedEngine, Training
+from asyncflow.engines.train.leader_engine import LeaderEngine, Training
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.types import WeightSource
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asyncflow.engines.train.parallel.ranks import Ranks
 
 
-class TorchEngine(LedEngine):
+class TorchEngine(LeaderEngine):
     """Implements `TrainEngine`."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:

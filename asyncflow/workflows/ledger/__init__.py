@@ -1,5 +1,5 @@
-"""The ledger, which owns the steps: a state machine, `steps.py` over `book.py`, `passes.py` and `candidates.py`, and its face
-`service.py`."""
+"""The ledger, which owns the steps: a state machine (`steps.py` over `step_state.py`, `update_progress.py` and `candidates.py`),
+and the service that workers call (`service.py`)."""
 
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted, num_to_admit
 from asyncflow.workflows.ledger.figures import Consumed, StepTotals, Update

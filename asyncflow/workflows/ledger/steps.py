@@ -1,6 +1,7 @@
 """What belongs to which step, and what is committed: a pure state machine. No I/O, no clock, no event loop.
 
-    Ledger ---> a Book for each step that is open, and each evaluation (book.py) ---> a Pass for each of its updates (passes.py)
+    Ledger ---> StepState: one for each open step and each evaluation (step_state.py)
+           ---> UpdateProgress: one for each update of the step (update_progress.py)
 
 A step is opened with its groups, its rows are generated, perhaps scored and referred, then consumed by training under leases that
 stay open, and it closes when every member has been consumed or given up. The normaliser is an integer over the members that
@@ -25,10 +26,10 @@ from itertools import chain
 
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
-from asyncflow.workflows.ledger.book import Book
 from asyncflow.workflows.ledger.candidates import Candidates, Sifted
 from asyncflow.workflows.ledger.figures import StepTotals
-from asyncflow.workflows.ledger.passes import UpdateProgress
+from asyncflow.workflows.ledger.step_state import StepState
+from asyncflow.workflows.ledger.update_progress import UpdateProgress
 
 
 class Ledger:
@@ -71,7 +72,7 @@ class Ledger:
         self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
         self._has_evaluators = has_evaluators
         self._group_bits, self._max_staleness = group_bits, max_staleness
-        self._books: dict[tuple[str, int], Book] = {}
+        self._books: dict[tuple[str, int], StepState] = {}
         self._book_of_group: dict[int, tuple[str, int]] = {}
         self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
         self._committed = dict.fromkeys(self.trained, first)
@@ -103,7 +104,7 @@ class Ledger:
     def is_open(self, step: int) -> bool:
         return ("train", step) in self._books
 
-    def book(self, step: int, purpose: str = "train") -> Book:
+    def book(self, step: int, purpose: str = "train") -> StepState:
         """What there is to be asked, and to be said, of a step or evaluation while it is open. A `ValueError` where it is not."""
         if (purpose, step) not in self._books:
             raise ValueError(f"{purpose} step {step} is not open")
@@ -143,13 +144,13 @@ class Ledger:
                     todo.update(rows)
             book.last_version = max(book.last_version, meta.interval.high)
 
-    def _new_book(self, purpose: str, step: int) -> Book:
+    def _new_book(self, purpose: str, step: int) -> StepState:
         is_training = purpose == "train"
         updates = dict.fromkeys(self.trained, self.num_updates) if is_training else {purpose: 1}
         ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
         mini_batches = self._mini_batches if is_training else 1
         has_candidates = is_training and bool(self._chosen_by)
-        return Book(
+        return StepState(
             step,
             self._group_bits,
             mini_batches,
@@ -278,7 +279,7 @@ class Ledger:
             if (book := self._book_with(row)) is not None:
                 book.todo[task].discard(row)
 
-    def _book_with(self, row: int) -> Book | None:
+    def _book_with(self, row: int) -> StepState | None:
         key = self._book_of_group.get(row >> self._group_bits)
         return self._books.get(key) if key is not None else None
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from asyncflow.build.factories import num_devices
 from asyncflow.build.fleet import workers
-from asyncflow.build.parts import num_devices
 from asyncflow.config import Config, parse
 from asyncflow.types import UserError
 

@@ -16,10 +16,10 @@ from asyncflow.registry import build
 from asyncflow.transport import client_name
 from asyncflow.types import RunError
 from asyncflow.workflows import SCHEDULES, evaluation
-from asyncflow.workflows.board import Board
-from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.evaluation import EVALUATORS, Evaluations, HeldOut
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.worker_pool import WorkerPool
 
 A, B = "rollout/0", "rollout/1"
 OF_A, OF_B = (f"worker {worker} has no weights to serve, and tries again: " for worker in (A, B))
@@ -34,7 +34,7 @@ class World:
         config = parse(tree | {"weight_sync": {"min_healthy_workers": needed, "deadline_seconds": 60}})
         schedule = build("schedule", "delayed", {}, SCHEDULES)
         self.signal, self.silent = Signal(), set[str]()
-        self.board = Board(schedule, object(), self.signal, self.loop.time, Crew(2))  # type: ignore[arg-type]
+        self.board = PolicyVersions(schedule, object(), self.signal, self.loop.time, WorkerPool(2))  # type: ignore[arg-type]
         hub: Any = SimpleNamespace(states=dict.fromkeys((A, B, "trainer/0")), is_silent=lambda worker, _: worker in self.silent)
         self.health = Health(config, [self.board], hub, self.signal, says=self.said.append, fails=self.failures.append)
 
@@ -135,7 +135,7 @@ def test_whoever_becomes_silent_or_is_heard_again_is_told_of_though_nothing_else
 
 async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served() -> None:
     config = parse({"model": {"path": "none"}, "data": {"path": "none"}, "weight_sync": {"min_healthy_workers": 1}})
-    board = Board(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, Crew(2))  # type: ignore[arg-type]
+    board = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, WorkerPool(2))  # type: ignore[arg-type]
     said, failures = list[str](), list[RunError]()
     hub: Any = None
     health = Health(config, [board], hub, Signal(), says=said.append, fails=failures.append)
@@ -163,7 +163,7 @@ async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
     monkeypatch.setattr(evaluation, "evaluate", evaluated)
     config = parse({"model": {"path": "none"}, "data": {"path": "none"}})
     signal, said, failures, none = Signal(), list[str](), list[RunError](), cast(Any, None)
-    board = Board(build("schedule", "periodic", {}, SCHEDULES), none, signal, lambda: 0.0, Crew(1, EVALUATORS))
+    board = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), none, signal, lambda: 0.0, WorkerPool(1, EVALUATORS))
     plan = HeldOut(
         [none], last_version=0, every_steps=None, samples=1, temperature=1.0, greedy=False, on_row=lambda row: None, done=done
     )

@@ -11,8 +11,8 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncflow.build.factories import num_devices
 from asyncflow.build.memory import GIB, MemoryUse, Shapes, host_parts, lines, micro_batch_tokens, rollout_parts, training_parts
-from asyncflow.build.parts import num_devices
 from asyncflow.build.prepare import check_shapes
 from asyncflow.config import Config, load, parse
 from asyncflow.engines.decoder_config import DecoderConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncflow.build.parts import reward_pool
+from asyncflow.build.factories import reward_pool
 from asyncflow.build.prepare import prepare
 from asyncflow.build.prompts import left_out_lines, read_source, short_enough, source_of, tokenize
 from asyncflow.config import Config, parse

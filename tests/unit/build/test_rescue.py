@@ -18,7 +18,7 @@ from asyncflow.telemetry.hub import Hub
 from asyncflow.transport import client_name
 from asyncflow.types import HeldWeights
 from asyncflow.weight_sync.base import Manifest
-from asyncflow.workflows.board import Board
+from asyncflow.workflows.policy_versions import PolicyVersions
 
 TENSORS = {"b": torch.arange(3 << 20).to(torch.bfloat16), "a": torch.rand(5, 7), "c": torch.tensor(3.0)}
 
@@ -33,7 +33,7 @@ class World:
         self.has_failed = True
         self.rescue = Rescue(
             folder,
-            cast(Board, board),
+            cast(PolicyVersions, board),
             cast(Hub, self),
             5.0,
             has_failed=lambda: self.has_failed,

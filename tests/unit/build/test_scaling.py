@@ -14,9 +14,9 @@ from asyncflow.config import parse
 from asyncflow.registry import build
 from asyncflow.types import RunError, UserError
 from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.board import Board
-from asyncflow.workflows.crew import Crew
+from asyncflow.workflows.policy_versions import PolicyVersions
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.worker_pool import WorkerPool
 from tests.builders import turns
 from tests.patience import patience
 
@@ -53,7 +53,7 @@ class World:
         config = parse({**tree, "train": {"prompts_per_step": 12}, "weight_sync": weight_sync})
         schedule = build("schedule", "periodic", {}, SCHEDULES)
         self.now, self.said, self.cluster, self.beside = 0.0, list[str](), Cluster(), list["asyncio.Task[None]"]()
-        self.board = Board(schedule, object(), Signal(), lambda: self.now, Crew(workers))  # type: ignore[arg-type]
+        self.board = PolicyVersions(schedule, object(), Signal(), lambda: self.now, WorkerPool(workers))  # type: ignore[arg-type]
         self.devices = Devices(workers + 1, lambda: self.now)
         self.scaling = Scaling(
             config,

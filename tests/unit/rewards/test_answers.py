@@ -15,8 +15,8 @@ from asyncflow.rewards.base import Sample, Scorer
 from asyncflow.rewards.final_answer import FinalAnswer
 from asyncflow.rewards.maths import Maths
 from asyncflow.rewards.multiple_choice import MultipleChoice
+from asyncflow.rewards.number_parsing import plain, quantity
 from asyncflow.rewards.numeric import Numeric
-from asyncflow.rewards.spelling import plain, quantity
 from tests.conftest import gsm8k_folder
 from tests.unit.rewards import spellings
 

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncflow.transfer_queue.facts import KeptFacts
+from asyncflow.transfer_queue.durable_state import SavedDurableState
 from asyncflow.transfer_queue.freeing import Freeing, Writes
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Array, GroupMeta, Interval, RunError
@@ -38,7 +38,7 @@ class Storage(MemoryStorage):
 class House:
     def __init__(self) -> None:
         self.storage, self.writes = Storage(), Writes()
-        self.facts = KeptFacts(self.storage)
+        self.facts = SavedDurableState(self.storage)
         self.freeing = Freeing(self.storage, self.facts, self.writes, BITS)
 
 

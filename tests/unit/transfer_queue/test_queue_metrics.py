@@ -6,9 +6,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from asyncflow.transfer_queue.capacity import CapacityState
 from asyncflow.transfer_queue.controller import TaskStatus
 from asyncflow.transfer_queue.metrics import RUN_METRICS, STATES, TOTALS, prometheus_text, run_metrics
-from asyncflow.transfer_queue.room import RoomState
 from asyncflow.transfer_queue.unit import UnitStatus
 
 
@@ -19,7 +19,7 @@ def task(first: int) -> TaskStatus:
 
 
 def unit(first: int) -> UnitStatus:
-    return UnitStatus(first, first + 1, [], RoomState(first + 2, first + 3, first + 4, first + 5.5, first + 6.5))
+    return UnitStatus(first, first + 1, [], CapacityState(first + 2, first + 3, first + 4, first + 5.5, first + 6.5))
 
 
 TASKS, UNITS = {"rollout": task(100), 'odd "name"\\\n': task(200)}, {0: unit(1000), 3: unit(2000)}

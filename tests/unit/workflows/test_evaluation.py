@@ -13,7 +13,7 @@ from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import Batch, Interval, Ragged
 from asyncflow.workflows.evaluation import HeldOut, Row, _without_score
 from asyncflow.workflows.samples import EVALUATION_GROUPS, Prompt
-from asyncflow.workflows.scored import NO_REWARD, SKIPPED
+from asyncflow.workflows.score_batching import NO_REWARD, SKIPPED
 
 PROMPTS = [Prompt(np.arange(n + 1), {"question": str(n)}) for n in range(3)]
 

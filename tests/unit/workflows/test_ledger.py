@@ -17,9 +17,9 @@ from asyncflow.registry import build
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta, Interval
 from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
 from asyncflow.workflows.periodic import Periodic
+from asyncflow.workflows.progress_view import ProgressView
 from asyncflow.workflows.signal import Signal
 from asyncflow.workflows.synchronous import Synchronous
 from tests.builders import meta
@@ -363,7 +363,7 @@ class Service:
     def __init__(self, schedule: Any = None, **ranks: Any) -> None:
         self.told: list[Any] = []
         self.ledger = Ledger(BITS, **ranks)
-        books = Books(self.ledger, {})
+        books = ProgressView(self.ledger, {})
         self.service = LedgerService(
             self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
         )

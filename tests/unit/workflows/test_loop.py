@@ -13,7 +13,7 @@ import pytest
 from asyncflow.engines.base import OptimResult, Response
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.types import Batch
-from asyncflow.workflows import scored
+from asyncflow.workflows import score_batching
 from asyncflow.workflows.ledger import StepTotals
 from asyncflow.workflows.loop import Producer, apply, produce
 from asyncflow.workflows.samples import GroupRequest, Shape
@@ -108,7 +108,7 @@ async def produced(queue: Queue) -> list[Mapping[str, Any]]:
 
 
 async def test_a_row_that_has_no_reward_fails_alone_and_the_others_do_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scored, "SIBLINGS_SECONDS", 60.0)
+    monkeypatch.setattr(score_batching, "SIBLINGS_SECONDS", 60.0)
     queue = Queue()
     kept = await produced(queue)
     assert queue.failed == {6: ("skipped: nothing to say", True)} and sorted(queue.completed) == [4, 5]

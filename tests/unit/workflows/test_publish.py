@@ -11,8 +11,8 @@ import torch
 
 from asyncflow.weight_sync.base import Manifest, NoRoom, WeightSender
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
-from asyncflow.workflows.board import Board
 from asyncflow.workflows.loop import publish
+from asyncflow.workflows.policy_versions import PolicyVersions
 from tests.contract.weight_sources import Gathered
 
 
@@ -31,7 +31,7 @@ async def test_one_sends_and_the_others_help_to_gather_every_tensor() -> None:
     sync = SleepingWeightSync(keep=1, num_bytes=1, publish_seconds=0.0, fetch_seconds=0.0)
     for sender, versions in ((sync.sender("first"), [3]), (None, [])):
         source, board = Gathered({"a": torch.ones(2), "b": torch.ones(3)}), Noted()
-        await publish(3, source, sender, cast(Board, board))
+        await publish(3, source, sender, cast(PolicyVersions, board))
         assert (source.num_made, source.num_alive, board.versions) == (2, 0, versions)
 
 
@@ -39,7 +39,7 @@ async def test_what_the_board_wants_to_stay_stays_with_the_sender() -> None:
     sync, board = SleepingWeightSync(keep=1, num_bytes=1, publish_seconds=0.0, fetch_seconds=0.0), Noted()
     sender = sync.sender("first")
     for version in range(1, 6):
-        await publish(version, Gathered({"a": torch.ones(2)}), sender, cast(Board, board))
+        await publish(version, Gathered({"a": torch.ones(2)}), sender, cast(PolicyVersions, board))
     assert [version for _, version in sync.kept] == [2, 4, 5]
 
 
@@ -67,8 +67,8 @@ async def test_what_may_go_makes_room_and_the_weights_are_gathered_once() -> Non
         board.no_room = AsyncMock(side_effect=gone)  # type: ignore[attr-defined]
         if not room:
             with pytest.raises(NoRoom):
-                await publish(8, source, cast(WeightSender, sender), cast(Board, board))
+                await publish(8, source, cast(WeightSender, sender), cast(PolicyVersions, board))
             assert (source.num_made, board.versions) == (0, [])
             continue
-        await publish(8, source, cast(WeightSender, sender), cast(Board, board))
+        await publish(8, source, cast(WeightSender, sender), cast(PolicyVersions, board))
         assert (source.num_made, board.versions, sender.retained) == (1, [8], {8})

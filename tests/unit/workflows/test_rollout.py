@@ -22,13 +22,13 @@ from asyncflow.transport import client_name
 from asyncflow.types import Array, GroupMeta, Interval
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.workflows import SCHEDULES, rollout
-from asyncflow.workflows.board import Board
-from asyncflow.workflows.books import Books
-from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.ledger import Ledger
+from asyncflow.workflows.policy_versions import PolicyVersions
+from asyncflow.workflows.progress_view import ProgressView
 from asyncflow.workflows.rollout import Rollout, share_of
 from asyncflow.workflows.samples import Prompt, Shape, admission, schema
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.worker_pool import WorkerPool
 from tests.builders import turns
 
 BITS = 2
@@ -120,8 +120,8 @@ class World:
         self.signal, self.ledger = Signal(), Ledger(BITS, max_staleness=self.schedule.max_staleness)
         callbacks = {"on_done": self._done, "on_change": self.signal.notify}
         self.queue = TransferQueue(schema(BITS, 30.0, 3), [MemoryStorage()], callbacks={"rollout": callbacks})
-        books = Books(self.ledger, self.queue.controllers)
-        self.board = Board(self.schedule, books, self.signal, lambda: 0.0, Crew(workers))
+        books = ProgressView(self.ledger, self.queue.controllers)
+        self.board = PolicyVersions(self.schedule, books, self.signal, lambda: 0.0, WorkerPool(workers))
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards
@@ -522,7 +522,7 @@ async def a_leaver(
 ) -> AsyncIterator[tuple[World, asyncio.Task[None]]]:
     """A worker with these groups that has been told to leave; another one is in the run."""
     world = World("periodic", {}, num_slots=8, rewards=rewards)
-    world.board.crew = Crew(2)
+    world.board.crew = WorkerPool(2)
     world.board.crew.members.reverse()  # so that this one came last
     async with world.queue.running():
         running = world.start()

@@ -14,9 +14,9 @@ from asyncflow.engines.base import Response
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
-from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import Ledger, LedgerService, Sifted
 from asyncflow.workflows.periodic import Periodic
+from asyncflow.workflows.progress_view import ProgressView
 from asyncflow.workflows.samples import SELECT_TASK, Prompt, admission, outputs, schema
 from asyncflow.workflows.selection import Selection, is_varied
 from asyncflow.workflows.signal import Signal
@@ -45,7 +45,7 @@ class World:
             task: {"on_done": lambda rows, task=task: self.service.done(task, rows)} for task in self.ledger.tasks
         }
         self.queue = TransferQueue(schema(BITS, lease_seconds, 2, has_selection=True), [MemoryStorage()], callbacks=callbacks)
-        books = Books(self.ledger, self.queue.controllers)
+        books = ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, Periodic(), books, signal, lambda task, step: None)
         self.client = self.queue.client()
         self.background: list[asyncio.Task[None]] = []

@@ -20,9 +20,9 @@ from asyncflow.transfer_queue.leases import DeadRow, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Array, Batch, GroupMeta, Ragged
-from asyncflow.workflows.books import Books
 from asyncflow.workflows.ledger import Ledger, LedgerService
 from asyncflow.workflows.periodic import Periodic
+from asyncflow.workflows.progress_view import ProgressView
 from asyncflow.workflows.samples import Prompt, Shape, admission, outputs, schema
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
@@ -49,7 +49,7 @@ class World:
         }
         callbacks[task]["on_dead"] = self._gave_up
         self.queue = TransferQueue(schema(BITS, 30.0, 2, **flags), [MemoryStorage()], callbacks=callbacks)
-        signal, books = Signal(), Books(self.ledger, self.queue.controllers)
+        signal, books = Signal(), ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, signal, lambda purpose, step: None)
         self.client = self.queue.client()
         self.recorder = Recorder(task, partial(next, itertools.count(0.0)), self.spans.append)

@@ -19,9 +19,9 @@ from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.types import TensorSpec, WeightSource, first_error
 from asyncflow.weight_sync.base import Manifest, WeightSender, WeightSyncError
-from asyncflow.workflows.board import Board
 from asyncflow.workflows.bounded import Bounded
 from asyncflow.workflows.loop import train
+from asyncflow.workflows.policy_versions import PolicyVersions
 from tests.builders import turns
 from tests.unit.workflows.test_turns import SHAPE, World, a_world
 
@@ -58,7 +58,7 @@ class Run:
         self.now, self.spans = 0.0, list[Span]()
         self.recorder = Recorder("trainer/0", lambda: self.now, self.spans.append)
         parts = cast(TrainEngine, self), GRPO(), cast(WeightSender, Sender(self)), SHAPE
-        services = world.client, world.service, cast(Board, Noted(self)), world.schedule
+        services = world.client, world.service, cast(PolicyVersions, Noted(self)), world.schedule
         self.training = asyncio.create_task(train(*services, *parts, self.recorder, FingerprintLog(None), self))
 
     async def begin_step(self) -> None:

@@ -24,9 +24,9 @@ from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Advantages, GroupMeta, Ragged, RunError, ScoredGroup
-from asyncflow.workflows.books import Books
 from asyncflow.workflows.bounded import NEVER, Bounded
 from asyncflow.workflows.ledger import Consumed, Ledger, LedgerService, Update
+from asyncflow.workflows.progress_view import ProgressView
 from asyncflow.workflows.samples import Prompt, Shape, admission, left_out, outputs, schema
 from asyncflow.workflows.schedule import Schedule
 from asyncflow.workflows.signal import Signal
@@ -44,7 +44,7 @@ class World:
         self.schedule, self.ledger = schedule, Ledger(BITS, max_staleness=schedule.max_staleness, **ranks)
         callbacks = {"rollout": {"on_done": self._done}}
         self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], callbacks=callbacks)
-        books = Books(self.ledger, self.queue.controllers)
+        books = ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
         self.client = self.queue.client()
         self.put_aside: dict[int, Leased] = {}

@@ -1,11 +1,11 @@
 """One rank's half of training over a layout. All ranks make the same calls, each with the micro-batches of its data-parallel group.
 
     micro-batches, some inert ------> frozen models ----> log-probs --+
-      (as many as the group that  +-> policy, stage by stage ---------+--> loss --> backward, sums over ranks (data.py)
+      (as many as the group that  +-> policy, stage by stage ---------+--> loss --> backward, sums over ranks (fsdp.py)
        has most of them)                                                                  |
     AdamW on this rank's parts <-- clip by the norm over all ranks <-- sums / normaliser <+
 
-consumes: what the methods are given, as led_engine.py calls them
+consumes: what the methods are given, as leader_engine.py calls them
 waits for: the other ranks, as ranks.py says
 is unblocked by: the same call there
 
@@ -33,10 +33,10 @@ from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_alike, pack_inert, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
-from asyncflow.engines.train.parallel.cut_model import CutModel, placed_like
-from asyncflow.engines.train.parallel.data import make_sums
+from asyncflow.engines.train.parallel.fsdp import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.parallel.sharded_model import ShardedModel, placed_like
 from asyncflow.engines.train.parallel.sharing_check import SharingCheck
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
 from asyncflow.engines.train.state import EngineState, fingerprint_of
@@ -186,7 +186,9 @@ class ManyRanks:
         self._model_path, self._chunk_tokens = model_path, options.log_prob_chunk_tokens
         self._is_to_check = options.check_shared_prompt
         dtype, frozen_dtype = (getattr(torch, name) for name in (options.dtype, options.frozen_dtype or options.dtype))
-        cut = partial(CutModel, model_path, self.ranks, temperature=options.temperature, chunk_tokens=options.log_prob_chunk_tokens)
+        cut = partial(
+            ShardedModel, model_path, self.ranks, temperature=options.temperature, chunk_tokens=options.log_prob_chunk_tokens
+        )
         is_exact = options.accumulate == "exact"
         self._policy = cut(
             dtype=dtype,
@@ -265,7 +267,7 @@ class ManyRanks:
 class _Placed:
     """An optimiser's state, each tensor as a part of its whole, under a checkpoint's names."""
 
-    def __init__(self, optimizer: Optimizer, policy: CutModel, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, policy: ShardedModel, names: Mapping[str, str] | None = None) -> None:
         self._optimizer, self._parameters = optimizer, policy.parameters
         self._known = {name: known for known, name in names.items()} if names is not None else {n: n for n in policy.parts}
 

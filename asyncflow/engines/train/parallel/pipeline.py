@@ -30,7 +30,7 @@ from torch import Tensor
 
 from asyncflow.engines.base import MicroBatchResult
 from asyncflow.engines.train.model.packing import Packed
-from asyncflow.engines.train.parallel.schedule import Crossing, StagePass, arriving, leaving, one_forward_one_backward
+from asyncflow.engines.train.parallel.one_f_one_b import Crossing, StagePass, arriving, leaving, one_forward_one_backward
 from asyncflow.engines.train.parallel.stages import PipelineStage
 from asyncflow.types import RunError
 

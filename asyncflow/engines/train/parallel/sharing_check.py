@@ -20,10 +20,10 @@ from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model.check_sharing import both_ways, gradient_fault, log_prob_fault, refuse
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, pack_inert
-from asyncflow.engines.train.parallel.cut_model import CutModel
-from asyncflow.engines.train.parallel.data import Sums
+from asyncflow.engines.train.parallel.fsdp import Sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
+from asyncflow.engines.train.parallel.sharded_model import ShardedModel
 from asyncflow.types import RunError
 
 # P packed tokens, T response tokens, H hidden elements.
@@ -32,7 +32,7 @@ from asyncflow.types import RunError
 class SharingCheck:
     """One rank's half of it."""
 
-    def __init__(self, policy: CutModel, pipeline: Pipeline, sums: Sums, ranks: Ranks, counted: Sequence[str]) -> None:
+    def __init__(self, policy: ShardedModel, pipeline: Pipeline, sums: Sums, ranks: Ranks, counted: Sequence[str]) -> None:
         """`counted`: the parameters whose parts no rank before this one has, too."""
         self._policy, self._pipeline, self._sums, self._ranks, self._counted = policy, pipeline, sums, ranks, counted
 

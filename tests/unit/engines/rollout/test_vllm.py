@@ -29,13 +29,13 @@ from asyncflow.build.prepare import check_choices, check_rollout_engine
 from asyncflow.build.scaling import Scaling
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout import vllm, vllm_client, vllm_instance
+from asyncflow.engines.rollout import vllm, vllm_client, vllm_handle
 from asyncflow.engines.rollout.vllm import VllmEngine
 from asyncflow.engines.rollout.vllm_client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm_devices import check_arguments, sender
-from asyncflow.engines.rollout.vllm_instance import Instance, OwnServer
-from asyncflow.engines.rollout.vllm_server import IN_VLLM, VllmServer
-from asyncflow.engines.rollout.vllm_servers import own_hosts
+from asyncflow.engines.rollout.vllm_handle import OwnServer, ServerHandle
+from asyncflow.engines.rollout.vllm_pool import own_hosts
+from asyncflow.engines.rollout.vllm_process import IN_VLLM, ServerProcess
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
 from asyncflow.types import RunError, UserError
@@ -52,8 +52,8 @@ VICTIMS = [(instances, victim) for instances in (1, 2) for victim in ("front end
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_instance, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
-    monkeypatch.setattr(vllm_instance, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(vllm_handle, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(vllm_handle, "WATCH_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -88,17 +88,17 @@ def changed(shift: float) -> dict[str, torch.Tensor]:
     return {name: tensor * (1 + shift) for name, tensor in TENSORS.items()}
 
 
-def server_of(instance: Instance) -> VllmServer:
+def server_of(instance: ServerHandle) -> ServerProcess:
     assert isinstance(instance.host, OwnServer) and instance.host.server is not None
     return instance.host.server
 
 
-def group_of(instance: Instance) -> list[psutil.Process]:
+def group_of(instance: ServerHandle) -> list[psutil.Process]:
     """The processes of an instance: guard, front end, and what stands for its engine."""
     return group_of_server(server_of(instance))
 
 
-def group_of_server(server: VllmServer) -> list[psutil.Process]:
+def group_of_server(server: ServerProcess) -> list[psutil.Process]:
     guard = psutil.Process(server.pid)
     return [guard, *guard.children(recursive=True)]
 
@@ -128,7 +128,7 @@ async def under_way(engine: VllmEngine, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def state_of(instance: Instance) -> dict[str, Any]:
+async def state_of(instance: ServerHandle) -> dict[str, Any]:
     state: dict[str, Any] = json.loads(await instance.client._ask("GET", "/state"))
     return state
 
@@ -358,7 +358,7 @@ async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_wi
         assert np.array_equal((await responses(engine, (0,), 150))[0].logprobs, one.logprobs)
 
 
-async def hang(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+async def hang(instance: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Stop the front end: it takes connections and answers none. That is looked for once the event is set."""
     monkeypatch.setattr(vllm_client, "HEALTH_SECONDS", 1.0)
     client, is_looked_for, may_be_seen = instance.client, asyncio.Event(), asyncio.Event()
@@ -461,7 +461,7 @@ async def test_a_server_that_is_given_up_leaves_its_device(model: Path, python: 
 
 async def test_nobody_watches_a_life_that_is_over(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came back between two looks: the client of the life before is closed."""
-    monkeypatch.setattr(vllm_instance, "WATCH_SECONDS", 3.0)
+    monkeypatch.setattr(vllm_handle, "WATCH_SECONDS", 3.0)
     async with opened(model, python) as engine:
         (instance,) = engine.instances
         await responses(engine)
@@ -532,7 +532,7 @@ async def test_closing_while_a_server_comes_back_leaves_nothing(model: Path, pyt
 
 async def test_a_server_that_is_there_already(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given the weights at once, whatever it had, and stays when the engine closes."""
-    server = VllmServer(server_options(python, model, max_context=512), "another's")
+    server = ServerProcess(server_options(python, model, max_context=512), "another's")
     server.spawn()
     try:
         await asyncio.to_thread(server.wait_until_ready)
@@ -548,9 +548,9 @@ async def test_a_server_that_is_there_already(model: Path, python: str, monkeypa
 
 
 @contextlib.contextmanager
-def running(model: Path, python: str, count: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[list[VllmServer]]:
+def running(model: Path, python: str, count: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Iterator[list[ServerProcess]]:
     """Servers that somebody has started, with one key."""
-    servers = [VllmServer(server_options(python, model, max_context=512, **changes), f"another's {i}") for i in range(count)]
+    servers = [ServerProcess(server_options(python, model, max_context=512, **changes), f"another's {i}") for i in range(count)]
     monkeypatch.setenv("VLLM_API_KEY", servers[0].key)
     try:
         for server in servers:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.build.parts import train_engine_options
+from asyncflow.build.factories import train_engine_options
 from asyncflow.config import load
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.frozen_engine import FrozenEngine

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncflow.build.parts import train_engine_options
+from asyncflow.build.factories import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import FrozenOptions, MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.frozen_engine import FrozenEngine

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from asyncflow.engines.train.parallel.schedule import Crossing, StagePass, arriving, leaving, one_forward_one_backward
+from asyncflow.engines.train.parallel.one_f_one_b import Crossing, StagePass, arriving, leaving, one_forward_one_backward
 from asyncflow.engines.train.parallel.stages import cut_stage, share_out
 from asyncflow.types import UserError
 from tests.depth import deep, in_gate

@@ -17,9 +17,9 @@ import msgspec
 
 from asyncflow.transport import client_name, remote
 from asyncflow.weight_sync.base import Manifest
-from asyncflow.workflows.crew import Crew
 from asyncflow.workflows.schedule import Progress, Schedule
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.worker_pool import WorkerPool
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -32,12 +32,19 @@ class Target(msgspec.Struct, frozen=True):
     num_workers: int = 1
 
 
-class Board:
+class PolicyVersions:
     """Version line of a model. Implements `Fleet`. `is_silent(worker)`: nothing was heard of it for so long that its rows are
     given to others."""
 
     def __init__(
-        self, schedule: Schedule, progress: Progress, signal: Signal, clock: Callable[[], float], crew: Crew, *, first: int = 0
+        self,
+        schedule: Schedule,
+        progress: Progress,
+        signal: Signal,
+        clock: Callable[[], float],
+        crew: WorkerPool,
+        *,
+        first: int = 0,
     ) -> None:
         self.crew = crew
         self.published = -1 if first else 0
@@ -172,7 +179,7 @@ class Board:
     # -- the driver's -------------------------------------------------------------------------------------------------------
 
     def resize(self, size: int) -> tuple[list[str], list[str]]:
-        """Have so many workers, see `Crew.resize`. Who is to leave is told so."""
+        """Have so many workers, see `WorkerPool.resize`. Who is to leave is told so."""
         coming, going = self.crew.resize(size)
         self._signal.notify()
         return coming, going

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncflow.transfer_queue.batches import take
-from asyncflow.transfer_queue.facts import Facts, KeptFacts, forget_oldest
+from asyncflow.transfer_queue.capacity import Capacity
+from asyncflow.transfer_queue.durable_state import DurableState, SavedDurableState, forget_oldest
 from asyncflow.transfer_queue.freeing import Freeing, Writes
 from asyncflow.transfer_queue.index import Index
 from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import Notice
-from asyncflow.transfer_queue.room import Room
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, read_snapshot, write_snapshot
 from asyncflow.transfer_queue.storage.base import Storage
@@ -30,14 +30,14 @@ from asyncflow.types import Array, Batch, GroupMeta, Ragged
 T = TypeVar("T")
 
 
-class Holdings:
+class UnitStore:
     """Rows in a storage, with their index, their room and the facts. `post` numbers a notice and tells it to the controllers."""
 
-    def __init__(self, storage: Storage, schema: Schema, room: Room, post: Callable[[Notice], asyncio.Future[None]]) -> None:
+    def __init__(self, storage: Storage, schema: Schema, room: Capacity, post: Callable[[Notice], asyncio.Future[None]]) -> None:
         self.storage, self.schema, self.room = storage, schema, room
         self.index = Index(schema.group_bits)
         self._post = post
-        self.facts = KeptFacts(storage)
+        self.facts = SavedDurableState(storage)
         self._writers: dict[tuple[str, int], Token] = {}  # (task, row) -> the lease that completed it, the latest ones
         self._num_drops = 0
         self._writes = Writes()
@@ -264,7 +264,7 @@ class Holdings:
             count += _num_rows(new)
             groups += [meta.group for meta in new]
         self._count_found(groups, self.storage.nbytes - before)
-        found = Facts.decoded(facts)
+        found = DurableState.decoded(facts)
         self.facts.merge(found)
         dropped = self.index.present(found.dropped_rows())
         await self.drop(dropped)

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from asyncflow.build.connection import JobFile
+from asyncflow.build.factories import make_algorithm, queue_schema
 from asyncflow.build.model_files import copy_tokenizer
-from asyncflow.build.parts import make_algorithm, queue_schema
 from asyncflow.build.prepare import Prepared
 from asyncflow.build.resume import (
     Resumed,
@@ -50,14 +50,14 @@ Prepare = Callable[[Path, Resumed | None], Awaitable[Prepared]]
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class AttemptInputs:
     """What a life begins with: its inputs, and what it goes on from."""
 
     prepared: Prepared
     resumed: Resumed | None
 
 
-class Life:
+class Attempt:
     """`rows`: metrics by step, of the lives before this one. `job`: what the workers are told. `certificate`: of a finished run."""
 
     def __init__(self, config: Config, says: Callable[[str], None], *, resume: bool) -> None:
@@ -69,7 +69,7 @@ class Life:
         self._model_before: int | None = None  # what was there when the run started
         self._model_version: int | None = None  # of what this life has saved
 
-    async def begin(self, prepare: Prepare) -> Begun | None:
+    async def begin(self, prepare: Prepare) -> AttemptInputs | None:
         """Look at the folder, have the inputs prepared, in a folder that goes afterwards, and make the run's. Raises `UserError`.
 
         None, with nothing made, where the run that is to go on is finished already.
@@ -97,7 +97,7 @@ class Life:
         self.weights_dir = self._folder.make_weights_dir()
         self._model_before = self._folder.model_id()
         self.tell_workers(self._job_file(prepared, resumed))
-        return Begun(prepared, resumed)
+        return AttemptInputs(prepared, resumed)
 
     def tell_workers(self, job: JobFile) -> None:
         """Have the job's file in the folder."""

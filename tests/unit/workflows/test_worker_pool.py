@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncflow.workflows.crew import Crew
+from asyncflow.workflows.worker_pool import WorkerPool
 
 
 def names(*numbers: int) -> list[str]:
@@ -12,7 +12,7 @@ def names(*numbers: int) -> list[str]:
 
 
 def test_those_that_came_last_leave_and_the_first_stay() -> None:
-    crew = Crew(1)
+    crew = WorkerPool(1)
     assert crew.resize(4) == (names(1, 2, 3), [])
     assert crew.resize(2) == ([], names(2, 3))
     assert crew.members == crew.working == names(0, 1) and crew.leaving == set(names(2, 3))
@@ -20,7 +20,7 @@ def test_those_that_came_last_leave_and_the_first_stay() -> None:
 
 
 def test_a_name_is_free_when_who_had_it_has_left() -> None:
-    crew = Crew(3)
+    crew = WorkerPool(3)
     crew.resize(1)
     assert crew.resize(2) == (names(3), [])
     crew.left("rollout/1")
@@ -31,7 +31,7 @@ def test_a_name_is_free_when_who_had_it_has_left() -> None:
 
 @pytest.mark.parametrize(("size", "coming", "going"), [(3, names(3), names(1)), (2, [], names(1)), (1, [], names(1, 2))])
 def test_who_was_given_up_does_not_count_and_leaves(size: int, coming: list[str], going: list[str]) -> None:
-    crew = Crew(3)
+    crew = WorkerPool(3)
     crew.given_up.add("rollout/1")
     assert crew.working == names(0, 2)
     assert crew.resize(size) == (coming, going)
@@ -39,7 +39,7 @@ def test_who_was_given_up_does_not_count_and_leaves(size: int, coming: list[str]
 
 
 def test_those_that_work_have_places_in_the_order_in_which_they_came() -> None:
-    crew = Crew(3)
+    crew = WorkerPool(3)
     crew.given_up.add("rollout/1")
     crew.resize(3)
     assert crew.members == names(0, 2, 3) and [crew.place(name) for name in crew.members] == [0, 1, 2]
@@ -50,7 +50,7 @@ def test_those_that_work_have_places_in_the_order_in_which_they_came() -> None:
 
 
 def test_who_could_not_be_started_is_no_member() -> None:
-    crew = Crew(1)
+    crew = WorkerPool(1)
     coming, _ = crew.resize(3)
     crew.never_came(coming[1:])
     assert crew.members == names(0, 1)

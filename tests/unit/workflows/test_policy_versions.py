@@ -14,9 +14,9 @@ from asyncflow.transport import client_name
 from asyncflow.types import Interval
 from asyncflow.weight_sync.base import Manifest
 from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.board import Board, Target
-from asyncflow.workflows.crew import Crew
+from asyncflow.workflows.policy_versions import PolicyVersions, Target
 from asyncflow.workflows.signal import Signal
+from asyncflow.workflows.worker_pool import WorkerPool
 from tests.builders import Unmade, turns
 
 A, B = "rollout/0", "rollout/1"
@@ -45,7 +45,7 @@ class Books:
     def __init__(self, mode: str = "periodic", **options: Any) -> None:
         self.rows, self.signal, self.now = Rows(), Signal(), 0.0
         self.schedule = build("schedule", mode, options, SCHEDULES)
-        self.board = Board(self.schedule, self.rows, self.signal, lambda: self.now, Crew(2))
+        self.board = PolicyVersions(self.schedule, self.rows, self.signal, lambda: self.now, WorkerPool(2))
 
     def asks(self, worker: str, question: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """In the context of a worker."""
@@ -587,7 +587,7 @@ def test_the_interval_of_every_mode_lies_in_what_the_board_keeps() -> None:
 
 async def test_nobody_joins_before_the_version_that_the_run_goes_on_from_is_published() -> None:
     books = Books("delayed")
-    books.board = board = Board(books.schedule, books.rows, books.signal, lambda: books.now, Crew(2), first=5)
+    books.board = board = PolicyVersions(books.schedule, books.rows, books.signal, lambda: books.now, WorkerPool(2), first=5)
     joining = books.asks("rollout/0", board.join())
     await books.publish(4)
     assert await waits(joining) and board.published == 4
@@ -604,7 +604,7 @@ async def test_nobody_joins_before_the_version_that_the_run_goes_on_from_is_publ
 
 async def test_whoever_waits_to_join_a_run_that_is_over_is_told() -> None:
     books = Books()
-    board = Board(books.schedule, books.rows, books.signal, lambda: books.now, Crew(2), first=2)
+    board = PolicyVersions(books.schedule, books.rows, books.signal, lambda: books.now, WorkerPool(2), first=2)
     joining = books.asks("rollout/0", board.join())
     assert await waits(joining)
     board.stop()

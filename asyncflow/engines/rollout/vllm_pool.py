@@ -1,6 +1,6 @@
 """The vLLM servers of one engine: where they come from, what they are to be, which is to generate next, what all are told at once.
 
-    own_hosts / given_hosts --> Servers --> one Instance (vllm_instance.py) for each
+    own_hosts / given_hosts --> Servers --> one Instance (vllm_handle.py) for each
 
 consumes: samples that want a server; calls that change what the servers do
 waits for: a server that is up
@@ -18,8 +18,8 @@ from functools import partial
 
 from asyncflow.engines.rollout.vllm_client import VllmClient
 from asyncflow.engines.rollout.vllm_devices import devices_of, is_cpu
-from asyncflow.engines.rollout.vllm_instance import Call, Instance, OwnServer, RunningServer, ServerHost
-from asyncflow.engines.rollout.vllm_server import ServerOptions
+from asyncflow.engines.rollout.vllm_handle import Call, OwnServer, RunningServer, ServerHandle, ServerHost
+from asyncflow.engines.rollout.vllm_process import ServerOptions
 from asyncflow.types import UserError
 
 
@@ -67,7 +67,7 @@ async def check_settings(client: VllmClient, *, max_context: int, seeded: bool) 
         )
 
 
-class Servers:
+class ServerPool:
     """See the module's head. `bring_up(client)` brings a server that has just come to the current version."""
 
     def __init__(
@@ -80,12 +80,14 @@ class Servers:
         max_restarts: int,
         start_seconds: float,
     ) -> None:
-        """`num_slots`: of each. See `Instance`."""
+        """`num_slots`: of each. See `ServerHandle`."""
         self._bring_up = bring_up
         self._changed = asyncio.Event()
         self._is_closed = False
         self.instances = [
-            Instance(host, connect, num_slots=num_slots, max_restarts=max_restarts, start_seconds=start_seconds, changed=self._wake)
+            ServerHandle(
+                host, connect, num_slots=num_slots, max_restarts=max_restarts, start_seconds=start_seconds, changed=self._wake
+            )
             for host in hosts
         ]
 
@@ -105,17 +107,17 @@ class Servers:
         """Connect to each, and bring it to the current version. Raises what doing so raises."""
         await asyncio.gather(*(instance.come_up(self._bring_up) for instance in self.instances))
 
-    def lost(self, instance: Instance, life: int, why: Exception) -> None:
+    def lost(self, instance: ServerHandle, life: int, why: Exception) -> None:
         """That one is of no use any more, as was seen in its life number `life`; it is brought back in the background."""
         instance.lost(life, why, self._bring_up)
 
-    async def everywhere(self, call: Callable[[Instance, VllmClient], Awaitable[None]], *, opens: bool = False) -> None:
+    async def everywhere(self, call: Callable[[ServerHandle, VllmClient], Awaitable[None]], *, opens: bool = False) -> None:
         """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on.
 
         `opens`: each has its gate opened as soon as it is done, whatever the others do.
         """
 
-        async def one(instance: Instance) -> None:
+        async def one(instance: ServerHandle) -> None:
             await instance.change(partial(call, instance), self._bring_up)
             if opens:
                 instance.gate.set()
@@ -140,7 +142,7 @@ class Servers:
         for instance in self.instances:
             instance.gate.set()
 
-    async def least_loaded(self) -> Instance:
+    async def least_loaded(self) -> ServerHandle:
         """The instance with the fewest outstanding tokens, as soon as there is one.
 
         Raises `RunError` when all are given up, and `RuntimeError` once they are closed.

@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from asyncflow.transfer_queue.room import Room, RoomState
+from asyncflow.transfer_queue.capacity import Capacity, CapacityState
 
 
-def state_of(room: Room) -> RoomState:
+def state_of(room: Capacity) -> CapacityState:
     return room.state(asyncio.get_running_loop().time())
 
 
-async def waits(room: Room, rows: int, num_bytes: int = 0) -> asyncio.Task[None]:
+async def waits(room: Capacity, rows: int, num_bytes: int = 0) -> asyncio.Task[None]:
     task = asyncio.create_task(room.reserve(rows, num_bytes))
     await asyncio.sleep(0)
     assert not task.done()
@@ -21,7 +21,7 @@ async def waits(room: Room, rows: int, num_bytes: int = 0) -> asyncio.Task[None]
 
 
 async def test_without_limits_nobody_waits() -> None:
-    room = Room(None, None)
+    room = Capacity(None, None)
     await asyncio.wait_for(room.reserve(1 << 40, 1 << 60), 1)
     assert (state_of(room).reserved_rows, state_of(room).reserved_bytes) == (1 << 40, 1 << 60)
 
@@ -30,7 +30,7 @@ async def test_without_limits_nobody_waits() -> None:
 async def test_what_does_not_fit_waits_until_it_does(
     capacity: tuple[int | None, int | None], first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    room = Room(*capacity)
+    room = Capacity(*capacity)
     await room.reserve(*first)
     waiting = await waits(room, *second)
     assert state_of(room).waiting == 1
@@ -45,12 +45,12 @@ async def test_what_does_not_fit_waits_until_it_does(
 
 
 async def test_exactly_full_is_not_too_full() -> None:
-    room = Room(4, 100)
+    room = Capacity(4, 100)
     await asyncio.wait_for(room.reserve(4, 100), 1)
 
 
 async def test_a_small_one_does_not_overtake_a_large_one() -> None:
-    room = Room(10, None)
+    room = Capacity(10, None)
     await room.reserve(8, 0)
     large = await waits(room, 6)
     small = await waits(room, 1)
@@ -65,7 +65,7 @@ async def test_a_small_one_does_not_overtake_a_large_one() -> None:
 
 
 async def test_one_that_fits_while_others_wait_goes_to_the_end() -> None:
-    room = Room(10, None)
+    room = Capacity(10, None)
     await room.reserve(8, 0)
     large, late = await waits(room, 6), await waits(room, 2)
     room.release(8, 0)
@@ -74,7 +74,7 @@ async def test_one_that_fits_while_others_wait_goes_to_the_end() -> None:
 
 
 async def test_who_gives_up_makes_way_and_holds_nothing() -> None:
-    room = Room(10, None)
+    room = Capacity(10, None)
     await room.reserve(8, 0)
     large, small = await waits(room, 6), await waits(room, 1)
     large.cancel()
@@ -85,7 +85,7 @@ async def test_who_gives_up_makes_way_and_holds_nothing() -> None:
 
 
 async def test_who_gives_up_in_the_moment_in_which_its_turn_comes_gives_its_room_back() -> None:
-    room = Room(10, None)
+    room = Capacity(10, None)
     await room.reserve(8, 0)
     large, small = await waits(room, 6), await waits(room, 6)
     room.release(4, 0)
@@ -106,14 +106,14 @@ async def test_who_gives_up_in_the_moment_in_which_its_turn_comes_gives_its_room
     ],
 )
 async def test_what_never_fits_is_refused_with_the_arithmetic(rows: int, num_bytes: int, message: str) -> None:
-    room = Room(4, 100)
+    room = Capacity(4, 100)
     with pytest.raises(ValueError, match=message):
         await room.reserve(rows, num_bytes)
     assert state_of(room).reserved_rows == 0
 
 
 async def test_what_is_there_already_counts_even_if_it_does_not_fit() -> None:
-    room = Room(4, None)
+    room = Capacity(4, None)
     room.take(6, 0)
     waiting = await waits(room, 1)
     room.release(2, 0)

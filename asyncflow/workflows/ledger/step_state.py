@@ -10,11 +10,11 @@ from itertools import chain
 
 from asyncflow.workflows.ledger.candidates import Candidates
 from asyncflow.workflows.ledger.figures import Consumed, StepTotals
-from asyncflow.workflows.ledger.passes import UpdateProgress
+from asyncflow.workflows.ledger.update_progress import UpdateProgress
 
 
 @dataclass(slots=True)
-class Book:
+class StepState:
     """`passes`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_turn`: how many a rank
     trains in a turn, at most. `todo`: the rows that each task before training has yet to do. `candidates`: where members are chosen
     from them. `part`: the mini-batch of each member. `statistics`: of the groups that were offered, by task and group. `taken`: how
@@ -62,13 +62,13 @@ class Book:
             for one in passes[part :: self.mini_batches]:
                 one.members[group] = set(rows)
 
-    def exchange(self, mine: int, other: Book, theirs: int) -> None:
+    def exchange(self, mine: int, other: StepState, theirs: int) -> None:
         """A member and one of another step change places: steps, and mini-batches."""
         my_part, their_part = self.part[mine], other.part[theirs]
         self._move(mine, other, their_part)
         other._move(theirs, self, my_part)
 
-    def _move(self, group: int, to: Book, part: int) -> None:
+    def _move(self, group: int, to: StepState, part: int) -> None:
         rows: set[int] = set()
         for task, passes in to.passes.items():
             for one, entered in zip(self._updates(task, group), passes[part :: to.mini_batches], strict=True):

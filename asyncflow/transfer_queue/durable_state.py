@@ -17,7 +17,7 @@ GONE_KEPT = 2048  # of these, in the facts: as many as may go while a lost answe
 FACTS = "facts"
 
 
-class Facts(msgspec.Struct):
+class DurableState(msgspec.Struct):
     """Per task the steps that have ended, and whether it is closed; the rows that have been dropped from groups that are still
     there; the groups that went last (int64), should a put of theirs be repeated, or a controller not have heard that they went."""
 
@@ -27,7 +27,7 @@ class Facts(msgspec.Struct):
     gone: bytes = b""
 
     @classmethod
-    def decoded(cls, encoded: bytes) -> Facts:
+    def decoded(cls, encoded: bytes) -> DurableState:
         return msgspec.msgpack.decode(encoded, type=cls)
 
     def dropped_rows(self) -> Array:
@@ -35,11 +35,11 @@ class Facts(msgspec.Struct):
         return np.array([row for rows in self.dropped.values() for row in rows], np.int64)
 
 
-class KeptFacts:
+class SavedDurableState:
     """The facts, and the storage that keeps them: `keep` after every change. `gone`: groups that went, the latest ones."""
 
     def __init__(self, storage: Storage) -> None:
-        self.now = Facts()
+        self.now = DurableState()
         self.gone: dict[int, None] = {}
         self._storage = storage
         self._have_changed = False
@@ -47,7 +47,7 @@ class KeptFacts:
     async def open(self) -> None:
         """Those of an earlier process."""
         if (facts := await self._storage.kept(FACTS)) is not None:
-            self.now = Facts.decoded(facts)
+            self.now = DurableState.decoded(facts)
             self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
 
     async def keep(self) -> None:
@@ -79,7 +79,7 @@ class KeptFacts:
             self.now.closed.append(task)
             self._have_changed = True
 
-    def merge(self, others: Facts) -> None:
+    def merge(self, others: DurableState) -> None:
         """The ends in them."""
         for task, steps in others.ended_steps.items():
             for step in steps:

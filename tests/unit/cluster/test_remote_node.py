@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from asyncflow.cluster.abroad import Abroad, NodeFolders, abroad, host_of, is_any, is_loopback, own_address
+from asyncflow.cluster.remote_node import NodeFolders, RemoteNode, host_of, is_any, is_loopback, own_address, remote_node
 from asyncflow.types import UserError
 
 HOLD = """
 import sys
 from pathlib import Path
-from asyncflow.cluster import abroad
-from asyncflow.cluster.abroad import NodeFolders
-abroad.SHARED_MEMORY = Path(sys.argv[1])
+from asyncflow.cluster import remote_node
+from asyncflow.cluster.remote_node import NodeFolders
+remote_node.SHARED_MEMORY = Path(sys.argv[1])
 folders = NodeFolders("r1")
 folders.hold()
 (folders.places.files / "model").touch()
@@ -37,7 +37,7 @@ def own_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("memory", "files"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "files"))
-    monkeypatch.setattr("asyncflow.cluster.abroad.SHARED_MEMORY", tmp_path / "memory")
+    monkeypatch.setattr("asyncflow.cluster.remote_node.SHARED_MEMORY", tmp_path / "memory")
 
 
 def left(tmp_path: Path) -> list[str]:
@@ -45,11 +45,11 @@ def left(tmp_path: Path) -> list[str]:
 
 
 def test_a_worker_is_told_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert abroad() is None
-    places = Abroad(Path("/m"), Path("/f"))
+    assert remote_node() is None
+    places = RemoteNode(Path("/m"), Path("/f"))
     for name, value in places.environment().items():
         monkeypatch.setenv(name, value)
-    assert abroad() == places
+    assert remote_node() == places
 
 
 def test_the_folders_are_this_user_s_alone_and_go_with_the_last_holder(tmp_path: Path) -> None:

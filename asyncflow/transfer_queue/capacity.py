@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 
-class RoomState(msgspec.Struct):
+class CapacityState(msgspec.Struct):
     """What is reserved, who waits, and the seconds that all admissions have waited so far."""
 
     reserved_rows: int
@@ -19,7 +19,7 @@ class RoomState(msgspec.Struct):
     longest_wait_seconds: float
 
 
-class Room:
+class Capacity:
     """First come, first served: a small admission does not overtake a large one. No limit where one is None."""
 
     def __init__(self, capacity_rows: int | None, capacity_bytes: int | None) -> None:
@@ -79,11 +79,11 @@ class Room:
         self._bytes -= num_bytes
         self._admit()
 
-    def state(self, now: float) -> RoomState:
+    def state(self, now: float) -> CapacityState:
         """`now`: the event loop's time."""
         still = [now - since for _, _, since, _ in self._waiting]
         waited, longest = self._waited_seconds + sum(still), max([self._longest_wait_seconds, *still])
-        return RoomState(self._rows, self._bytes, len(self._waiting), waited, longest)
+        return CapacityState(self._rows, self._bytes, len(self._waiting), waited, longest)
 
     def _admit(self) -> None:
         while self._waiting and self._fits(*self._waiting[0][:2]):

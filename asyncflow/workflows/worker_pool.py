@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import count, islice
 
 
-class Crew:
+class WorkerPool:
     """Names, in the order in which they joined. The name of one that has left is free for another."""
 
     def __init__(self, size: int, pool: str = "rollout") -> None:

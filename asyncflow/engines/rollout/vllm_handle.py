@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from asyncflow.engines.rollout.vllm_client import RequestRefused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_server import ServerOptions, VllmServer
+from asyncflow.engines.rollout.vllm_process import ServerOptions, ServerProcess
 from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class OwnServer:
 
     def __init__(self, options: ServerOptions, name: str) -> None:
         self.name = name
-        self.server: VllmServer | None = None
+        self.server: ServerProcess | None = None
         self._options = options
         self._is_closed = False
         self._changing = threading.Lock()
@@ -74,7 +74,7 @@ class OwnServer:
         with self._changing:
             if self._is_closed:
                 raise RunError(f"{self.name} is not wanted any more")
-            self.server = VllmServer(self._options, self.name)
+            self.server = ServerProcess(self._options, self.name)
             self.server.spawn()
 
     def wait_until_ready(self) -> tuple[str, str]:
@@ -118,7 +118,7 @@ class RunningServer:
         """It stays."""
 
 
-class Instance:
+class ServerHandle:
     """One server's."""
 
     def __init__(

@@ -67,7 +67,7 @@ class Training(Protocol):
     def load_state(self, folder: Path) -> None: ...
 
 
-class LedEngine:
+class LeaderEngine:
     """Implements `TrainEngine` by a `Training`."""
 
     def __init__(self, training: Training, options: TrainEngineOptions, ranks: Ranks | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.engines.base import Response
-from asyncflow.workflows.scored import SIBLINGS_SECONDS, ScoredRows
+from asyncflow.workflows.score_batching import SIBLINGS_SECONDS, ScoredRows
 from tests.builders import scored
 
 RESPONSE = Response(0, np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros((1, 2), np.int64), "stop")

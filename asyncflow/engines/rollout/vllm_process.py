@@ -138,7 +138,7 @@ class ServerOptions:
         return max(blocks * _KV_BLOCK * token, 64 << 20)
 
 
-class VllmServer:
+class ServerProcess:
     """One server process and what it has started. `start` it, from any thread; `stop` it from any other."""
 
     def __init__(self, options: ServerOptions, name: str) -> None:

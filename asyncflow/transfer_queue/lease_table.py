@@ -11,7 +11,7 @@ from asyncflow.transfer_queue.schema import TaskSpec
 _SLACK = 64  # deadlines of past leases that may lie about
 
 
-class Held:
+class HeldLease:
     """A lease: the rows handed out (whether one is still held, its page says), and how much is left of them."""
 
     __slots__ = ("deadline", "num_rows", "num_tokens", "number", "rows", "worker")
@@ -32,23 +32,23 @@ class _Load:
         self.num_rows = self.num_tokens = 0
 
 
-class HeldLeases:
+class LeaseTable:
     """By number, by worker, and by deadline."""
 
     def __init__(self, spec: TaskSpec, incarnation: str) -> None:
         self.num_expired = 0  # rows
         self._lease_seconds, self._incarnation = spec.lease_seconds, incarnation
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldLease] = {}
         self._loads: dict[str, _Load] = {}
         self._deadlines: list[tuple[float, int]] = []  # one for each lease, maybe earlier than its own; also of past leases
         self._last = 0
 
-    def open(self, worker: str, now: float) -> Held:
+    def open(self, worker: str, now: float) -> HeldLease:
         """A new lease, to be filled and added."""
         self._last += 1
-        return Held(self._last, worker, now + self._lease_seconds)
+        return HeldLease(self._last, worker, now + self._lease_seconds)
 
-    def add(self, held: Held) -> None:
+    def add(self, held: HeldLease) -> None:
         """One that has rows."""
         self._held[held.number] = held
         load = self._loads.get(held.worker)
@@ -103,13 +103,13 @@ class HeldLeases:
                 return deadline
         return None
 
-    def __getitem__(self, lease: int) -> Held:
+    def __getitem__(self, lease: int) -> HeldLease:
         return self._held[lease]
 
     def __contains__(self, token: Token) -> bool:
         return token.incarnation == self._incarnation and token.lease in self._held
 
-    def of(self, token: Token) -> Held:
+    def of(self, token: Token) -> HeldLease:
         """Raises `StaleToken` if it is over."""
         if token not in self:
             raise StaleToken(f"lease {token.lease} of task {token.task!r} is over")

@@ -1,6 +1,6 @@
 """A causal language model that is cut over the ranks of a layout: what causal_model.py is on one device.
 
-    transformers' model -> this rank's stage (stages.py) -> its part of each matrix (tensor.py) -> of each parameter (data.py)
+    transformers' model -> this rank's stage (stages.py) -> its part of each matrix (tensor.py) -> of each parameter (fsdp.py)
       (shapes alone, no memory)                                 the model's files (weight_files.py) -> its values --+
 
 A rank reads of the model's files what it keeps, straight to where it keeps it.
@@ -23,7 +23,7 @@ from asyncflow.engines.train.model.causal_model import compute_buffers, empty_mo
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.weight_files import WeightFiles
-from asyncflow.engines.train.parallel.data import Unit, cut_over_data, local_part
+from asyncflow.engines.train.parallel.fsdp import Unit, cut_over_data, local_part
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.stages import cut_stage
 from asyncflow.engines.train.parallel.tensor import begin_of, head_shard, place, shard_model
@@ -32,7 +32,7 @@ from asyncflow.types import TensorSpec
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
 
 
-class CutModel:
+class ShardedModel:
     """This rank's part of a model's weights, and of the arithmetic that they are used in. Implements `StageModel`."""
 
     def __init__(
@@ -125,7 +125,7 @@ class CutModel:
         root.reshard()
 
     @torch.no_grad()
-    def move_from(self, policy: CutModel) -> None:
+    def move_from(self, policy: ShardedModel) -> None:
         """Take over the policy's weights as they are now."""
         for name, part in self.parts.items():
             part.copy_(policy.parts[name])

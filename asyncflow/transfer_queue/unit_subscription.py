@@ -30,7 +30,7 @@ RETRY_SECONDS = (0.05, 1.0)
 NO_ROWS = np.empty(0, np.int64)
 
 
-class Following:
+class UnitSubscription:
     """`on_news(rows that are done now)` and `on_lost(unit, rows)` tell the controller. `here`: the units of this process; `lost`:
     rows that went with a unit's process."""
 

@@ -8,7 +8,7 @@ from asyncflow.transfer_queue.controller import Controller
 from asyncflow.workflows.ledger import Ledger
 
 
-class Books:
+class ProgressView:
     """The ledger's answers, and those of the controllers of the same process. `task`: the one that makes responses."""
 
     def __init__(self, ledger: Ledger, controllers: Mapping[str, Controller], task: str = "rollout") -> None:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 
-class Beside:
+class BackgroundTasks:
     """One run's. `failure` has the first error, of this work or of what `fail` was told: whoever runs the run waits for it, too."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncflow.build.life import Life
+from asyncflow.build.attempt import Attempt
 from asyncflow.config import parse
 from asyncflow.weight_sync.base import Manifest
 from tests.conftest import MODEL
@@ -18,7 +18,7 @@ def test_the_last_published_weights_are_the_model_unless_they_were_being_written
     said: list[str] = []
     config = parse(small())
     config.run_dir.mkdir(parents=True)
-    life = Life(config, said.append, resume=False)
+    life = Attempt(config, said.append, resume=False)
     published = tmp_path / "weights-2.safetensors"
     manifest = Manifest("first", 2, str(published), "", 7, {})
     life.rescue_model(manifest, None, MODEL, 2)

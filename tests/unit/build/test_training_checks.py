@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from asyncflow.build.soundness import Soundness
+from asyncflow.build.training_checks import TrainingChecks
 from asyncflow.config import parse
 from asyncflow.types import RunError
 
-Made = Callable[[], Soundness]
+Made = Callable[[], TrainingChecks]
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def made(said: list[str]) -> Made:
     def fails(error: RunError) -> None:
         raise error
 
-    def make() -> Soundness:
+    def make() -> TrainingChecks:
         tree = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 4}}
         ledger = SimpleNamespace(trained=("train",), num_groups=lambda step: 2)
-        return Soundness(
+        return TrainingChecks(
             parse({**tree, "reward": {"max_failed_fraction": 0.5}}),
             cast(Any, ledger),
             skipped_in_a_row={"train": 0},

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncflow.build.parts import shape_of
+from asyncflow.build.factories import shape_of
 from asyncflow.config import Config
 from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL
 from asyncflow.types import RunError
 from asyncflow.workflows.ledger import Consumed, Ledger, StepTotals, Update
-from asyncflow.workflows.scored import NO_REWARD
+from asyncflow.workflows.score_batching import NO_REWARD
 
 
-class Soundness:
+class TrainingChecks:
     """One run's. `fails` ends the run, if it has not ended for another reason.
 
     `skipped_in_a_row`: by task, the updates that were skipped since it last made one. `has_said_unshared`: whether it has been said

@@ -15,10 +15,10 @@ from asyncflow.types import Layout
 
 def joined(layout: Layout, device: str) -> Ranks:
     """The ranks of a layout, or a lone one. Raises as `Ranks`."""
-    return Ranks(layout, device) if layout.size > 1 else LoneRank(layout, device)
+    return Ranks(layout, device) if layout.size > 1 else SingleRank(layout, device)
 
 
-class LoneRank(Ranks):
+class SingleRank(Ranks):
     """The only rank. Its groups are real ones, which nobody else can join."""
 
     def __init__(self, layout: Layout, device: str) -> None:

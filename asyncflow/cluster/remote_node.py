@@ -30,7 +30,7 @@ _MAKING_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Abroad:
+class RemoteNode:
     """`memory`: for weights that are fetched, best under /dev/shm; `files`: for the model. Both are this user's alone."""
 
     memory: Path
@@ -41,10 +41,10 @@ class Abroad:
         return dict(zip(_VARIABLES, (str(self.memory), str(self.files)), strict=True))
 
 
-def abroad() -> Abroad | None:
+def remote_node() -> RemoteNode | None:
     """What this worker was told; None on its driver's machine."""
     memory, files = (os.environ.get(name) for name in _VARIABLES)
-    return Abroad(Path(memory), Path(files)) if memory and files else None
+    return RemoteNode(Path(memory), Path(files)) if memory and files else None
 
 
 def own_address(door: str) -> str:
@@ -101,7 +101,7 @@ class NodeFolders:
         memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else files
         name = f"{_PREFIX}{run_id}"
         self._own = list(dict.fromkeys([memory / name, files / name]))
-        self.places = Abroad(memory / name / "weights", files / name / "files")
+        self.places = RemoteNode(memory / name / "weights", files / name / "files")
         self._locks: dict[Path, int] = {}
 
     def hold(self) -> None:
