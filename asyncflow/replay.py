@@ -23,23 +23,23 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncflow.build.attempt import Attempt, AttemptInputs, Prepare
-from asyncflow.build.connection import JobFile
-from asyncflow.build.fleet import workers
-from asyncflow.build.prepare import Prepared
-from asyncflow.build.record import RecordState
-from asyncflow.build.resume import CRITIC_FINGERPRINTS, DriverState, Resumed, SavedPrompt, metrics_of
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config, dump, load, parse
-from asyncflow.job import Job, Listener
+from asyncflow.loops.samples import Prompt
+from asyncflow.run.attempt import Attempt, AttemptInputs, Prepare
+from asyncflow.run.connection import JobFile
+from asyncflow.run.fleet import workers
+from asyncflow.run.job import Job, Listener
+from asyncflow.run.prepare import Prepared
+from asyncflow.run.record import RecordState
+from asyncflow.run.resume import CRITIC_FINGERPRINTS, DriverState, Resumed, SavedPrompt, metrics_of
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, RunDir
 from asyncflow.settings import apply_override, refuse_overrides
 from asyncflow.telemetry.batches import joined, kept_steps, read_batch
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import Batch, RunError, UserError
-from asyncflow.workflows.samples import Prompt
 
 TRAINING = (
     "policy/",

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from asyncflow.config import Config, load, parse
-from asyncflow.job import Job, Listener
+from asyncflow.run.job import Job, Listener
 from asyncflow.types import RunError
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asyncflow.workflows.schedule import Progress
-from asyncflow.workflows.synchronous import Synchronous
+from asyncflow.control.modes import Synchronous
+from asyncflow.control.schedule import Progress
 
 Mode = Literal["synchronous", "periodic"]
 

@@ -74,10 +74,10 @@ def main() -> int:
 
 def tokenised(data: Path, folder: Path) -> tuple[int, float]:
     """Prompt tokens of all questions, and the seconds that they took: reading, filling the template in, encoding."""
-    from asyncflow.build.prompts import read_source, tokenize
     from asyncflow.config import load
     from asyncflow.data.tokenizer import CheckpointTokenizer
     from asyncflow.engines.train.random_model import make_random_model
+    from asyncflow.run.prompts import read_source, tokenize
 
     config = load(ROOT / "recipes/gsm8k.yaml", [f"data.path={data}"])
     make_random_model("random:qwen2-tiny", folder, read_source(config, "train").texts(), 0)

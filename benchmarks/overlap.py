@@ -48,7 +48,7 @@ from figures import Figure, finish, parser, runs_folder
 from lognormal import make_model
 from whole_runs import FIRST, LAST, Run, run_real
 
-from asyncflow.workflows import SCHEDULES
+from asyncflow.control import SCHEDULES
 
 ENGINE = {"path": f"{Path(__file__).with_name('lognormal.py')}:LognormalSlots"}
 WORKER = "rollout/0"

@@ -33,12 +33,12 @@ from safetensors.torch import load_file
 from torch.profiler import ProfilerActivity, profile
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.build.factories import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import RANKS_STORE, MicroBatch, TrainEngineOptions
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.parallel.fsdp import ExactSums
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
+from asyncflow.run.factories import train_engine_options
 from asyncflow.types import Layout, Ragged
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 128, 64, 8

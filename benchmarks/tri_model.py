@@ -27,11 +27,11 @@ import numpy as np
 from figures import Figure, finish, parser
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.build.factories import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.random_model import make_random_model
 from asyncflow.engines.train.torch_engine import TorchEngine
+from asyncflow.run.factories import train_engine_options
 from asyncflow.types import Ragged
 
 PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES = 128, 64, 8

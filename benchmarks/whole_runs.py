@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncflow.config import parse
 from asyncflow.engines.sleeping import Costs
-from asyncflow.job import Job
+from asyncflow.run.job import Job
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.attribution import REASONS, attributed
 from asyncflow.telemetry.gantt import step_ends

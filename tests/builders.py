@@ -8,9 +8,9 @@ from itertools import chain
 
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response
+from asyncflow.loops.samples import ScoredRow
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.types import GroupMeta, Interval
-from asyncflow.workflows.samples import ScoredRow
 
 
 def meta(

@@ -32,7 +32,7 @@ from asyncflow.threads import thread_environment as threads
 BEGAN_WITH = dict(os.environ)
 """The environment before anything of `MODULES` is imported, some of which add to it."""
 MODULES = [
-    "asyncflow.cli.verbs", "asyncflow.job", "asyncflow.trainer", "asyncflow.replay", "asyncflow.build.workers",
+    "asyncflow.cli.verbs", "asyncflow.run.job", "asyncflow.trainer", "asyncflow.replay", "asyncflow.run.workers",
     "asyncflow.cluster.fork_server", "asyncflow.cluster.child", "asyncflow.cluster.local", "asyncflow.engines.rollout.engine",
     "asyncflow.engines.train.torch_engine", "asyncflow.engines.train.parallel.many_ranks", "asyncflow.weight_sync.shared_memory",
     "asyncflow.simulation.run", "tensorboardX", "plotly.graph_objects", "torch.distributed.fsdp",

@@ -81,7 +81,7 @@ def _token_counts(text: str) -> tuple[int, ...]:
 
 
 def _profile(path: Path, overrides: list[str], tokens: tuple[int, ...], repeats: int, deadline_seconds: float) -> None:
-    from asyncflow.build.profile import profile
+    from asyncflow.run.profile import profile
     from asyncflow.telemetry.profile import costs, table
     from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 

@@ -44,7 +44,7 @@ def _parsed(size: str) -> tuple[str, int]:
 
 
 async def _scale(run: Path, pool: str, size: int, grace_seconds: float) -> None:
-    from asyncflow.build.scaling import Scaling
+    from asyncflow.run.scaling import Scaling
     from asyncflow.run_dir import control_socket
     from asyncflow.transport import ConnectionLost, Peer, proxy
 

@@ -9,8 +9,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from asyncflow.job import Listener
-from asyncflow.workflows.evaluation import Row
+from asyncflow.loops.evaluation import Row
+from asyncflow.run.job import Listener
 
 
 class Display(Listener):

@@ -19,7 +19,7 @@ from asyncflow.settings import apply_override, read_yaml, refuse_overrides
 from asyncflow.types import RunError, UserError
 
 if TYPE_CHECKING:
-    from asyncflow.job import Job
+    from asyncflow.run.job import Job
 
 GENERATED_PROMPTS = 256
 KEPT_SAMPLES = 100
@@ -117,7 +117,7 @@ def _choose_engine(tree: dict[str, Any], engine: str) -> None:
 
 
 async def _evaluate(config: Config, out: Path | None) -> bool:
-    from asyncflow.job import Job, run_with_signals
+    from asyncflow.run.job import Job, run_with_signals
     from asyncflow.telemetry.evaluation import lines_of, result_of, write_evaluation
 
     with Display("eval", 1) as display:
@@ -166,10 +166,10 @@ def _settings(config: Config) -> dict[str, Any]:
 
 def _samples(config: Config, prompts: Sequence[Any], count: int) -> Iterator[dict[str, Any]]:
     """The kept responses, each with its prompt's number, its kind, and the answer that it was compared with."""
-    from asyncflow.build.factories import shape_of
+    from asyncflow.loops.samples import EVALUATION_GROUPS
+    from asyncflow.run.factories import shape_of
     from asyncflow.run_dir import SAMPLES_FILE
     from asyncflow.telemetry.report import read_rows
-    from asyncflow.workflows.samples import EVALUATION_GROUPS
 
     for row in sorted(read_rows(config.run_dir / SAMPLES_FILE), key=lambda row: row["row"]):
         group = row["row"] >> shape_of(config).group_bits

@@ -31,8 +31,8 @@ def replay(
 
 async def _replay(run: Path, step: int, scratch: Path, overrides: list[str]) -> int:
     from asyncflow.cli.display import Display
-    from asyncflow.job import run_with_signals
     from asyncflow.replay import ReplayJob, compare, plan_replay, replay_config, same_number
+    from asyncflow.run.job import run_with_signals
 
     plan = plan_replay(run, step)
     config = replay_config(run, plan, scratch, overrides)

@@ -20,7 +20,7 @@ def status(
 
 
 async def _status(run: Path, prometheus: bool) -> None:
-    from asyncflow.build.watch import Watch
+    from asyncflow.run.status import Watch
     from asyncflow.run_dir import control_socket
     from asyncflow.transfer_queue.queue import TransferQueue
     from asyncflow.transport import ConnectionLost, Peer, proxy

@@ -42,10 +42,10 @@ def train(
 
 async def _train(config: Config, resume: bool) -> int:
     """The exit status: 0 at the end, 128 and its number after a signal."""
-    from asyncflow.build.worker_start import import_ahead
+    from asyncflow.run.worker_start import import_ahead
 
     import_ahead(config)
-    from asyncflow.job import Job, run_with_signals
+    from asyncflow.run.job import Job, run_with_signals
 
     began = time.monotonic()
     with Display(config.run.name, config.run.steps) as display:
@@ -64,17 +64,17 @@ async def _train(config: Config, resume: bool) -> int:
 
 def _run_rank(config: Config, arguments: Sequence[str]) -> int:
     """As a process that torchrun has started."""
-    from asyncflow.build.connection import launch_in
+    from asyncflow.run.connection import launch_in
 
     return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, deadline_seconds=DRIVER_SECONDS)
 
 
 async def _dry_run(config: Config) -> None:
-    from asyncflow.build.factories import advice, num_devices, shape_of
-    from asyncflow.build.memory import Shapes, lines
-    from asyncflow.build.prepare import SHAPES, check_shapes, prepare
-    from asyncflow.build.prompts import left_out_lines
     from asyncflow.model_folder import read_json
+    from asyncflow.run.factories import advice, num_devices, shape_of
+    from asyncflow.run.memory import Shapes, lines
+    from asyncflow.run.prepare import SHAPES, check_shapes, prepare
+    from asyncflow.run.prompts import left_out_lines
 
     if is_of_shapes := config.model.path.startswith(SHAPES):
         fields = check_shapes(config)
@@ -117,8 +117,8 @@ async def _dry_run(config: Config) -> None:
 
 
 def _max_staleness(config: Config) -> int:
+    from asyncflow.control import SCHEDULES
     from asyncflow.registry import build
-    from asyncflow.workflows import SCHEDULES
 
     staleness: int = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES).max_staleness
     return staleness
@@ -126,7 +126,7 @@ def _max_staleness(config: Config) -> int:
 
 def _correction(config: Config) -> str:
     """How a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
-    from asyncflow.build.factories import make_algorithm
+    from asyncflow.run.factories import make_algorithm
 
     staleness = _max_staleness(config)
     algorithm = make_algorithm(config)

@@ -10,22 +10,22 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from asyncflow.build.factories import make_algorithm, why_never_deterministic
-from asyncflow.build.resume import CRITIC_FINGERPRINTS
 from asyncflow.cli.display import Display
 from asyncflow.cli.errors import sentence
 from asyncflow.config import Config, dump, load, parse
-from asyncflow.job import Job, run_with_signals
+from asyncflow.control import SCHEDULES
+from asyncflow.control.schedule import Schedule
+from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.registry import build
+from asyncflow.run.factories import make_algorithm, why_never_deterministic
+from asyncflow.run.job import Job, run_with_signals
+from asyncflow.run.resume import CRITIC_FINGERPRINTS
 from asyncflow.settings import refuse_overrides
 from asyncflow.telemetry.certificate import CERTIFICATE_FILE, Certificate
 from asyncflow.telemetry.equivalence import Kill, compare
 from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE, StepPrint, read_fingerprints
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.types import RunError, UserError
-from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.samples import EVALUATE_TASK
-from asyncflow.workflows.schedule import Schedule
 
 DELAY_SECONDS = 0.05
 SETTINGS: dict[str, Any] = {

@@ -78,7 +78,7 @@ def run_rank(
         if not _wait_for_driver(has_ended, job_file, read_launch, launch, deadline_seconds):
             return driver.returncode if driver is not None else 0  # it has said why
         try:
-            asyncio.run(load("worker", "asyncflow.build.workers:train_worker")(f"trainer/{rank}", job_file.parent))
+            asyncio.run(load("worker", "asyncflow.run.workers:train_worker")(f"trainer/{rank}", job_file.parent))
         except* ConnectionLost:
             print("the driver has gone", file=sys.stderr)  # why, it has said itself
         except* Exception as failure:

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.control.ledger import Consumed, Update
+from asyncflow.control.schedule import Schedule
 from asyncflow.data.order import SeededOrder
+from asyncflow.loops.critic import UPDATE_TASK, VALUES_TASK
+from asyncflow.loops.samples import EVALUATE_TASK, Prompt, Shape
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import GroupMeta
-from asyncflow.workflows.critic import UPDATE_TASK, VALUES_TASK
-from asyncflow.workflows.ledger import Consumed, Update
-from asyncflow.workflows.samples import EVALUATE_TASK, Prompt, Shape
-from asyncflow.workflows.schedule import Schedule
 
 
 class Audit:

@@ -22,32 +22,32 @@ from typing import Any, cast
 
 import numpy as np
 
-from asyncflow.build.connection import RunConnection, joined
-from asyncflow.build.driver import Driver
-from asyncflow.build.factories import shape_of
-from asyncflow.build.prepare import Prepared, check_choices
-from asyncflow.build.resume import Resumed
-from asyncflow.build.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.cluster.base import Cluster
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
+from asyncflow.control import SCHEDULES
 from asyncflow.engines.sleeping import Costs, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
-from asyncflow.job import Job, Listener
+from asyncflow.loops.evaluation import EVALUATORS, Row
+from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.delays import delay_seconds
+from asyncflow.run.connection import RunConnection, joined
+from asyncflow.run.driver import Driver
+from asyncflow.run.factories import shape_of
+from asyncflow.run.job import Job, Listener
+from asyncflow.run.prepare import Prepared, check_choices
+from asyncflow.run.resume import Resumed
+from asyncflow.run.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.simulation.audit import Audit
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from asyncflow.transport import Peer, Server
 from asyncflow.types import Array, RunError, UserError, first_error
 from asyncflow.weight_sync.sleeping import SleepingWeightSync
-from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.evaluation import EVALUATORS, Row
-from asyncflow.workflows.samples import Prompt
 
 LATE_REWARD = 50.0
 """How many times as long a late reward takes."""
@@ -240,12 +240,12 @@ class SimulatedJob(Job):
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
         wire = Wire(self._virtual, driver.services, driver.disconnected, rng=self._rng, on_reply=self.audit.reply)
         mains = {
-            "asyncflow.build.workers:rollout_worker": self._rollout_worker,
-            "asyncflow.build.workers:evaluator": self._evaluator,
-            "asyncflow.build.workers:reward_worker": self._reward_worker,
-            "asyncflow.build.workers:reference_worker": self._reference_worker,
-            "asyncflow.build.workers:train_worker": self._train_worker,
-            "asyncflow.build.workers:critic_worker": self._critic_worker,
+            "asyncflow.run.workers:rollout_worker": self._rollout_worker,
+            "asyncflow.run.workers:evaluator": self._evaluator,
+            "asyncflow.run.workers:reward_worker": self._reward_worker,
+            "asyncflow.run.workers:reference_worker": self._reference_worker,
+            "asyncflow.run.workers:train_worker": self._train_worker,
+            "asyncflow.run.workers:critic_worker": self._critic_worker,
         }
         self._simulated = SimulatedCluster(wire, mains, self._faults)
         for resize in self._faults.resizes:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.build.factories import weights_need_key
-from asyncflow.build.prepare import check_choices
 from asyncflow.config import parse
 from asyncflow.engines.base import TrainEngine
 from asyncflow.engines.train import TRAIN_ENGINES
 from asyncflow.registry import build, resolve
+from asyncflow.run.factories import weights_need_key
+from asyncflow.run.prepare import check_choices
 from asyncflow.types import Layout, UserError
 from tests.conftest import ROOT
 from tests.unit.engines.train.training import (

@@ -19,11 +19,11 @@ from typing import Any
 
 import psutil
 
-from asyncflow.build import saving
 from asyncflow.checkpoint import folder
 from asyncflow.config import parse
 from asyncflow.engines.train import state, torch_engine
-from asyncflow.job import Job, Listener, run_with_signals
+from asyncflow.run import saving
+from asyncflow.run.job import Job, Listener, run_with_signals
 from asyncflow.types import RunError, UserError
 from tests.forked import context
 from tests.patience import patience

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncflow.config import parse
-from asyncflow.job import Job, Listener
+from asyncflow.run.job import Job, Listener
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.types import RunError
 from tests.depth import deep

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.build.prompts import read_source, tokenize
 from asyncflow.config import load
 from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.run.prompts import read_source, tokenize
 from tests.conftest import MODEL, ROOT, gsm8k_folder
 from tests.e2e.commands import rows, run_command
 

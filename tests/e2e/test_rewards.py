@@ -98,7 +98,7 @@ def test_the_place_changes_no_reward(small: Small, tmp_path: Path, graders: Path
 # A whole run in one process: driver, trainer and rollout worker. It says what was evaluated in it, and which parsers it imported.
 IN_ONE_PROCESS = """
 import json, sys
-import asyncflow.build.workers, asyncflow.cli, asyncflow.job
+import asyncflow.run.workers, asyncflow.cli, asyncflow.run.job
 from asyncflow.trainer import Trainer
 
 evaluated = []

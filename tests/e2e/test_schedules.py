@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from asyncflow.control import SCHEDULES
+from asyncflow.control.schedule import Schedule
 from asyncflow.registry import build
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.fingerprints import read_fingerprints
 from asyncflow.telemetry.trace import read_spans
-from asyncflow.workflows import SCHEDULES
-from asyncflow.workflows.schedule import Schedule
 from tests.conftest import merged
 from tests.depth import deep
 from tests.e2e.commands import processes_of, run_command, write_config

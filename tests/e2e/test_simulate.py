@@ -16,7 +16,7 @@ Small = Callable[..., dict[str, Any]]
 
 TOO_EARLY = """
 from asyncflow.types import Interval
-from asyncflow.workflows.periodic import Periodic
+from asyncflow.control.modes import Periodic
 
 
 class TooEarly(Periodic):

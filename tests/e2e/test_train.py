@@ -192,7 +192,7 @@ def test_check_says_what_there_is() -> None:
 def test_the_driver_imports_no_torch(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     config = write_config(tmp_path, small(run={"steps": 1}))
     program = (
-        "import asyncio, pathlib, sys; from asyncflow.config import load; from asyncflow.job import Job;"
+        "import asyncio, pathlib, sys; from asyncflow.config import load; from asyncflow.run.job import Job;"
         "async def main(): return await Job(load(pathlib.Path(sys.argv[1]))).run()\n"
     ).replace(";async", "\nasync") + "assert asyncio.run(main())\nprint(sorted({'torch', 'transformers'} & set(sys.modules)))"
     command = subprocess.run(

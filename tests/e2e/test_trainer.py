@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from asyncflow.control.ledger.steps import Ledger
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.trainer import Trainer
 from asyncflow.types import RunError, UserError
-from asyncflow.workflows.ledger.steps import Ledger
 from tests.depth import in_gate
 from tests.e2e.commands import rows
 

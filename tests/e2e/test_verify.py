@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asyncflow.build.prepare import check_choices
 from asyncflow.cli.verbs import app
 from asyncflow.cli.verify import variants
 from asyncflow.config import parse
-from asyncflow.job import Job, Listener
+from asyncflow.run.job import Job, Listener
+from asyncflow.run.prepare import check_choices
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.trace import read_spans
 from asyncflow.types import RunError, UserError
@@ -178,7 +178,7 @@ def test_a_wrong_value_is_one_sentence_and_nothing_is_started(
 def test_a_user_s_schedule_that_leaves_timing_no_choice_is_compared_with_itself(small: Small, tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(
         "from asyncflow.types import Interval\n"
-        "from asyncflow.workflows.delayed import Delayed\n"
+        "from asyncflow.control.modes import Delayed\n"
         "class TwoLate(Delayed):\n"
         "    def __init__(self, *, late=2):\n"
         "        self.max_staleness = late\n"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncflow.build.driver import Driver
 from asyncflow.cluster.base import Cluster, Settle, WorkerSpec
 from asyncflow.cluster.inline import InlineCluster
 from asyncflow.config import parse
-from asyncflow.job import Job
+from asyncflow.run.driver import Driver
+from asyncflow.run.job import Job
 from asyncflow.transport import Server
 from asyncflow.types import RunError
 from tests.patience import patience

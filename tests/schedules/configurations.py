@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-from asyncflow.build.factories import make_algorithm
 from asyncflow.config import Config, parse
+from asyncflow.control import SCHEDULES
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.registry import build
-from asyncflow.workflows import SCHEDULES
+from asyncflow.run.factories import make_algorithm
 
 MODES: dict[str, dict[str, Any]] = {name: {"name": name} for name in SCHEDULES} | {
     "bounded, first come": {"name": "bounded", "membership": "first_come"},

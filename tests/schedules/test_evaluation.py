@@ -11,12 +11,12 @@ from asyncflow.cluster import clock
 from asyncflow.cluster.faults import Faults, Resize
 from asyncflow.cluster.wire import Wire
 from asyncflow.config import parse
-from asyncflow.job import Listener
+from asyncflow.control import SCHEDULES
 from asyncflow.registry import build
+from asyncflow.run.job import Listener
 from asyncflow.simulation.run import Simulated, simulate, simulate_lives
 from asyncflow.weight_sync.base import NoRoom
 from asyncflow.weight_sync.sleeping import SleepingSender
-from asyncflow.workflows import SCHEDULES
 from tests.depth import deep, in_gate
 
 MODES: dict[str, Any] = {

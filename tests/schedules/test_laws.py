@@ -15,14 +15,14 @@ from unittest import mock
 
 import pytest
 
+from asyncflow.control.ledger import Candidates, LedgerService
+from asyncflow.control.modes import Periodic
+from asyncflow.control.policy_versions import PolicyVersions
+from asyncflow.loops.admissions import Admissions
+from asyncflow.loops.critic import Version
+from asyncflow.loops.rollout import Rollout
 from asyncflow.simulation.seeds import Outcome, run_seed
 from asyncflow.types import Interval
-from asyncflow.workflows.admissions import Admissions
-from asyncflow.workflows.critic import Version
-from asyncflow.workflows.ledger import Candidates, LedgerService
-from asyncflow.workflows.periodic import Periodic
-from asyncflow.workflows.policy_versions import PolicyVersions
-from asyncflow.workflows.rollout import Rollout
 from tests.depth import few
 from tests.forked import context
 from tests.schedules.configurations import MODES, drawn

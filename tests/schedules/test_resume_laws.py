@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 
+from asyncflow.loops.admissions import Admissions
 from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate, simulate_lives
 from asyncflow.types import Batch, GroupMeta
-from asyncflow.workflows.admissions import Admissions
 from tests.depth import few, in_gate
 from tests.schedules.configurations import MODES, drawn
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.build.factories import queue_schema
 from asyncflow.config import Config, parse
+from asyncflow.run.factories import queue_schema
 from asyncflow.simulation.seeds import run_seed
 from tests.depth import few, in_gate
 from tests.schedules.configurations import MODES, drawn

@@ -11,10 +11,10 @@ import pytest
 from asyncflow.cluster.faults import Faults, Resize
 from asyncflow.config import Config, parse
 from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.loops.rollout import share_of
 from asyncflow.simulation.run import Simulated, drawn_faults, simulate
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import MAX_CANDIDATES
-from asyncflow.workflows.rollout import share_of
 from tests.depth import few, in_gate
 from tests.schedules.configurations import MODES
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from asyncflow.build.factories import (
+from asyncflow.config import Config, dump, load, parse, parse_dumped
+from asyncflow.run.factories import (
     critic_options,
     make_algorithm,
     num_devices,
@@ -18,8 +19,7 @@ from asyncflow.build.factories import (
     tasks_before_training,
     weights_need_key,
 )
-from asyncflow.build.prepare import check_choices
-from asyncflow.config import Config, dump, load, parse, parse_dumped
+from asyncflow.run.prepare import check_choices
 from asyncflow.settings import Choice, apply_override
 from asyncflow.types import UserError
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
@@ -254,7 +254,7 @@ def test_each_task_of_the_queue_has_the_sampler_that_was_chosen_for_it() -> None
 
 def test_staleness_is_corrected_unless_told_otherwise(tmp_path: Path) -> None:
     (tmp_path / "stale.py").write_text(
-        "from asyncflow.workflows.periodic import Periodic\n"
+        "from asyncflow.control.modes import Periodic\n"
         "class Stale(Periodic):\n"
         "    def __init__(self, *, max_staleness):\n"
         "        self.max_staleness = max_staleness\n"

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from asyncflow.build.prompts import read_source, tokenize
 from asyncflow.config import parse
 from asyncflow.data.datasets import load_rows
 from asyncflow.rewards.base import Sample
 from asyncflow.rewards.maths import Maths
+from asyncflow.run.prompts import read_source, tokenize
 from tests.conftest import MODEL
-from tests.unit.build.test_prompts import Chatty
 from tests.unit.data.test_columns import LAYOUTS
+from tests.unit.run.test_prompts import Chatty
 
 RESPONSES = {
     "GSM8K": ("1 + 1 = 2\n#### 2.0", "1 + 1 = 3\n#### 3"),

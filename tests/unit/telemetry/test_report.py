@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncflow.control import SCHEDULES
 from asyncflow.engines.sleeping import Costs
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.gantt import BARS_IN_VIEW
@@ -12,7 +13,6 @@ from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.report import duration, read_rows, script_json, write_report
 from asyncflow.telemetry.trace import SpanLog, write_trace
 from asyncflow.types import UserError
-from asyncflow.workflows import SCHEDULES
 from tests.builders import every_task_apart
 from tests.report_page import Page, check_chart
 

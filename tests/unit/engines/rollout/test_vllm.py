@@ -25,8 +25,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncflow.build.prepare import check_choices, check_rollout_engine
-from asyncflow.build.scaling import Scaling
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout import vllm, vllm_client, vllm_handle
@@ -38,6 +36,8 @@ from asyncflow.engines.rollout.vllm_pool import own_hosts
 from asyncflow.engines.rollout.vllm_process import IN_VLLM, ServerProcess
 from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
+from asyncflow.run.prepare import check_choices, check_rollout_engine
+from asyncflow.run.scaling import Scaling
 from asyncflow.types import RunError, UserError
 from tests.conftest import MODEL, ROOT
 from tests.depth import in_gate

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncflow.build.prepare import check_train_engine
 from asyncflow.config import parse
 from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
+from asyncflow.run.prepare import check_train_engine
 from asyncflow.types import UserError
 from tests.patience import patience
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from asyncflow.build.factories import train_engine_options
 from asyncflow.config import load
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.frozen_engine import FrozenEngine
@@ -16,6 +15,7 @@ from asyncflow.engines.train.model import check_sharing
 from asyncflow.engines.train.model.causal_model import FrozenModel
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
+from asyncflow.run.factories import train_engine_options
 from asyncflow.types import Layout, LossSums, RunError, TokenBatch
 from tests.conftest import ROOT
 from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, frozen_engine, one_rank, torch_engine, train_on, weights_of

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from asyncflow.build.factories import train_engine_options
 from asyncflow.config import parse
 from asyncflow.engines.base import FrozenOptions, MicroBatch, MicroBatchResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.torch_engine import TorchEngine
+from asyncflow.run.factories import train_engine_options
 from asyncflow.types import LossSums, Objective, TokenBatch
 
 ModelPath = Callable[[str], Path]

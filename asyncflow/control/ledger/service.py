@@ -1,0 +1,281 @@
+"""The ledger for loops in any process: it adds waiting to `Ledger`, and decides nothing by itself.
+
+consumes: what is opened, done, judged, offered, consumed, given up and committed
+waits for: the schedule's word, a turn, the end of evaluations
+is unblocked by: whatever changes the ledger or what schedules look at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from asyncflow.control.ledger.candidates import Candidates, Sifted
+from asyncflow.control.ledger.messages import Consumed, StepTotals, Update
+from asyncflow.control.ledger.steps import Ledger
+from asyncflow.control.schedule import Progress, Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.transport import remote
+from asyncflow.types import GroupMeta
+
+
+class LedgerService:
+    """See the module's head. `allow` says how many steps may be trained; more of them lets a driver step by hand."""
+
+    def __init__(
+        self, ledger: Ledger, schedule: Schedule, progress: Progress, signal: Signal, end_step: Callable[[str, int], None]
+    ) -> None:
+        """`end_step(task, step)` is told that a step has closed: nobody is to wait for more of its rows."""
+        self.ledger = ledger
+        self.limit = self._last = 0
+        self.on_displaced: Callable[[int, int], None] = lambda group, lowest_version: None
+        self.is_stopping = False
+        self.on_opened: Callable[[int], None] = lambda step: None
+        self.on_consumed: Callable[[str, int, int, Consumed], None] = lambda task, step, update, group: None
+        self.on_sifted: Callable[[int, Sifted], None] = lambda step, sifted: None
+        self.on_committed: Callable[[str, list[StepTotals], list[Update]], None] = lambda task, totals, updates: None
+        self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
+        self._ended: set[tuple[str, int]] = set()
+        # What one rank was told, all are, and those who train another model on the same rows: they step together.
+        self._may_train: dict[int, bool] = {}
+        self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
+        self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
+
+    @remote
+    async def open(self, metas: list[GroupMeta]) -> None:
+        """Groups enter their step or evaluation."""
+        self.ledger.open(metas)
+        for step in {meta.step for meta in metas if meta.purpose == "train"}:
+            self.on_opened(step)
+        self.changed()
+
+    async def widen(self, metas: list[GroupMeta]) -> None:
+        """More candidates of their step."""
+        self.ledger.widen(metas)
+        self.changed()
+
+    async def wanted(self, step: int) -> Candidates | None:
+        """Wait until the step has too few candidates, and return them. None: its members are known, or the run is stopping."""
+        await self._until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None)
+        return None if self.is_stopping else self.ledger.lacking(step)
+
+    def judge(self, group: int, *, is_varied: bool) -> None:
+        """See `Ledger.judge`."""
+        self.ledger.judge(group, is_varied=is_varied)
+        self._sift()
+
+    def begun(self, versions: Mapping[int, int]) -> None:
+        """See `Ledger.begun`: the version by group, of groups with rows that came with them."""
+        for group, version in versions.items():
+            self.ledger.begun([group], version)
+
+    @remote
+    async def may_admit(self, step: int) -> bool:
+        """Wait until the step's prompts may enter the queue. False: the run is stopping."""
+        return await self._until(lambda: step < self._may_be_admitted and self._schedule.may_admit(step, self._progress))
+
+    def num_newest(self, num_groups: int, group_size: int) -> int:
+        """See `Schedule`: of a step that is admitted now."""
+        return self._schedule.num_newest(num_groups, group_size, self._progress)
+
+    @remote
+    async def may_start(self, task: str, step: int) -> bool:
+        """Wait until a task behind rollout may begin on the step. False: the run is stopping.
+
+        Ranks step together, so what one of them was told of training all of them are.
+        """
+
+        def has_come() -> bool:  # where membership is first_come, a group may be worked on when the step that it left is over
+            return step < self.ledger.committed or self.ledger.is_open(step)
+
+        def may_begin() -> bool:
+            return has_come() and self._schedule.may_start(task, step, self._progress)
+
+        if task != self.ledger.trained[0]:
+            return await self._until(may_begin)
+        answer = await self._until(lambda: step in self._may_train or (step < self.limit and may_begin()))
+        if step not in self._may_train:
+            self._may_train = {step - 1: True, step: answer}
+        return self._may_train[step]
+
+    @remote
+    async def claim(self, step: int, group: int) -> bool:
+        """See `Ledger.claim`. The group that had to go is made by no version from now on that would be too old where it is."""
+        later, displaced = self.ledger.step_of(group), self.ledger.claim(step, group)
+        if displaced is not None and displaced != group:
+            self.on_displaced(displaced, later - self._schedule.max_staleness)
+        self.changed()
+        return displaced is not None
+
+    @remote
+    async def may_take(self, step: int, rank: int, ahead: int, task: str = "train") -> None:
+        """Wait until a rank may have one more group of the step (see `Book.may_take`), or none is left to take."""
+
+        def may_it() -> bool:
+            if not self.ledger.is_open(step):
+                return True
+            book = self.ledger.book(step)
+            return book.is_taken(task) or book.may_take(rank, ahead, task)
+
+        await self._until(may_it)
+
+    @remote
+    async def offer(
+        self, step: int, rank: int, group: int, tokens: int, statistics: list[float] | None = None, task: str = "train"
+    ) -> bool:
+        """A rank has a complete group of the step, of so many tokens, ready to train. False: another one trains it.
+
+        `statistics`: what of the group goes into a statistic of the step.
+        """
+        is_taken = self.ledger.is_open(step) and self.ledger.book(step).offer(rank, group, tokens, statistics or [], task)
+        self.changed()
+        return is_taken
+
+    @remote
+    async def statistics(self, step: int, task: str) -> list[float] | None:
+        """Wait until every group of the step has been offered, and return the sums of their statistics. None: the run stops.
+
+        Ranks step together, so what one of them was told all are: one that asks when the run is stopping gets the sums if another
+        has got them, and none if another was given none, though the last group may have been offered since.
+        """
+        key = task, step
+        is_there = await self._until(
+            lambda: key in self._has_sums or step in self._is_final or self.ledger.book(step).is_taken(task)
+        )
+        if key not in self._has_sums:
+            before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
+            self._has_sums = before | {key: is_there or self._is_final.get(step, False)}
+        return self.ledger.book(step).sums(task) if self._has_sums[key] else None
+
+    @remote
+    async def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
+        """Wait until a rank's groups of the update's turn of this number are known. None: the update has no more turns.
+
+        Ranks step together: a turn that one of them was given is given to all, also when the run is stopping.
+        """
+
+        def known() -> bool:
+            return not self.ledger.is_open(step) or self.ledger.book(step).turn(rank, number, task, update) is not None
+
+        def is_known() -> bool:
+            if known():
+                return True
+            is_stopping = self.is_stopping and not self._is_final.get(step)
+            if not is_stopping:
+                self.ledger.book(step).ask_turn(rank, number, task, update)
+            return is_stopping or self.ledger.is_consumed(step, task, update) or known()
+
+        await self._signal.until(is_known)
+        self._signal.notify()  # the others, whose turn it is, too
+        return self.ledger.book(step).turn(rank, number, task, update) if self.ledger.is_open(step) else None
+
+    @remote
+    async def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
+        """Training has added a group's gradient."""
+        self.ledger.book(step).consume(group, task, update)
+        self.on_consumed(task, step, update, group)
+        self.changed()
+
+    @remote
+    async def consume_evaluation(self, version: int, rows: list[int]) -> None:
+        """An evaluation has read these rows."""
+        self.ledger.book(version, "eval").consume_evaluation(rows)
+        self.changed()
+
+    @remote
+    async def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals | None:
+        """The figures of a closed update. Before the step's first: once all rows of the step are in the hands of those who train
+        them, and no evaluation is left that needs weights which the next ones displace.
+
+        None: the run is stopping. What one was told of a step all are, ranks and models: all of its updates are made, or none, so
+        that a run never ends with a step half made.
+        """
+        displaced = step - self._schedule.max_staleness
+
+        def may_be_made() -> bool:
+            return not self._progress.unfinished(displaced) and all(
+                self.ledger.book(step).is_taken(each) for each in self.ledger.trained
+            )
+
+        may_go_on = await self._until(lambda: step in self._is_final or may_be_made())
+        if step not in self._is_final:
+            before = {s: is_final for s, is_final in self._is_final.items() if s == step - 1}  # another model may still be at it
+            self._is_final = before | {step: may_go_on}
+            self.changed()  # whoever would end with the run goes on
+        if not self._is_final[step]:
+            return None
+        await self._signal.until(lambda: self.ledger.is_consumed(step, task, update))
+        return self.ledger.totals(step, task, update)
+
+    @remote
+    async def commit(self, step: int, updates: list[Update], task: str = "train") -> None:
+        """The optimiser has stepped: the step is final for the task."""
+        self.on_committed(task, self.ledger.commit(step, task), updates)
+        self.changed()
+
+    @remote
+    async def released(self, step: int) -> None:
+        """Wait until every task that trains has committed the step: nobody needs its rows any more."""
+        await self._signal.until(lambda: not self.ledger.is_open(step))
+
+    def done(self, task: str, rows: list[int]) -> None:
+        """Told by a task's controller."""
+        self.ledger.done(task, rows)
+        self.changed()
+
+    def give_up(self, dead: list[DeadRow]) -> None:
+        """Told by the rollout task's controller."""
+        self.ledger.give_up(dead)
+        self._sift()
+
+    def _sift(self) -> None:
+        """Some candidates may be decided."""
+        for step, sifted in self.ledger.sift():
+            self.on_sifted(step, sifted)
+        self.changed()
+
+    def allow(self, steps: int, of: int) -> None:
+        """Let so many steps of a run of `of` be trained; prompts are admitted as far ahead as the schedule's staleness reaches."""
+        self.limit, self._last = steps, of
+        self.changed()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all that was allowed is trained, and more is to come."""
+        return self.limit < self._last and self.ledger.committed >= self.limit
+
+    @property
+    def _may_be_admitted(self) -> int:
+        return min(self._last, self.limit + self._schedule.max_staleness) if self.limit else 0
+
+    def stop(self) -> None:
+        """Nothing more is opened or begun."""
+        self.is_stopping = True
+        self.changed()
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether a step is being made to its end, be the run stopping or not: updates of it are made that are not committed."""
+        return any(
+            is_final and self.ledger.committed_by(task) <= step
+            for step, is_final in self._is_final.items()
+            for task in self.ledger.trained
+        )
+
+    async def finished(self) -> None:
+        """Wait until no step is being made to its end."""
+        await self._signal.until(lambda: not self.is_finishing)
+
+    def changed(self) -> None:
+        """End the steps that have closed, and wake whoever waits for what is true now."""
+        for task, step in self.ledger.closed():
+            if (task, step) not in self._ended:
+                self._ended.add((task, step))
+                self._end_step(task, step)
+                if task == "eval":
+                    self.ledger.forget(task, step)
+        self._signal.notify()
+
+    async def _until(self, condition: Callable[[], bool]) -> bool:
+        await self._signal.until(lambda: self.is_stopping or condition())
+        return not self.is_stopping

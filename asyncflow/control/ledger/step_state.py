@@ -1,0 +1,168 @@
+"""One step of the ledger, or one evaluation: its members, what is left to do of them, and who trains them. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from asyncflow.control.ledger.candidates import Candidates
+from asyncflow.control.ledger.messages import Consumed, StepTotals
+from asyncflow.control.ledger.update_progress import UpdateProgress
+
+
+@dataclass(slots=True)
+class StepState:
+    """`passes`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_turn`: how many a rank
+    trains in a turn, at most. `todo`: the rows that each task before training has yet to do. `candidates`: where members are chosen
+    from them. `part`: the mini-batch of each member. `statistics`: of the groups that were offered, by task and group. `taken`: how
+    many each rank has offered, by task."""
+
+    step: int
+    group_bits: int
+    mini_batches: int
+    groups_per_turn: int
+    passes: dict[str, list[UpdateProgress]]
+    todo: dict[str, set[int]]
+    candidates: Candidates | None = None
+    part: dict[int, int] = field(default_factory=dict)
+    last_version: int = 0  # no later one may generate its rows
+    statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    taken: dict[str, Counter[int]] = field(default_factory=dict)
+    dead: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """Members that are not known yet."""
+        return 0 if self.candidates is None else self.candidates.num_left
+
+    @property
+    def members(self) -> dict[int, set[int]]:
+        """Rows that some update has yet to consume, by group."""
+        open_rows: dict[int, set[int]] = {}
+        for one in chain(*self.passes.values()):
+            for group, rows in one.members.items():
+                open_rows.setdefault(group, set()).update(rows)
+        return open_rows
+
+    # -- who belongs to it ------------------------------------------------------------------------------------------------
+
+    def cut(self, groups: Mapping[int, Iterable[int]]) -> None:
+        """These groups, with their rows, are the members. Mini-batches are neighbours in the order of their numbers, which is that
+        of the data."""
+        for position, group in enumerate(sorted(groups)):
+            self.join(group, position * self.mini_batches // len(groups), groups[group])
+
+    def join(self, group: int, part: int, rows: Iterable[int]) -> None:
+        """A group becomes a member, in this mini-batch."""
+        self.part[group] = part
+        for passes in self.passes.values():
+            for one in passes[part :: self.mini_batches]:
+                one.members[group] = set(rows)
+
+    def exchange(self, mine: int, other: StepState, theirs: int) -> None:
+        """A member and one of another step change places: steps, and mini-batches."""
+        my_part, their_part = self.part[mine], other.part[theirs]
+        self._move(mine, other, their_part)
+        other._move(theirs, self, my_part)
+
+    def _move(self, group: int, to: StepState, part: int) -> None:
+        rows: set[int] = set()
+        for task, passes in to.passes.items():
+            for one, entered in zip(self._updates(task, group), passes[part :: to.mini_batches], strict=True):
+                entered.members[group] = rows = one.members.pop(group)
+        for task, todo in self.todo.items():
+            to.todo[task].update(todo & rows)
+            todo.difference_update(rows)
+        del self.part[group]
+        to.part[group] = part
+
+    def give_up(self, row: int) -> None:
+        """It will never train: it leaves the step, and is counted."""
+        group = row >> self.group_bits
+        is_candidates = self.candidates is not None and self.candidates.give_up(group, row)
+        if not is_candidates and not any(row in one.members.get(group, ()) for one in chain(*self.passes.values())):
+            return
+        for one in chain(*self.passes.values()):
+            one.remove(group, [row])
+        for rows in self.todo.values():
+            rows.discard(row)
+        self.dead += 1
+
+    # -- who trains it ----------------------------------------------------------------------------------------------------
+
+    def offer(self, rank: int, group: int, tokens: int, statistics: Sequence[float] = (), task: str = "train") -> bool:
+        """This rank has a complete group of the step ready to train. False: another had it first, whose lease has expired since."""
+        if group not in self.part:
+            return False
+        mine = self._updates(task, group)
+        if group not in mine[0].members or group in mine[0].order:
+            return False
+        for one in mine:
+            one.offer(rank, group, tokens)
+        self.statistics.setdefault(task, {})[group] = list(statistics)
+        self.taken.setdefault(task, Counter())[rank] += 1
+        return True
+
+    def may_take(self, rank: int, ahead: int, task: str = "train") -> bool:
+        """Whether a rank may have one more group of the step: its part is not full, nor has it so many more than any other. Who
+        keeps what it takes would have most of the step if it were there first, and the others would wait for it in every turn."""
+        ranks, taken = range(len(self.passes[task][0].offered)), self.taken.get(task, Counter[int]())
+        return taken[rank] * len(ranks) < len(self.part) and taken[rank] < min(taken[each] for each in ranks) + ahead
+
+    def is_taken(self, task: str = "train") -> bool:
+        """Whether every group that is left of the step is in the hands of those who train it, or has been."""
+        return not self.num_left and all(one.members.keys() <= one.order.keys() for one in self.passes[task])
+
+    def sums(self, task: str = "train") -> list[float]:
+        """Over the groups of the step, of the statistics that they were offered with: exact, but for one rounding."""
+        of_groups = self.statistics.get(task, {})
+        return [math.fsum(each) for each in zip(*of_groups.values(), strict=True)]
+
+    def ask_turn(self, rank: int, number: int, task: str = "train", update: int = 0) -> None:
+        """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
+        self.passes[task][update].ask_turn(rank, number, most=self.groups_per_turn, is_all=not self.num_left)
+
+    def turn(self, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
+        """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
+        turns = self.passes[task][update].turns
+        return turns[number][rank] if number < len(turns) else None
+
+    def consume(self, group: Consumed, task: str = "train", update: int = 0) -> None:
+        """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
+        one = self.passes[task][update]
+        if foreign := set(group.rows).difference(*one.members.values()):
+            raise ValueError(f"row {min(foreign)} is not an open member of step {self.step}")
+        self._remove(one, group.rows)
+        one.sequences += len(group.rows) - len(group.empty_rows)
+        one.tokens += group.loss_tokens
+        if not group.is_finite:
+            one.non_finite_rows.extend(group.rows)
+
+    def consume_evaluation(self, rows: Iterable[int]) -> None:
+        """An evaluation has read these rows."""
+        self._remove(self.passes["eval"][0], rows)
+
+    def is_consumed(self, task: str = "train", update: int = 0) -> bool:
+        """Whether nothing of the update is left to consume."""
+        return not self.num_left and not self.passes[task][update].members
+
+    def totals(self, task: str = "train", update: int = 0) -> StepTotals:
+        """The figures of an update that is closed; a `ValueError` while members are missing."""
+        one = self.passes[task][update]
+        if self.num_left:
+            raise ValueError(f"step {self.step} still waits for {self.num_left} of its members")
+        if one.members:
+            rows = sorted(chain(*one.members.values()))
+            raise ValueError(f"step {self.step} still waits for {len(rows)} rows, the first of them {rows[0]}")
+        return StepTotals(self.step, one.tokens, one.sequences, self.dead, one.non_finite_rows)
+
+    def _updates(self, task: str, group: int) -> list[UpdateProgress]:
+        """Those that train a member, one of each epoch."""
+        return self.passes[task][self.part[group] :: self.mini_batches]
+
+    def _remove(self, one: UpdateProgress, rows: Iterable[int]) -> None:
+        for row in rows:
+            one.remove(row >> self.group_bits, [row])

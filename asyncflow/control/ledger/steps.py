@@ -1,0 +1,369 @@
+"""What belongs to which step, and what is committed: a pure state machine. No I/O, no clock, no event loop.
+
+    Ledger ---> StepState: one for each open step and each evaluation (step_state.py)
+           ---> UpdateProgress: one for each update of the step (update_progress.py)
+
+A step is opened with its groups, its rows are generated, perhaps scored and referred, then consumed by training under leases that
+stay open, and it closes when every member has been consumed or given up. The normaliser is an integer over the members that
+trained. Then the optimiser steps, and the commit makes it final.
+
+A step may have several updates: its groups are cut into mini-batches by their numbers, and each epoch goes through all of them.
+Each update has its own members, turns and normaliser; a group stays with the rank that has it, which trains it again in later
+epochs. Several models may be trained on the same rows (policy and critic), each by a task of its own, which has its own updates and
+commits.
+
+A step may want groups whose rewards vary (`candidates.py`): it is opened with candidates then, which may become more (`widen`), and
+gets its members from them, one by one. Until it has all of them nothing of it closes.
+
+Where membership is `first_come`, a complete group may take the place of an incomplete one in an earlier step (`claim`): the two
+change steps, so that each step keeps as many groups, and the other one only if it will not be too old by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from asyncflow.control.ledger.candidates import Candidates, Sifted
+from asyncflow.control.ledger.messages import StepTotals
+from asyncflow.control.ledger.step_state import StepState
+from asyncflow.control.ledger.update_progress import UpdateProgress
+from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.types import GroupMeta
+
+
+class Ledger:
+    """Pure: every method is a transition or a question."""
+
+    def __init__(
+        self,
+        group_bits: int,
+        tasks: Sequence[str] = ("rollout",),
+        max_staleness: int = 0,
+        num_ranks: int = 1,
+        groups_per_turn: int = 1,
+        first: int = 0,
+        *,
+        trained: Sequence[str] = ("train",),
+        by_step: Sequence[str] = (),
+        epochs: int = 1,
+        mini_batches: int = 1,
+        chosen_by: str = "",
+        num_members: int = 0,
+        has_evaluators: bool = False,
+    ) -> None:
+        """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
+        train, each of them up to `groups_per_turn` groups of rows in a turn.
+
+        `trained`: the tasks that train a model each, the policy's first; the others have one rank. `by_step`: those of `tasks`,
+        the last ones, that such a model does under the version of each step: they end with a step, and a run that is gone on with
+        does them again. A step is `epochs` times `mini_batches` updates of each model.
+
+        `chosen_by`: that of `tasks` behind which a step's `num_members` groups are chosen among its candidates; none: a step trains
+        all that it is opened with.
+
+        `has_evaluators`: evaluations are made by workers of their own, under weights that stay for them: nobody waits for these."""
+        self.tasks, self.trained, self._by_step = tuple(tasks), tuple(trained), tuple(by_step)
+        self._last_kept = next(task for task in reversed(self.tasks) if task not in (*self._by_step, chosen_by))
+        self._chosen_by, self._num_members = chosen_by, num_members
+        at = self.tasks.index(chosen_by) if chosen_by else len(self.tasks)
+        self._of_candidates, self._of_members = self.tasks[:at], self.tasks[at + 1 :]  # all that is opened passes them; members do
+        self._epochs, self._mini_batches = epochs, mini_batches
+        self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
+        self._has_evaluators = has_evaluators
+        self._group_bits, self._max_staleness = group_bits, max_staleness
+        self._books: dict[tuple[str, int], StepState] = {}
+        self._book_of_group: dict[int, tuple[str, int]] = {}
+        self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
+        self._committed = dict.fromkeys(self.trained, first)
+        self._last_totals: dict[str, list[StepTotals]] = {task: [] for task in self.trained}
+
+    @property
+    def committed(self) -> int:
+        """Steps that the policy has committed: its version."""
+        return self._committed[self.trained[0]]
+
+    def committed_by(self, task: str) -> int:
+        """Steps that a task has committed: its model's version."""
+        return self._committed[task]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The tasks whose outputs a run that is gone on with keeps; members it chooses again."""
+        return tuple(task for task in self.tasks[: self.tasks.index(self._last_kept) + 1] if task != self._chosen_by)
+
+    @property
+    def num_updates(self) -> int:
+        """Of a step, by each task that trains."""
+        return self._epochs * self._mini_batches
+
+    def task_before(self, task: str) -> str:
+        """The task whose outputs this one takes."""
+        return self.tasks[self.tasks.index(task) - 1] if task in self.tasks else self.tasks[-1]
+
+    def is_open(self, step: int) -> bool:
+        return ("train", step) in self._books
+
+    def book(self, step: int, purpose: str = "train") -> StepState:
+        """What there is to be asked, and to be said, of a step or evaluation while it is open. A `ValueError` where it is not."""
+        if (purpose, step) not in self._books:
+            raise ValueError(f"{purpose} step {step} is not open")
+        return self._books[purpose, step]
+
+    # -- what belongs to which step ---------------------------------------------------------------------------------------
+
+    def open(self, metas: Iterable[GroupMeta]) -> None:
+        """The groups of a training step, all at once, or of an evaluation. Opening one twice is a `ValueError`."""
+        metas = list(metas)
+        for key in sorted({(m.purpose, m.step) for m in metas}):
+            if key in self._books:
+                raise ValueError(f"{key[0]} step {key[1]} is open already")
+            self._books[key] = self._new_book(*key)
+        self._enter(metas)
+        for key, of_book in _by_book(metas).items():
+            if self._books[key].candidates is None:
+                self._books[key].cut({meta.group: self._rows(meta) for meta in of_book})
+
+    def widen(self, metas: Iterable[GroupMeta]) -> None:
+        """More candidates of a step that is open. A `ValueError` where it has its members."""
+        metas = list(metas)
+        for step in {meta.step for meta in metas}:
+            if self.is_settled(step):
+                raise ValueError(f"step {step} takes no more candidates")
+        self._enter(metas)
+
+    def _enter(self, metas: Iterable[GroupMeta]) -> None:
+        for meta in metas:
+            rows = self._rows(meta)
+            self._book_of_group[meta.group] = key = (meta.purpose, meta.step)
+            book = self._books[key]
+            if book.candidates is not None:
+                book.candidates.add(meta.group, rows)
+            for task, todo in book.todo.items():
+                if book.candidates is None or task not in self._of_members:
+                    todo.update(rows)
+            book.last_version = max(book.last_version, meta.interval.high)
+
+    def _new_book(self, purpose: str, step: int) -> StepState:
+        is_training = purpose == "train"
+        updates = dict.fromkeys(self.trained, self.num_updates) if is_training else {purpose: 1}
+        ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
+        mini_batches = self._mini_batches if is_training else 1
+        has_candidates = is_training and bool(self._chosen_by)
+        return StepState(
+            step,
+            self._group_bits,
+            mini_batches,
+            self._groups_per_turn,
+            passes={
+                t: [UpdateProgress([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()
+            },
+            todo={task: set() for task in self.tasks},
+            candidates=Candidates(self._num_members, has_places=mini_batches > 1) if has_candidates else None,
+        )
+
+    def _rows(self, meta: GroupMeta) -> set[int]:
+        first = meta.group << self._group_bits
+        return set(range(first, first + meta.size))
+
+    def step_of(self, group: int) -> int:
+        """The step that a group is a member of."""
+        return self._book_of_group[group][1]
+
+    def knows(self, group: int) -> bool:
+        """Whether it is of an open step or evaluation."""
+        return group in self._book_of_group
+
+    def num_groups(self, step: int) -> int:
+        """How many groups the step has, or has had: its members, and candidates that are no surplus."""
+        return sum(key == ("train", step) for key in self._book_of_group.values())
+
+    def groups(self) -> dict[int, list[int]]:
+        """By open step, the groups that it has had as members, in the order of their numbers."""
+        steps: dict[int, list[int]] = {}
+        for group, (purpose, step) in sorted(self._book_of_group.items()):
+            if purpose == "train":
+                steps.setdefault(step, []).append(group)
+        return steps
+
+    def claim(self, step: int, group: int) -> int | None:
+        """Have this complete group trained in this step, a member of which it becomes if it was one of a later step.
+
+        It takes the place of an incomplete group there that the later step is not too late for: of the one begun last, which is
+        returned. The group itself is, if it was the step's already; None if it may not be trained in it.
+        """
+        later = self.step_of(group)
+        if later <= step:
+            return group if later == step else None
+        book = self._books["train", step]
+        waiting = {row >> self._group_bits for row in book.todo[self.tasks[-1]]}
+        movable = [g for g in waiting if g in self._begun and self._begun[g] + self._max_staleness >= later]
+        if not movable:
+            return None
+        other = max(movable, key=lambda g: (self._begun[g], g))
+        self._books["train", later].exchange(group, book, other)
+        self._book_of_group[group], self._book_of_group[other] = ("train", step), ("train", later)
+        return other
+
+    def give_up(self, dead: Iterable[DeadRow]) -> None:
+        """These rows will never train: they leave their step, and are counted."""
+        for letter in dead:
+            if (book := self._book_with(letter.row)) is not None:
+                book.give_up(letter.row)
+
+    def forget(self, purpose: str, step: int) -> None:
+        """Keep nothing of it."""
+        self._books.pop((purpose, step), None)
+        for group in [g for g, key in self._book_of_group.items() if key == (purpose, step)]:
+            del self._book_of_group[group]
+            self._begun.pop(group, None)
+
+    # -- members that are chosen among candidates -------------------------------------------------------------------------
+
+    def is_settled(self, step: int) -> bool:
+        """Whether the members of the step are known."""
+        return not self.is_open(step) or not self._books["train", step].num_left
+
+    def lacking(self, step: int) -> Candidates | None:
+        """The candidates of a step that has too few of them."""
+        book = self._books.get(("train", step))
+        candidates = book.candidates if book is not None else None
+        return candidates if candidates is not None and candidates.num_missing else None
+
+    def judge(self, group: int, *, is_varied: bool) -> None:
+        """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
+        book = self._book_with(group << self._group_bits)
+        if book is not None and book.candidates is not None:
+            book.candidates.judge(group, is_varied=is_varied)
+
+    def is_member(self, group: int) -> bool:
+        """Whether it has been chosen from the candidates of an open step."""
+        book = self._book_with(group << self._group_bits)
+        return book is not None and book.candidates is not None and group in book.candidates.members
+
+    def sift(self) -> list[tuple[int, Sifted]]:
+        """By step, what has become certain of its candidates since the last time: members are members from now on, what is
+        degenerate has nothing left to be done to it, and surplus has left its step."""
+        found = []
+        for (_, step), book in self._books.items():
+            if book.candidates is None or (sifted := book.candidates.sift()) is None:
+                continue
+            for group, place in sifted.members.items():
+                rows = book.candidates.rows[group]
+                book.join(group, place * self._mini_batches // self._num_members, rows)
+                for task in self._of_members:
+                    book.todo[task].update(rows)
+            for todo in book.todo.values():
+                todo.difference_update(sifted.left)
+            for group in sifted.surplus:
+                del self._book_of_group[group]
+                self._begun.pop(group, None)
+            found.append((step, sifted))
+        return found
+
+    # -- what is done, and what is left to do -----------------------------------------------------------------------------
+
+    def begun(self, groups: Iterable[int], version: int) -> None:
+        """Some of these groups' rows are being generated by this version from now on."""
+        for group in groups:
+            if self.knows(group):
+                self._begun[group] = min(version, self._begun.get(group, version))
+
+    def groups_begun(self) -> list[int]:
+        """Groups of open steps that are being generated, or have been."""
+        return [group for group in self._begun if self._book_of_group[group][0] == "train"]
+
+    def done(self, task: str, rows: Iterable[int]) -> None:
+        """These rows have what a task gives them."""
+        for row in rows:
+            if (book := self._book_with(row)) is not None:
+                book.todo[task].discard(row)
+
+    def _book_with(self, row: int) -> StepState | None:
+        key = self._book_of_group.get(row >> self._group_bits)
+        return self._books.get(key) if key is not None else None
+
+    def is_done(self, task: str, step: int) -> bool:
+        """Every row of the step has what the task gives it, or will never have it."""
+        if not self.is_open(step):
+            return step < self.committed
+        is_all = task in self._of_candidates or self.is_settled(step)
+        return step < self.committed or (is_all and not self._books["train", step].todo[task])
+
+    def not_generated(self) -> set[int]:
+        """Rows of open steps that lack something that comes before training, and that a run that is gone on with keeps."""
+        return {row for (purpose, _), book in self._books.items() if purpose == "train" for row in book.todo[self._last_kept]}
+
+    def unfinished(self, version: int) -> int:
+        """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
+        rows = sum(
+            len(book.todo[self.tasks[0]])
+            for (purpose, _), book in self._books.items()
+            if book.last_version <= version and not (purpose == "eval" and self._has_evaluators)
+        )
+        return rows + self.to_come(version)
+
+    def to_come(self, version: int) -> int:
+        """Members to be found for steps that no version after `version` may generate: perhaps among candidates to be admitted."""
+        return sum(book.num_left for book in self._books.values() if book.last_version <= version)
+
+    def missing(self) -> list[str]:
+        """What every open step and evaluation waits for, in words."""
+        return [
+            f"{purpose} step {step}: {len(book.todo[self.tasks[0]])} rows without a response, {len(rows)} not consumed"
+            f" (first: {min(rows)})"
+            for (purpose, step), book in self._books.items()
+            if (rows := list(chain(*book.members.values())))
+        ] + [
+            f"train step {step}: {book.num_left} members are not found yet, among {len(book.candidates.rows)} candidates, with"
+            f" {len(book.todo[self.tasks[0]])} rows without a response"
+            for (_, step), book in self._books.items()
+            if book.candidates is not None and book.num_left
+        ]
+
+    # -- what has been trained --------------------------------------------------------------------------------------------
+
+    def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
+        """Whether nothing of the update is left to consume."""
+        return step < self._committed[task] or self.book(step).is_consumed(task, update)
+
+    def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals:
+        """The figures of an update that is closed; a `ValueError` while members are missing.
+
+        Those of the step that the task committed last are kept: ranks that make no update together (a held step) may ask later.
+        """
+        if self._last_totals[task] and self._last_totals[task][0].step == step:
+            return self._last_totals[task][update]
+        return self.book(step).totals(task, update)
+
+    def closed(self) -> list[tuple[str, int]]:
+        """(task, step) of what is closed (every member has been consumed or given up, or has what a task gives it step by step)
+        and not yet committed or forgotten."""
+        consumed = [
+            (task, step)
+            for (_, step), book in self._books.items()
+            for task, passes in book.passes.items()
+            if not book.num_left and not any(one.members for one in passes)
+        ]
+        steps = [(step, book) for (purpose, step), book in self._books.items() if purpose == "train"]
+        return consumed + [
+            (task, step) for task in self._by_step for step, book in steps if not book.todo[task] and not book.num_left
+        ]
+
+    def commit(self, step: int, task: str = "train") -> list[StepTotals]:
+        """The step is final for a task: the figures of its updates. Steps commit in order; anything else is a `ValueError`."""
+        totals = [self.totals(step, task, update) for update in range(self.num_updates)]
+        if step != self._committed[task]:
+            raise ValueError(f"step {step} cannot be committed after {self._committed[task]} steps")
+        self._committed[task] += 1
+        self._last_totals[task] = totals
+        if all(committed > step for committed in self._committed.values()):
+            self.forget("train", step)
+        return totals
+
+
+def _by_book(metas: Iterable[GroupMeta]) -> dict[tuple[str, int], list[GroupMeta]]:
+    books: dict[tuple[str, int], list[GroupMeta]] = {}
+    for meta in metas:
+        books.setdefault((meta.purpose, meta.step), []).append(meta)
+    return books

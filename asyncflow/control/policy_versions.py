@@ -1,0 +1,298 @@
+"""The board: which policy versions are published, and which worker serves which.
+
+A version is a step count: version v is what v committed steps have made. Version 0 is the model that the run started from: every
+worker has it from the same files. A run that is gone on with from version `first` begins when the trainer has published that
+version, and those before it that are still needed. The last `max_staleness` + 1 versions are kept, so that rows that are due under
+an older one can be made again when their worker has died: one of those that are past it is called back.
+
+A worker may join at any time, with what is needed then, and be asked to leave: it is granted nothing more, and nobody counts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+
+import msgspec
+
+from asyncflow.control.schedule import Progress, Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.control.worker_pool import WorkerPool
+from asyncflow.transport import client_name, remote
+from asyncflow.weight_sync.base import Manifest
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The version that a worker is to serve. `manifest` is None for version 0, the worker's own files. `place`, from 0, among the
+    `num_workers` of the run: by both a step's prompts are shared."""
+
+    version: int
+    manifest: Manifest | None
+    place: int = 0
+    num_workers: int = 1
+
+
+class PolicyVersions:
+    """Version line of a model. Implements `Fleet`. `is_silent(worker)`: nothing was heard of it for so long that its rows are
+    given to others."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        progress: Progress,
+        signal: Signal,
+        clock: Callable[[], float],
+        crew: WorkerPool,
+        *,
+        first: int = 0,
+    ) -> None:
+        self.crew = crew
+        self.published = -1 if first else 0
+        self._serving: dict[str, int] = {}
+        self._installing: dict[str, int] = {}
+        self.stale: dict[str, str] = {}  # workers whose weights could not be brought up to date, and why
+        self.stale_since: dict[str, float] = {}  # by the board's clock
+        self.step_seconds: float | None = None
+        self.install_seconds: float | None = None
+        self.called_for = -1
+        self.has_been_served = False  # by any worker, even if it has gone
+        self.is_stopping = False
+        self.is_silent: Callable[[str], bool] = lambda worker: False
+        self.on_published: Callable[[Manifest], Collection[int]] = lambda manifest: ()
+        self.on_no_room: Callable[[], Collection[int] | None] = lambda: None
+        self.on_installed: Callable[[int], None] = lambda version: None
+        self.on_stale: Callable[[str, str], None] = lambda worker, why: None
+        self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
+        self._kept: dict[int, Manifest] = {}
+        self._published_at: float | None = None
+        self._granted_at: dict[str, float] = {}
+
+    # -- the trainer's ------------------------------------------------------------------------------------------------------
+
+    @remote
+    async def publish(self, manifest: Manifest) -> list[int]:
+        """The trainer has published a version. Versions only rise; anything else is a `ValueError`.
+
+        Returns the older ones that are to stay for others than the board's workers (see `WeightSender.retain`).
+        """
+        if manifest.version <= self.published:
+            raise ValueError(f"version {manifest.version} was published after version {self.published}")
+        self.published, self._kept[manifest.version] = manifest.version, manifest
+        for version in [v for v in self._kept if v < manifest.version - self._schedule.max_staleness]:
+            del self._kept[version]
+        if manifest.version >= self._first:
+            now = self._clock()
+            if self._published_at is not None:
+                self.step_seconds = now - self._published_at
+            self._published_at = now
+        retained = sorted(self.on_published(manifest))
+        self._signal.notify()
+        return retained
+
+    @remote
+    async def no_room(self) -> list[int] | None:
+        """The trainer has no room for another version. Returns the older ones that are to stay for others than the board's workers
+        all the same, fewer than before; None: there are no fewer."""
+        fewer = self.on_no_room()
+        return None if fewer is None else sorted(fewer)
+
+    # -- a rollout worker's -------------------------------------------------------------------------------------------------
+
+    @remote
+    async def join(self) -> Target | None:
+        """The version that a worker starts with: the newest one, unless rows are left that only an older one may generate.
+
+        None: the run is stopping, or the worker is to leave.
+        """
+        worker = client_name.get()
+        await self._signal.until(lambda: self._is_over_for(worker) or self._has_weights())
+        if self._is_over_for(worker):
+            return None
+        behind = self._behind()
+        # Of those that begin, one with the older version is enough.
+        version = self.published if behind is None or behind in self.installing.values() else behind
+        self._installing[worker] = version
+        self._signal.notify()
+        return self._as_target(worker, version)
+
+    @remote
+    async def next_target(self, serving: int) -> Target | None:
+        """Wait until the calling worker is to serve another version than this one, and say which. None: the run is stopping, or
+        the worker is to leave: it ends what it has, unless `stopped` is told first.
+
+        It may be fetched at once; `may_install` says when it is to be installed. One that was stale for another version's sake is
+        told that what it serves is what it is to serve.
+        """
+        worker = client_name.get()
+
+        def has_target() -> bool:
+            return self._has_weights() and (self._target(serving) != serving or worker in self.stale)
+
+        await self._signal.until(lambda: self._is_over_for(worker) or has_target())
+        return None if self._is_over_for(worker) else self._as_target(worker, self._target(serving))
+
+    @remote
+    async def may_install(self, version: int, serving: int) -> bool:
+        """Wait until the calling worker may install its target. False: it has another target by now, or none at all."""
+        worker = client_name.get()
+
+        def is_over() -> bool:
+            return self._is_over_for(worker) or self._target(serving) != version
+
+        def is_granted() -> bool:
+            return version < serving or self._schedule.may_install(version, self._progress, self)
+
+        await self._signal.until(lambda: is_over() or is_granted())
+        if is_over():
+            return False
+        self._grant(worker, version)
+        return True
+
+    @remote
+    async def installed(self, version: int) -> None:
+        """The calling worker serves this version from now on."""
+        worker = client_name.get()
+        self._serving[worker], self.has_been_served = version, True
+        self.stale.pop(worker, None)
+        self.stale_since.pop(worker, None)
+        self._installing.pop(worker, None)
+        if (granted_at := self._granted_at.pop(worker, None)) is not None:  # else it has just begun, which takes longer
+            self.install_seconds = self._clock() - granted_at
+        self.on_installed(version)
+        self._signal.notify()
+
+    @remote
+    async def failed(self, why: str) -> None:
+        """The calling worker could not get the weights that it is to serve: it takes no prompts until it has."""
+        worker = client_name.get()
+        self._installing.pop(worker, None)
+        self.stale[worker] = why
+        self.stale_since.setdefault(worker, self._clock())
+        self.on_stale(worker, why)
+        self._signal.notify()
+
+    @remote
+    async def stopped(self) -> None:
+        """Wait until the run is stopping."""
+        await self._signal.until(lambda: self.is_stopping)
+
+    # -- the driver's -------------------------------------------------------------------------------------------------------
+
+    def resize(self, size: int) -> tuple[list[str], list[str]]:
+        """Have so many workers, see `WorkerPool.resize`. Who is to leave is told so."""
+        coming, going = self.crew.resize(size)
+        self._signal.notify()
+        return coming, going
+
+    def never_came(self, workers: Sequence[str]) -> None:
+        """They were to join, and could not be started: nobody waits for them."""
+        self.crew.never_came(workers)
+        self._signal.notify()
+
+    def left(self, worker: str) -> None:
+        """One that was to leave has gone."""
+        self.crew.left(worker)
+        self.forget(worker)
+
+    def died(self, worker: str, is_given_up: bool) -> None:
+        """A worker has died, and is started again or not."""
+        if is_given_up:
+            self.crew.given_up.add(worker)
+        self.forget(worker)
+
+    def forget(self, worker: str) -> None:
+        """A worker has gone: nothing is waited for or kept on its behalf."""
+        for book in (self._serving, self._installing, self.stale, self.stale_since, self._granted_at):
+            book.pop(worker, None)
+        self._signal.notify()
+
+    def call_for(self, version: int) -> None:
+        """See `Fleet.called_for`."""
+        self.called_for = max(self.called_for, version)
+        self._signal.notify()
+
+    async def all_serve(self, version: int) -> None:
+        """Wait until every one of the run's workers, but for those that are given up, serves this version, or a later one."""
+
+        def is_served() -> bool:
+            late = (w for w in self.crew.working if self._serving.get(w, -1) < version or w in self.stale)
+            return self.published >= version and not any(late)
+
+        await self._signal.until(is_served)
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """The version that each living worker serves. One that says nothing any more is left out until it does, and who is to
+        leave; so they are from `installing`."""
+        return {worker: version for worker, version in self._serving.items() if self._is_counted_on(worker)}
+
+    @property
+    def generating(self) -> dict[str, int]:
+        """See `Fleet`."""
+        return {worker: version for worker, version in self.serving.items() if worker not in self.stale}
+
+    @property
+    def installing(self) -> dict[str, int]:
+        """See `Fleet`."""
+        return {worker: version for worker, version in self._installing.items() if self._is_counted_on(worker)}
+
+    @property
+    def newest(self) -> Manifest | None:
+        """What was published last."""
+        return self._kept.get(self.published)
+
+    def kept(self, versions: Iterable[int]) -> list[Manifest]:
+        """Those of these versions that are kept, and that are not the worker's own files, oldest first."""
+        return [self._kept[version] for version in sorted(versions) if version in self._kept]
+
+    def num_healthy(self, patience_seconds: float) -> int:
+        """The run's workers but for those that serve nothing, and may not soon: given up, or for so long without the weights that
+        they are to have.
+
+        One that is silent may come back any moment; if nobody else can do its work, the run's watchdog notices.
+        """
+        stale = {worker for worker, since in self.stale_since.items() if self._clock() - since >= patience_seconds}
+        return sum(worker not in stale for worker in self.crew.working)
+
+    def stop(self) -> None:
+        """Nothing more is granted."""
+        self.is_stopping = True
+        self._signal.notify()
+
+    def _has_weights(self) -> bool:
+        """Whether there is a version to be had: without staleness the one before is written over by the one that is on its way."""
+        is_coming = not self._schedule.max_staleness and self.published < self._progress.committed
+        return self.published >= self._first and not is_coming
+
+    def _is_over_for(self, worker: str) -> bool:
+        return self.is_stopping or worker in self.crew.leaving
+
+    def _is_counted_on(self, worker: str) -> bool:
+        return worker not in self.crew.leaving and not self.is_silent(worker)
+
+    def _as_target(self, worker: str, version: int) -> Target:
+        return Target(version, self._kept.get(version), self.crew.place(worker), max(1, len(self.crew.working)))
+
+    def _grant(self, worker: str, version: int) -> None:
+        self._installing[worker] = version
+        self._granted_at[worker] = self._clock()
+        self._signal.notify()
+
+    def _target(self, serving: int) -> int:
+        """What a worker that serves this version is to serve next: the newest, unless rows in nobody's hands need another first."""
+        behind = self._behind()
+        if behind is not None and behind < serving:
+            return behind
+        ahead = self._progress.oldest_unleased(serving + 1)
+        return self.published if ahead is None else min(self.published, ahead)
+
+    def _behind(self) -> int | None:
+        """The version that rows in nobody's hands need, if no worker that takes prompts serves it, or is about to; else None.
+
+        Nobody counts on weights that are still to be fetched, of one that begins or that lags: they may be long in coming.
+        """
+        needed = self._progress.oldest_unleased(0)
+        if needed is None or needed >= self.published or (needed and needed not in self._kept):
+            return None
+        granted = (version for worker, version in self.installing.items() if worker in self._granted_at)
+        return needed if needed not in chain(self.generating.values(), granted) else None

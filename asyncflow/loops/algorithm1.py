@@ -1,0 +1,340 @@
+"""Algorithm 1 (PA, section 4): the feed, the producers and the consumer, side by side. The numbers are the algorithm's lines.
+
+    feed      consumes: prompts            waits for: the schedule's leave       is unblocked by: commits
+    produce   consumes: an admitted group  waits for: slots, rewards             is unblocked by: the engine, the reward processes
+    train     consumes: complete groups    waits for: groups of its step         is unblocked by: producers, the end of the step
+
+One `produce` runs for every group that a rollout worker has taken (rollout.py says when it takes one); what `train` takes is
+made ready in rounds.py. Line 20, moving the policy into the old policy, is the engine's, before its update; with staleness 0 and
+one update per step it is nothing, since the old policy is the policy itself, detached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from asyncflow.algorithms.base import Algorithm, ModelObjective
+from asyncflow.control.ledger import LedgerService, StepTotals, Update
+from asyncflow.control.policy_versions import PolicyVersions
+from asyncflow.control.schedule import Schedule
+from asyncflow.engines.base import (
+    MicroBatch,
+    MicroBatchResult,
+    OptimResult,
+    Response,
+    RolloutEngine,
+    SampleKey,
+    Sampling,
+    TrainEngine,
+)
+from asyncflow.loops.admissions import Admissions
+from asyncflow.loops.rounds import Turns
+from asyncflow.loops.samples import (
+    GroupRequest,
+    Prompt,
+    ScoredRow,
+    Shape,
+    UnusableResponse,
+    admission,
+    check_response,
+    kept_sample,
+    outputs,
+)
+from asyncflow.loops.score_batching import ScoredRows, why_failed
+from asyncflow.rewards.base import RewardFailure, Sample, Score
+from asyncflow.telemetry.fingerprints import StepLog
+from asyncflow.telemetry.spans import Recorder
+from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.types import Array, GroupMeta, WeightSource, row_index
+from asyncflow.weight_sync.base import NoRoom, WeightSender
+
+
+class EvaluationPlan(Protocol):
+    def is_due(self, version: int) -> bool:
+        """Whether this version is evaluated, and has not been yet."""
+        ...
+
+    def is_planned(self, version: int) -> bool:
+        """Whether this version is evaluated, has it been yet or not."""
+        ...
+
+    def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]:
+        """The evaluation's groups, their prompts and temperatures."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """What producing a group takes. `on_response` is told of every response, `keep_sample` of every one that is stored.
+
+    Without `score`, a task of its own does that.
+    """
+
+    queue: TransferQueueClient
+    engine: RolloutEngine
+    score: Callable[[Sample], Awaitable[Score]] | None
+    decode: Callable[[Array], str]
+    shape: Shape
+    on_response: Callable[[Response], None]
+    on_scored: Callable[[], None]
+    keep_sample: Callable[[Mapping[str, Any]], None]
+
+
+class Updated(Protocol):
+    """What an update asks of an engine, see `TrainEngine`."""
+
+    async def optim_step(self, normaliser: int) -> OptimResult: ...
+
+    async def discard(self) -> None: ...
+
+
+class Keeper(Protocol):
+    """Keeps what a run can go on from."""
+
+    def is_due(self, version: int) -> bool:
+        """Whether `committed` keeps this version: it is published by then."""
+        ...
+
+    async def committed(self, version: int) -> None:
+        """So many steps are committed; the engine is between two steps."""
+        ...
+
+
+async def feed(
+    queue: TransferQueueClient,
+    ledger: LedgerService,
+    schedule: Schedule,
+    admissions: Admissions,
+    evaluation: EvaluationPlan | None,
+    shape: Shape,
+) -> None:
+    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first. Without
+    `evaluation` they are another's to admit.
+
+    Where steps choose their prompts among candidates, the next step's are known when this one has done so.
+    """
+    for step in itertools.count(max(0, admissions.first - schedule.max_staleness)):  # 2
+        if evaluation is not None and evaluation.is_due(step):
+            await admit_evaluation(queue, ledger, evaluation, step, shape)
+        if step < admissions.first:
+            continue
+        if not await ledger.may_admit(step):
+            return
+        # Not behind an evaluation of the version before: that would hold the step up.
+        is_behind = evaluation is not None and evaluation.is_planned(step - 1)
+        num_newest = 0 if is_behind else ledger.num_newest(shape.prompts_at_first, shape.group_size)
+        metas, batch = admissions.step(step, num_newest)  # 4: take B prompts
+        await ledger.open(metas)
+        ledger.begun(admissions.begun(batch))
+        await queue.put(metas, batch, row_bytes=shape.row_bytes)
+        while (candidates := await ledger.wanted(step)) is not None:
+            metas, batch = admissions.more(step, candidates)
+            await ledger.widen(metas)
+            await queue.put(metas, batch, row_bytes=shape.row_bytes)
+        if ledger.is_stopping:
+            return
+
+
+async def admit_evaluation(
+    queue: TransferQueueClient, ledger: LedgerService, evaluation: EvaluationPlan, version: int, shape: Shape
+) -> None:
+    """The groups of one evaluation enter the queue."""
+    metas, prompts, temperatures = evaluation.admission(version)
+    await ledger.open(metas)
+    await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
+
+
+async def produce(by: Producer, leased: Leased, request: GroupRequest, on_generated: Callable[[], None]) -> None:
+    """One group: generate, score each response as soon as it is here, and enqueue what is scored."""
+    samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
+    sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
+    key, prompt = SampleKey(by.shape.seed, request.meta.group), by.decode(request.prompt_ids)
+    scored = ScoredRows(len(samples))
+    async with asyncio.TaskGroup() as scoring:
+        async for response in by.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
+            by.on_response(response)
+            scoring.create_task(_score_and_enqueue(by, leased, request, prompt, response, scored))
+        on_generated()
+
+
+async def _score_and_enqueue(
+    by: Producer, leased: Leased, request: GroupRequest, prompt: str, response: Response, scored: ScoredRows
+) -> None:
+    row = row_index(request.meta.group, response.sample, by.shape.group_bits)
+    text, is_finished = by.decode(response.token_ids), response.finish_reason == "stop"
+    sample = Sample(prompt, text, request.example, is_finished, response.token_ids.tolist(), request.prompt_ids.tolist())
+    try:
+        check_response(response)
+        reward = None if by.score is None else await by.score(sample)  # 7
+    except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
+        scored.failed()
+        error, is_final = why_failed(failure)
+        await by.queue.fail(leased.lease, [row], error, is_final=is_final)
+    else:
+        rows = await scored.to_store(ScoredRow(row, response, sample, reward))
+        if rows:
+            columns = outputs(request.meta.group, rows, has_parts=by.shape.has_reward_parts)
+            is_stored = await by.queue.complete(leased.lease, columns)  # 8: enqueue
+            for one in itertools.compress(rows, is_stored):
+                if one.reward is not None:
+                    by.keep_sample(kept_sample(request.meta, one.row, one.sample, one.reward))
+    finally:
+        by.on_scored()
+
+
+async def train(
+    queue: TransferQueueClient,
+    ledger: LedgerService,
+    board: PolicyVersions,
+    schedule: Schedule,
+    engine: TrainEngine,
+    algorithm: Algorithm,
+    sender: WeightSender | None,
+    shape: Shape,
+    spans: Recorder,
+    fingerprints: StepLog,
+    keeper: Keeper,
+    first: int = 0,
+) -> int:
+    """The consumer: gradients add up group by group, in the order in which groups complete; then an update, and the next one.
+
+    Each data-parallel group runs this loop, from step `first` on. All call their engines alike; the first one, which has the
+    `sender`, commits. Returns the version of the weights: how many steps are committed.
+    """
+    rank = engine.data_parallel_rank or 0
+    put_aside: dict[int, Leased] = {}
+    async with asyncio.TaskGroup() as beside:
+        publishing = Publishing(sender, board, spans, beside)
+        for step in itertools.count(first):
+            spans.waiting("batch")
+            may_start = await ledger.may_start("train", step)
+            await engine.begin_step()
+            if not may_start:
+                return step
+            spans.waiting("rows")
+            async with Turns(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as turns:
+                compute = partial(engine.forward_backward, objective=algorithm)
+                held, may_change = step < algorithm.held_steps, publishing.ended
+                updates = await update(
+                    turns, ledger, engine, algorithm, compute, spans, fingerprints, may_change, is_held=held
+                )  # 11-18, 21
+            if not updates:
+                return step
+            await fingerprints.step(step, engine)
+            if sender is not None:
+                await ledger.commit(step, updates, "train")
+            await publishing.begin(step, await engine.export_weights())  # 3: the weights of the next step
+            await ledger.released(step)
+            await turns.acknowledge()
+            await turns.drop()
+            if keeper.is_due(step + 1):  # the board knows which older versions are still needed once this one is published
+                await publishing.ended()
+            await keeper.committed(step + 1)
+    raise AssertionError("steps do not end")
+
+
+async def update(
+    turns: Turns,
+    ledger: LedgerService,
+    engine: Updated,
+    objective: ModelObjective,
+    compute: Callable[[Sequence[MicroBatch]], Awaitable[list[MicroBatchResult]]],
+    spans: Recorder,
+    fingerprints: StepLog,
+    may_change: Callable[[], Awaitable[None]] | None = None,
+    *,
+    is_held: bool = False,
+) -> list[Update]:
+    """A step's updates of one model. None: the run is stopping, and the weights are as they were.
+
+    `compute`: a turn's micro-batches, whose gradients it adds to the engine's sums. `may_change` is waited for before the weights
+    are changed. `is_held`: the model is to stay as it is.
+    """
+    updates: list[Update] = []
+    for number in range(turns.num_updates):
+        async for turn in turns.of(number):  # 11-12: dequeue
+            with turns.computing(turn, spans):
+                results = await compute(turn.micro_batches)  # 13-18: O += gradient
+            turns.trained(turn, results, fingerprints)
+        totals = await ledger.totals(turns.step, turns.task, number)
+        if totals is None:
+            return []
+        if may_change is not None:
+            await may_change()
+        with turns.updating(spans):
+            updates.append(await apply(engine, objective, totals, is_held=is_held))  # 21
+    return updates
+
+
+class Publishing:
+    """The weights of one step after another, published beside the computation of the next one, which may not change them until
+    that has ended.
+
+        |-- gather --|- copy, hash, tell the board -|            `publish`, beside the lane
+         the trainer | computes the next step ...  | updates      gathers only if the weights lie on several ranks
+    """
+
+    def __init__(self, sender: WeightSender | None, board: PolicyVersions, spans: Recorder, beside: asyncio.TaskGroup) -> None:
+        """`beside`: what fails there ends whoever trains."""
+        self._sender, self._board, self._spans, self._beside = sender, board, spans, beside
+        self._under_way: asyncio.Task[None] | None = None
+
+    async def begin(self, step: int, weights: WeightSource) -> None:
+        """Publish what a step has made. Returns when the engine may be called again. The publication before has ended."""
+        with self._spans.held("publish"):
+            self._under_way = self._beside.create_task(self._publish(step, weights))
+            await weights.gathered()
+
+    async def ended(self) -> None:
+        """Wait until the last weights are published: they may change."""
+        if self._under_way is not None and not self._under_way.done():
+            with self._spans.held("publish"):
+                await self._under_way
+
+    async def _publish(self, step: int, weights: WeightSource) -> None:
+        began = self._spans.clock()
+        await publish(step + 1, weights, self._sender, self._board)
+        self._spans.beside("publish", began, step=step, version=step + 1)
+
+
+async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: PolicyVersions) -> None:
+    """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather.
+
+    Where there is no room for it, older ones that stay for evaluations make room, if they can.
+    """
+    if sender is None:
+        async for _ in weights.tensors():
+            pass
+        return
+    manifest = None
+    while manifest is None:
+        try:
+            manifest = await sender.publish(version, weights)
+        except NoRoom:
+            if (fewer := await board.no_room()) is None:
+                raise
+            sender.retain(fewer)
+    sender.retain(await board.publish(manifest))
+
+
+async def apply(engine: Updated, objective: ModelObjective, totals: StepTotals, *, is_held: bool = False) -> Update:
+    """One optimiser step on the sums of a closed update; none when a row's loss was not finite, or when no row is left, or when
+    the model is held as it is."""
+    counts = {"tokens": totals.tokens, "sequences": totals.sequences}
+    normaliser = objective.normaliser if isinstance(objective.normaliser, int) else counts[objective.normaliser]
+    if not counts["sequences"]:
+        normaliser = 0  # nothing was added that a constant could divide
+    if totals.non_finite_rows or normaliser == 0:
+        await engine.discard()
+        result = OptimResult(grad_norm=float("nan"), learning_rate=0.0, skipped=True)
+    elif is_held:
+        await engine.discard()
+        result = OptimResult(grad_norm=0.0, learning_rate=0.0)
+    else:
+        result = await engine.optim_step(normaliser)
+    return Update(result.grad_norm, result.learning_rate, normaliser, result.skipped, result.fill_tokens)

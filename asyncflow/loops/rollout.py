@@ -1,0 +1,261 @@
+"""A rollout worker: which groups it takes, which weights it serves.
+
+consumes: admitted groups that its installed version may generate, at most its free slots and its share of a step
+waits for: groups; another version to serve and the board's leave to install it
+is unblocked by: the feed, its own responses (which free slots), the trainer's publishing, the end of the other workers' rows, the
+stop of the run
+
+Weights are fetched in the background as soon as they are published. Once the board grants it, the worker takes nothing more, ends
+what it may not end under the new version (everything, unless the schedule installs in flight), installs, and goes on. One that is
+to leave takes nothing more, ends what it has, and goes.
+
+An evaluator is the same with groups of evaluations, and a board of its own (evaluation.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.control.policy_versions import PolicyVersions, Target
+from asyncflow.control.schedule import Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.engines.base import Response, RolloutEngine
+from asyncflow.loops.algorithm1 import Producer, produce
+from asyncflow.loops.samples import EVALUATE_TASK, GroupRequest, Shape, requests
+from asyncflow.rewards.base import Sample, Score
+from asyncflow.telemetry.spans import Recorder
+from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.transfer_queue.leases import Want
+from asyncflow.types import Array
+from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+LANES = {"rollout": "generate", EVALUATE_TASK: EVALUATE_TASK}
+"""What a worker's lane is in while it generates, by its task."""
+RETRY_SECONDS = (0.5, 2.0)
+"""After weights could not be fetched: at first, and at most (a worker that pauses does not hear that the run is stopping)."""
+
+
+def share_of(num_prompts: int, place: int, num_workers: int, version: int) -> int:
+    """Prompts of a step that the worker at this place (0 to `num_workers` - 1) generates at once, while all serve this version.
+
+    The prompts of one version after another are dealt out to the workers in turn, one by one. So the shares of a version add up
+    to all of its prompts and differ by at most one, and so do the workers' sums of shares over any number of versions.
+    """
+    return len(range((place - version * num_prompts) % num_workers, num_prompts, num_workers))
+
+
+class Rollout:
+    """The producers of one worker: one coroutine per group, as many as the engine and the worker's share have room for."""
+
+    def __init__(
+        self,
+        queue: TransferQueueClient,
+        board: PolicyVersions,
+        schedule: Schedule,
+        engine: RolloutEngine,
+        receiver: WeightReceiver,
+        original: Callable[[], Mapping[str, Tensor]],
+        score: Callable[[Sample], Awaitable[Score]] | None,
+        decode: Callable[[Array], str],
+        shape: Shape,
+        spans: Recorder,
+        keep_sample: Callable[[Mapping[str, Any]], None],
+        task: str = "rollout",
+    ) -> None:
+        """`original()` are the tensors of the worker's own files. Without `score`, rewards are another task's. `task`: whose groups
+        are taken."""
+        self._queue, self._board, self._schedule = queue, board, schedule
+        self._engine, self._receiver, self._original = engine, receiver, original
+        self._shape, self._spans, self._task = shape, spans, task
+        self._producer = Producer(queue, engine, score, decode, shape, self._responded, self._scored, keep_sample)
+        self._share = 0  # rows of a step, by what the board last said: which of how many workers this one is
+        self._installed = 0
+        self._is_installing = True  # until the board has said which version to begin with
+        self._is_stale = self._is_leaving = False
+        self._retry_seconds = RETRY_SECONDS[0]
+        self._has_served = False  # anything since the last installation
+        self._is_asking = False  # for groups, which may be on their way here
+        self._under_way: list[GroupRequest] = []  # with rows that have no response yet; of a group, as often as it was taken
+        self._generating = 0  # those rows
+        self._scoring = 0
+        self._changed = Signal()
+
+    @property
+    def installed(self) -> int:
+        """The version that the engine generates by."""
+        return self._installed
+
+    async def run(self) -> None:
+        """Until the worker is to leave, or the run is stopping; what is unfinished then is abandoned."""
+        while (target := await self._board.join()) is not None:
+            if target.manifest is None:  # what the engine was built with
+                await self._serve(target)
+                break
+            if (tensors := await self._fetched(target)) is not None:
+                await self._install(target, tensors)
+                break
+        async with asyncio.TaskGroup() as tasks:
+            taking = tasks.create_task(self._take_groups())
+            await self._follow_weights()
+            await self._leave(taking)
+            taking.cancel()
+
+    async def _leave(self, taking: asyncio.Task[None]) -> None:
+        """Take nothing more, and return when all that is here has ended, or else when the run stops."""
+        self._is_leaving = True
+        self._changed.notify()
+        await self._queue.withdraw(self._task)
+        await self._unless_stopped(taking)
+
+    async def _unless_stopped(self, task: asyncio.Future[None]) -> None:
+        """Wait until the task is done, or the run stops. Raises what the task raises."""
+        stopped = asyncio.ensure_future(self._board.stopped())
+        try:
+            for ended in (await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED))[0]:
+                ended.result()
+        finally:
+            stopped.cancel()
+
+    async def _take_groups(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                self._show_lane()
+                await self._changed.until(lambda: self._is_leaving or self._may_take())
+                if self._is_leaving:
+                    return  # when the groups that were taken have ended
+                version, self._is_asking = self._installed, True
+                leased = await self._queue.lease(self._task, Want(groups=self._room(), installed=version))
+                self._is_asking = False
+                if leased is not None:
+                    for request in requests(leased):
+                        self._generating += len(request.rows)
+                        self._under_way.append(request)
+                        groups.create_task(self._produce(leased, request))
+                self._changed.notify()
+                if leased is None and not self._is_stale:  # withdrawn, or closed; who is stale may serve the same again
+                    await self._changed.until(partial(self._has_moved_on, version))
+
+    def _may_take(self) -> bool:
+        return not self._is_installing and not self._is_stale and self._room() > 0
+
+    def _has_moved_on(self, version: int) -> bool:
+        return self._installed != version or self._is_leaving
+
+    def _room(self) -> int:
+        """How many more groups may be taken: enough for every slot that is free, and, but for a first one, within the share."""
+        size = self._shape.group_size
+        wanted = -(-(self._engine.num_slots - self._generating) // size)
+        return max(0 if self._generating else 1, min(wanted, (self._share - self._generating) // size))
+
+    async def _produce(self, leased: Leased, request: GroupRequest) -> None:
+        start, meta, version = self._spans.clock(), request.meta, self._installed
+        await produce(self._producer, leased, request, partial(self._generated, request))
+        self._spans.beside("generate_group", start, step=meta.step, version=version, group=meta.group, rows=len(request.rows))
+
+    def _generated(self, request: GroupRequest) -> None:
+        self._under_way = [other for other in self._under_way if other is not request]
+        self._changed.notify()
+
+    def _responded(self, response: Response) -> None:
+        self._spans.add(rows=1, tokens=len(response.token_ids))
+        self._generating -= 1
+        self._scoring += 1
+        self._show_lane()
+        self._changed.notify()
+
+    def _scored(self) -> None:
+        self._scoring -= 1
+        self._has_served = True
+        self._show_lane()
+
+    async def _follow_weights(self) -> None:
+        while (target := await self._board.next_target(self._installed)) is not None:
+            if target.version == self._installed:  # what could not be fetched is not needed any more
+                await self._serve(target)
+                continue
+            if (tensors := await self._fetched(target)) is None:
+                continue
+            if not await self._board.may_install(target.version, self._installed):
+                await self._receiver.release()  # it is to serve another: whoever publishes need not wait for this one's file
+                continue
+            self._is_installing = True
+            await self._queue.withdraw(self._task)  # nothing is leased while weights are being changed
+            if not await self._has_ended(target.version):
+                return
+            await self._install(target, tensors)
+
+    async def _has_ended(self, version: int) -> bool:
+        """Wait for what may not be ended under this version. False: the run is stopping, and what is under way is abandoned."""
+        ended = asyncio.ensure_future(self._changed.until(partial(self._may_change_to, version)))
+        try:
+            await self._unless_stopped(ended)
+            return ended.done()
+        finally:
+            ended.cancel()
+
+    def _may_change_to(self, version: int) -> bool:
+        """Whether everything under way may be ended under this version, and nothing more is on its way here.
+
+        One that is called back ends all first: no response goes through more versions than the schedule promises.
+        """
+        if self._is_asking:
+            return False
+        if self._schedule.installs_in_flight and version > self._installed:
+            return all(version in request.meta.interval for request in self._under_way)
+        return not self._under_way
+
+    async def _fetched(self, target: Target) -> Mapping[str, Tensor] | None:
+        """The tensors of a version, in host memory. None, after a pause, if they could not be had: the worker is stale
+        then, takes nothing, and asks the board again, for which they may be too old by now."""
+        start, manifest = self._spans.clock(), target.manifest
+        try:
+            tensors = self._original() if manifest is None else await self._receiver.fetch(manifest)
+        except WeightSyncError as error:
+            self._is_stale = True
+            await self._queue.withdraw(self._task)
+            await self._board.failed(str(error))
+            await asyncio.sleep(self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
+            return None
+        self._retry_seconds = RETRY_SECONDS[0]
+        if self._schedule.max_staleness:  # else nothing is generated meanwhile, and `install` needs no memory for it
+            await self._engine.prepare(target.version, tensors)
+        self._spans.beside("fetch", start, version=target.version, bytes=0 if manifest is None else manifest.num_bytes)
+        return tensors
+
+    async def _install(self, target: Target, tensors: Mapping[str, Tensor]) -> None:
+        is_in_flight = bool(self._under_way)
+        if is_in_flight:
+            await self._engine.pause()
+        with self._spans.busy("install", version=target.version):
+            await self._engine.install(target.version, tensors)
+        await self._receiver.release()
+        if is_in_flight:
+            await self._engine.resume()
+        await self._serve(target)
+
+    async def _serve(self, target: Target) -> None:
+        self._installed, self._is_installing, self._is_stale, self._has_served = target.version, False, False, False
+        prompts = share_of(self._shape.prompts_at_first, target.place, target.num_workers, target.version)
+        self._share = prompts * self._shape.group_size
+        await self._board.installed(target.version)
+        self._changed.notify()
+
+    def _show_lane(self) -> None:
+        if self._is_installing:
+            return
+        if self._generating:
+            self._spans.enter(LANES[self._task], version=self._installed)
+        elif self._scoring:
+            self._spans.waiting("reward")
+        else:
+            self._spans.waiting("weights" if self._has_served else "prompts")

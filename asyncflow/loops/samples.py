@@ -1,0 +1,400 @@
+"""Samples on their way: prompts into the queue, responses into columns, leased groups into micro-batches.
+
+| column | per | written by | what |
+|---|---|---|---|
+| prompt_ids | group | feed | int64, ragged |
+| example | group | feed | the data set's row, JSON in UTF-8 |
+| temperature | group | feed | float32, 0 is greedy |
+| response_ids | row | rollout, evaluate | int64, ragged, the end token included |
+| rollout_logprobs | row | rollout, evaluate | float32, ragged, of the distribution sampled from |
+| loss_mask | row | rollout, evaluate | uint8, ragged, 1 where the policy itself produced the token |
+| version_spans | row | rollout, evaluate | int64, ragged: (first token, policy version) pairs, flat |
+| truncated | row | rollout, evaluate | uint8, 1 where the length limit ended the response |
+| reward | row | rollout, evaluate, or reward where `reward.place` is `task` | float32 |
+| reward_parts | row | who writes reward | float32, ragged: what each scorer gave, NaN: nothing; only where the run asks for it |
+| ref_logprobs | row | reference | float32, ragged; only where `train.reference` is `task` |
+| member | row | select | uint8, 1: the row is trained in its step; only where steps choose their members |
+| values | row | values | float32, ragged; only where the algorithm has a critic |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from asyncflow.control.ledger import Consumed, num_to_admit
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
+from asyncflow.rewards.base import Sample, Score
+from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.schema import Schema, TaskSpec
+from asyncflow.types import (
+    MAX_CANDIDATES,
+    Advantages,
+    Array,
+    Batch,
+    Column,
+    GroupMeta,
+    Interval,
+    Ragged,
+    RunError,
+    ScoredGroup,
+    Values,
+    is_maximum,
+)
+
+COLUMNS = (
+    Column("prompt_ids", "int64", ragged=True, per="group", counts_tokens=True),
+    Column("example", "uint8", ragged=True, per="group"),
+    Column("temperature", "float32", per="group"),
+    Column("response_ids", "int64", ragged=True, counts_tokens=True),
+    Column("rollout_logprobs", "float32", ragged=True),
+    Column("loss_mask", "uint8", ragged=True),
+    Column("version_spans", "int64", ragged=True),
+    Column("truncated", "uint8"),
+    Column("reward", "float32"),
+)
+PROMPT_COLUMNS = ("prompt_ids", "example", "temperature")
+PARTS_COLUMN = Column("reward_parts", "float32", ragged=True)
+REFERENCE_COLUMN = Column("ref_logprobs", "float32", ragged=True)
+VALUES_COLUMN = Column("values", "float32", ragged=True)
+MEMBER_COLUMN = Column("member", "uint8")
+SELECT_TASK: Final = "select"
+EVALUATE_TASK: Final = "evaluate"  # what rollout does, for evaluations alone
+TASK_OF_COLUMN = {REFERENCE_COLUMN.name: "reference", VALUES_COLUMN.name: "values"}
+RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_spans", "truncated", "reward")
+EVALUATION_GROUPS = 1 << 40  # evaluation prompts are numbered from here, so that they shift no training prompt's noise
+
+
+def schema(
+    group_bits: int,
+    lease_seconds: float,
+    max_failures: int,
+    *,
+    has_reward_task: bool = False,
+    has_reference_task: bool = False,
+    has_reward_parts: bool = False,
+    has_critic: bool = False,
+    has_selection: bool = False,
+    has_evaluators: bool = False,
+) -> Schema:
+    """The queue's columns and tasks: rollout makes responses and scores them, train and eval read whole groups of them.
+
+    With `has_reward_task` it is another task that scores them, with `has_reference_task` one more adds the reference's log-probs.
+    With `has_critic` one adds values, and another one trains on them beside the policy's training. With `has_selection` one says
+    which groups are trained, and the tasks behind it see only those. With `has_evaluators` rollout sees training's groups alone,
+    and another task those of evaluations.
+
+    A model computes a group in pieces, so reference and values wait for rewards: a row without one leaves its group, and which rows
+    they see, and training does after them, is not to depend on which task was there first.
+    """
+    parts = (PARTS_COLUMN,) if has_reward_parts else ()
+    scored = ("reward", *(column.name for column in parts))
+    made = tuple(name for name in RESPONSE_COLUMNS if name != "reward") + (() if has_reward_task else scored)
+    added = ((REFERENCE_COLUMN,) if has_reference_task else ()) + ((VALUES_COLUMN,) if has_critic else ())
+    chosen = (MEMBER_COLUMN,) if has_selection else ()
+    trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in (*added, *chosen)))
+    tasks = [
+        TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False, purpose="train" if has_evaluators else ""),
+        TaskSpec("train", trained, purpose="train", sampler="whole_groups"),
+        TaskSpec("eval", (*RESPONSE_COLUMNS, *scored[1:]), purpose="eval", sampler="whole_groups"),
+    ]
+    if has_evaluators:
+        tasks.append(TaskSpec(EVALUATE_TASK, PROMPT_COLUMNS, made, whole_groups=False, purpose="eval"))
+    if has_reward_task:
+        reads = ("prompt_ids", "example", "response_ids", "truncated")
+        tasks.append(TaskSpec("reward", reads, scored, whole_groups=False, training_first=has_evaluators))
+    for column in chosen:
+        tasks.append(TaskSpec(SELECT_TASK, ("reward",), (column.name,), purpose="train", sampler="whole_groups"))
+    for column in added:
+        awaited = ("reward",) if has_reward_task and not chosen else tuple(column.name for column in chosen)
+        responses = ("prompt_ids", "response_ids", *awaited)
+        tasks.append(TaskSpec(TASK_OF_COLUMN[column.name], responses, (column.name,), purpose="train", sampler="whole_groups"))
+    if has_critic:
+        tasks.append(TaskSpec("critic_update", trained, purpose="train", sampler="whole_groups"))
+    timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
+    return Schema((*COLUMNS, *parts, *chosen, *added), tuple(timed), group_bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once. `num_ranks`:
+    data-parallel groups that train."""
+
+    prompts_per_step: int
+    group_size: int
+    group_bits: int
+    seed: int
+    temperature: float
+    max_new_tokens: int
+    rows_per_micro_batch: int
+    groups_per_turn: int
+    groups_ahead: int
+    epochs: int = 1
+    mini_batches: int = 1
+    has_reward_parts: bool = False
+    num_ranks: int = 1
+    skips_zero_advantages: bool = False
+    max_candidates: int | None = None  # of a step, where it chooses its prompts among them
+    oversampling: float = 1.0
+
+    @property
+    def numbers_per_step(self) -> int:
+        """Step s has the groups from s times this on, so that a group's number does not depend on what other steps have used up."""
+        return MAX_CANDIDATES if self.max_candidates else self.prompts_per_step
+
+    @property
+    def prompts_at_first(self) -> int:
+        """That a step is opened with."""
+        return num_to_admit(self.prompts_per_step, self.oversampling) if self.max_candidates else self.prompts_per_step
+
+    @property
+    def num_updates(self) -> int:
+        """Of a step."""
+        return self.epochs * self.mini_batches
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a row's columns take at most: ids, log-probs (two models'), values, mask per token; spans and scalars."""
+        return self.max_new_tokens * (8 + 4 + 4 + 4 + 1) + 256
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a data set: its token ids (int64) and the data set's row."""
+
+    ids: Array
+    example: Mapping[str, Any]
+
+
+def admission(metas: Sequence[GroupMeta], prompts: Sequence[Prompt], temperatures: Sequence[float]) -> Batch:
+    """The group columns that prompts enter the queue with."""
+    examples = [np.frombuffer(msgspec.json.encode(p.example), np.uint8) for p in prompts]
+    columns: dict[str, Values] = {
+        "prompt_ids": Ragged.from_arrays([p.ids for p in prompts], "int64"),
+        "example": Ragged.from_arrays(examples, "uint8"),
+        "temperature": np.asarray(temperatures, np.float32),
+    }
+    return Batch(np.empty(0, np.int64), np.array([m.group for m in metas], np.int64), columns)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One leased group, ready to be generated."""
+
+    meta: GroupMeta
+    rows: list[int]
+    prompt_ids: Array
+    example: Mapping[str, Any]
+    temperature: float
+
+
+def requests(leased: Leased) -> Iterator[GroupRequest]:
+    """The groups of a rollout lease."""
+    batch = leased.batch
+    position = {group: i for i, group in enumerate(batch.groups.tolist())}
+    for meta, rows in zip(leased.lease.groups, leased.lease.rows, strict=True):
+        i = position[meta.group]
+        example = msgspec.json.decode(batch.ragged("example")[i].tobytes())
+        yield GroupRequest(meta, rows, batch.ragged("prompt_ids")[i], example, float(batch.dense("temperature")[i]))
+
+
+class UnusableResponse(Exception):
+    """A response that cannot be trained on; the message says why."""
+
+
+def check_response(response: Response) -> None:
+    """What an engine must not return: no token at all, or a log-prob that is no number. Raises `UnusableResponse`."""
+    if not len(response.token_ids):
+        raise UnusableResponse("the response is empty")
+    if not np.isfinite(response.logprobs).all():
+        first = int(np.flatnonzero(~np.isfinite(response.logprobs))[0])
+        raise UnusableResponse(f"the log-prob of token {first} of the response is {response.logprobs[first]}")
+
+
+class ScoredRow(NamedTuple):
+    """A response that can be stored; without a reward where another task scores."""
+
+    row: int
+    response: Response
+    sample: Sample
+    reward: Score | None
+
+
+def outputs(group: int, scored: Sequence[ScoredRow], *, has_parts: bool = False) -> Batch:
+    """The columns that responses of one group complete their rows with."""
+    responses = [one.response for one in scored]
+    columns: dict[str, Values] = {
+        "response_ids": Ragged.from_arrays([response.token_ids for response in responses], "int64"),
+        "rollout_logprobs": Ragged.from_arrays([response.logprobs for response in responses], "float32"),
+        "loss_mask": Ragged.from_arrays([np.ones(len(response.token_ids), np.uint8) for response in responses], "uint8"),
+        "version_spans": Ragged.from_arrays([response.version_spans.reshape(-1) for response in responses], "int64"),
+        "truncated": np.array([response.finish_reason == "length" for response in responses], np.uint8),
+    }
+    columns |= _reward_columns([one.reward for one in scored if one.reward is not None], has_parts)
+    return Batch(np.array([one.row for one in scored], np.int64), np.array([group], np.int64), columns)
+
+
+def _reward_columns(scores: Sequence[Score], has_parts: bool) -> dict[str, Values]:
+    if not scores:
+        return {}
+    columns: dict[str, Values] = {"reward": np.array([score.reward for score in scores], np.float32)}
+    if has_parts:
+        parts = [np.array([np.nan if part is None else part for part in score.parts], np.float32) for score in scores]
+        columns[PARTS_COLUMN.name] = Ragged.from_arrays(parts, "float32")
+    return columns
+
+
+def kept_sample(meta: GroupMeta, row: int, sample: Sample, score: Score) -> dict[str, Any]:
+    """A line of `samples.jsonl`."""
+    return {
+        "step": meta.step,
+        "purpose": meta.purpose,
+        "row": row,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "reward": score.reward,
+        **({"reward_parts": list(score.parts)} if len(score.parts) > 1 else {}),
+        "finish_reason": "stop" if sample.is_finished else "length",
+    }
+
+
+def check_interval(leased: Leased, step: int, max_staleness: int) -> None:
+    """The law once more, at consumption: every token's version lies in its group's interval, and is not too old for this step.
+
+    Raises `ValueError` naming the row.
+    """
+    spans, position = leased.batch.ragged("version_spans"), {row: i for i, row in enumerate(leased.batch.indices.tolist())}
+    for meta, rows in zip(leased.lease.groups, leased.lease.rows, strict=True):
+        allowed = Interval(max(meta.interval.low, step - max_staleness), min(meta.interval.high, step))
+        for row in rows:
+            versions = spans[position[row]][1::2].tolist()
+            if not all(version in allowed for version in versions):
+                raise ValueError(f"row {row}, trained in step {step}, was generated by versions {versions}, outside {allowed}")
+
+
+def pieces(num_rows: int, rows_each: int) -> Iterator[range]:
+    """A group's rows in pieces of `rows_each`: every task that computes on them cuts alike, in the order of their samples."""
+    for first in range(0, num_rows, rows_each):
+        yield range(first, min(first + rows_each, num_rows))
+
+
+def scored_group(batch: Batch) -> ScoredGroup:
+    """What an algorithm sees of a leased group."""
+    return ScoredGroup(
+        rewards=batch.dense("reward"),
+        truncated=batch.dense("truncated"),
+        loss_mask=batch.ragged("loss_mask"),
+        rollout_logprobs=batch.ragged("rollout_logprobs"),
+        ref_logprobs=batch.ragged(REFERENCE_COLUMN.name) if REFERENCE_COLUMN.name in batch.columns else None,
+        values=batch.ragged(VALUES_COLUMN.name) if VALUES_COLUMN.name in batch.columns else None,
+    )
+
+
+def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: int) -> Iterator[MicroBatch]:
+    """A leased group, trained in this step, in pieces: a function of which rows there are. Raises `RunError` for advantages of
+    another shape than the group's."""
+    check_advantages(batch, advantages)
+    row_staleness, has_reference = staleness(step, batch), REFERENCE_COLUMN.name in batch.columns
+    has_values = VALUES_COLUMN.name in batch.columns
+    for piece in pieces(len(batch), rows_each):
+        rows = slice(piece.start, piece.stop)
+        yield MicroBatch(
+            indices=batch.indices[rows],
+            prompt_ids=batch.ragged("prompt_ids")[0],
+            response_ids=batch.ragged("response_ids").take(piece),
+            loss_mask=batch.ragged("loss_mask").take(piece),
+            rollout_logprobs=batch.ragged("rollout_logprobs").take(piece),
+            advantages=advantages.take(piece).values if isinstance(advantages, Ragged) else advantages[rows],
+            staleness=row_staleness[rows],
+            ref_logprobs=batch.ragged(REFERENCE_COLUMN.name).take(piece) if has_reference else None,
+            values=batch.ragged(VALUES_COLUMN.name).take(piece) if has_values else None,
+        )
+
+
+def check_advantages(batch: Batch, advantages: Advantages) -> None:
+    """That an algorithm has given a group as many numbers as it has rows, or tokens. Raises `RunError`."""
+    lengths = batch.ragged("response_ids").lengths
+    if isinstance(advantages, Ragged):
+        if advantages.lengths.tolist() != lengths.tolist():
+            raise RunError(
+                f"the algorithm's advantages for responses of {lengths.tolist()} tokens (group {batch.groups[0]}) are "
+                f"{advantages.lengths.tolist()} numbers: it is to return one for each token, or an array of one for each response"
+            )
+    elif advantages.shape != lengths.shape:
+        raise RunError(
+            f"the algorithm's advantages for the {len(lengths)} responses of group {batch.groups[0]} are an array of shape "
+            f"{advantages.shape}: it is to return one for each, or a Ragged of one for each token"
+        )
+
+
+def staleness(step: int, batch: Batch) -> Array:
+    """Of each row (int64), in versions, counted from its oldest token."""
+    spans = batch.ragged("version_spans")
+    return np.array([step - spans[i][1::2].min() for i in range(len(batch))], np.int64)
+
+
+def samples_of(leased: Leased, decode: Callable[[Array], str]) -> Iterator[tuple[GroupMeta, int, Sample]]:
+    """The responses of a reward lease, as a scorer sees them: group, row, sample."""
+    batch, position = leased.batch, 0
+    for i, (meta, rows) in enumerate(zip(leased.lease.groups, leased.lease.rows, strict=True)):
+        prompt_ids, example = batch.ragged("prompt_ids")[i], msgspec.json.decode(batch.ragged("example")[i].tobytes())
+        prompt, prompt_ids = decode(prompt_ids), prompt_ids.tolist()
+        for row in rows:
+            ids, is_truncated = batch.ragged("response_ids")[position], batch.dense("truncated")[position]
+            yield meta, row, Sample(prompt, decode(ids), example, not is_truncated, ids.tolist(), prompt_ids)
+            position += 1
+
+
+def reward_outputs(scores: Mapping[int, Score], group_bits: int, *, has_parts: bool = False) -> Batch:
+    """The columns that scoring adds to rows."""
+    indices = np.array(list(scores), np.int64)
+    groups = np.array(list(dict.fromkeys((indices >> group_bits).tolist())), np.int64)
+    return Batch(indices, groups, _reward_columns(list(scores.values()), has_parts))
+
+
+def left_out(piece: MicroBatch) -> MicroBatchResult:
+    """Of a micro-batch that is not computed, since it has no gradient: it counts in the normaliser all the same."""
+    return MicroBatchResult(0.0, int(piece.loss_mask.values.sum()), 0, is_computed=False)
+
+
+def reference_outputs(batch: Batch, log_probs: Sequence[Ragged]) -> Batch:
+    """The column that the reference adds to a group: the pieces' log-probs, in order."""
+    return token_outputs(batch, REFERENCE_COLUMN, log_probs)
+
+
+def token_outputs(batch: Batch, column: Column, of_pieces: Sequence[Ragged]) -> Batch:
+    """A column with a number for each response token that a model adds to a group, from the group's pieces, in order."""
+    numbers = Ragged(np.concatenate([each.values for each in of_pieces]), batch.ragged("response_ids").offsets)
+    return Batch(batch.indices, batch.groups, {column.name: numbers})
+
+
+def consumed(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> Consumed:
+    """What the ledger is told of a trained group."""
+    spans = batch.ragged("version_spans")
+    metrics: dict[str, float] = {}
+    for result in results:
+        for name, total in result.metrics.items():
+            metrics[name] = max(metrics.get(name, total), total) if is_maximum(name) else metrics.get(name, 0.0) + total
+    return Consumed(
+        rows=batch.indices.tolist(),
+        empty_rows=[row for row, mask in zip(batch.indices.tolist(), batch.ragged("loss_mask"), strict=True) if not mask.any()],
+        prompt_length=len(batch.ragged("prompt_ids")[0]),
+        rewards=batch.dense("reward"),
+        response_lengths=batch.ragged("response_ids").lengths,
+        truncated=batch.dense("truncated"),
+        staleness=staleness(step, batch),
+        num_spans=spans.lengths // 2,
+        loss_sum=sum(r.loss_sum for r in results),
+        loss_tokens=sum(r.loss_tokens for r in results),
+        computed_tokens=sum(r.loss_tokens for r in results if r.is_computed),
+        logical_tokens=sum(piece.logical_tokens for piece, r in zip(pieces, results, strict=True) if r.is_computed),
+        physical_tokens=sum(r.physical_tokens for r in results),
+        metrics=metrics,
+        is_finite=all(r.is_finite for r in results),
+        left_out=sum(len(piece.indices) for piece, r in zip(pieces, results, strict=True) if not r.is_computed),
+        reward_parts=batch.ragged(PARTS_COLUMN.name).values if PARTS_COLUMN.name in batch.columns else np.empty(0, np.float32),
+    )

@@ -1,0 +1,268 @@
+"""One life of a run, as its folder sees it: what is there when it begins, and what is left when it ends.
+
+    folder --begin--> nothing: made anew | a checkpoint: gone back to | all of it: told, and nothing is to be done
+           <--end---- the model (the trainer's, or the last one published), which steps it is of, the report
+
+consumes: the run's folder
+waits for: the disk
+is unblocked by: the disk
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from asyncflow.cluster.torchrun import launch_of
+from asyncflow.config import Config, dump
+from asyncflow.run.connection import JobFile
+from asyncflow.run.factories import make_algorithm, queue_schema
+from asyncflow.run.model_files import copy_tokenizer
+from asyncflow.run.prepare import Prepared
+from asyncflow.run.resume import (
+    Resumed,
+    check_fits,
+    cut_back,
+    data_hash,
+    metrics_of,
+    read_driver,
+    to_be_kept,
+    usable,
+    write_added,
+)
+from asyncflow.run.saving import checkpoints_of
+from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, RunDir, control_socket, replace, sweep_shared_memory
+from asyncflow.telemetry.certificate import Certificate, read_certificate
+from asyncflow.transport import ConnectionLost, Peer
+from asyncflow.types import RunError, UserError
+from asyncflow.weight_sync.base import Manifest
+
+Prepare = Callable[[Path, Resumed | None], Awaitable[Prepared]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptInputs:
+    """What a life begins with: its inputs, and what it goes on from."""
+
+    prepared: Prepared
+    resumed: Resumed | None
+
+
+class Attempt:
+    """`rows`: metrics by step, of the lives before this one. `job`: what the workers are told. `certificate`: of a finished run."""
+
+    def __init__(self, config: Config, says: Callable[[str], None], *, resume: bool) -> None:
+        self.rows: dict[int, Mapping[str, float]] = {}
+        self.certificate: Certificate | None = None
+        self.weights_dir: Path | None = None
+        self._config, self._says, self._resume = config, says, resume
+        self._folder = RunDir(config.run_dir)
+        self._model_before: int | None = None  # what was there when the run started
+        self._model_version: int | None = None  # of what this life has saved
+
+    async def begin(self, prepare: Prepare) -> AttemptInputs | None:
+        """Look at the folder, have the inputs prepared, in a folder that goes afterwards, and make the run's. Raises `UserError`.
+
+        None, with nothing made, where the run that is to go on is finished already.
+        """
+        config = self._config
+        scratch = Path(tempfile.mkdtemp(prefix="asyncflow-"))
+        try:
+            await self._check_not_live()
+            resumed = await self._last_checkpoint()
+            if resumed is None:
+                self._check_free()
+            prepared = await prepare(scratch, resumed)
+            if resumed is None:
+                prepared = self._begin_anew(prepared, scratch)
+            else:
+                check_fits(config, resumed.state, await asyncio.to_thread(data_hash, prepared.prompts))
+                if resumed.state.version == config.run.steps and self._has_results_of(config.run.steps):
+                    self._tell_of_the_end(prepared, resumed)
+                    return None
+                resumed = self._usable(resumed)
+                await self._go_back(resumed)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        sweep_shared_memory()
+        self.weights_dir = self._folder.make_weights_dir()
+        self._model_before = self._folder.model_id()
+        self.tell_workers(self._job_file(prepared, resumed))
+        return AttemptInputs(prepared, resumed)
+
+    def tell_workers(self, job: JobFile) -> None:
+        """Have the job's file in the folder."""
+        self.job = job
+        replace(self._config.run_dir / JOB_FILE, msgspec.json.encode(job))
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a final model of this life."""
+        return self._folder.model_id() != self._model_before
+
+    def rescue_model(self, published: Manifest | None, rescued: Manifest | None, model: Path, committed: int) -> None:
+        """If the trainer could not save in time: the last version that it published is a safetensors file with the same names, or
+        else what is `rescued` from a rollout worker.
+
+        A model of an earlier life stays where there is none that could take its place. `model`: what the run was started from.
+        """
+        folder = self._folder
+        folder.restore_models()
+        self._look_at_critic(committed)
+        if self.has_saved:
+            self._model_version = committed
+            return
+        if published is None:
+            is_there = self._model_before is not None
+            left = f"{folder.model} stays as it was" if is_there else "there is no model to save"
+            self._says(f"no step was committed, so {left}")
+            return
+        if folder.model_version == published.version:
+            return
+        if not Path(published.address).exists():  # on another machine, or, without staleness, being written over
+            if rescued is None:
+                where = "the newest checkpoint has the model, if there is one"
+                self._says(f"the trainer could not save in time, and its last published weights are not there: {where}")
+                return
+            published = rescued
+        with folder.saving_model() as partial:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            shutil.copyfile(published.address, partial / "model.safetensors")
+            shutil.copyfile(model / "config.json", partial / "config.json")
+            copy_tokenizer(model, partial)
+        self._model_version = published.version
+        had = f"version {published.version}, as a rollout worker had it"
+        whose = had if published is rescued else "the last published weights"
+        self._says(f"the trainer could not save in time: {folder.model} holds {whose}")
+
+    def _look_at_critic(self, committed: int) -> None:
+        """Say so if it could not save in time: nobody else has it."""
+        version = self._folder.critic_version
+        if self._has_critic and committed and (version is None or version < committed):
+            left = "is not there" if version is None else f"stays as it was after {version} steps"
+            where = "the newest checkpoint has it, if there is one"
+            self._says(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
+
+    def note_end(self) -> None:
+        """The run has ended in order, last of all: say so of the model that this life has saved."""
+        if self._model_version is not None:
+            self._folder.note_model(self._model_version)
+
+    def remove_weights(self) -> None:
+        """What lies in shared memory is nobody's any more."""
+        if self.weights_dir is not None:
+            shutil.rmtree(self.weights_dir, ignore_errors=True)
+            self.weights_dir = None
+
+    # -- how it begins ------------------------------------------------------------------------------------------------------
+
+    async def _check_not_live(self) -> None:
+        run_dir = self._config.run_dir
+        if control_socket(run_dir).exists():
+            with contextlib.suppress(ConnectionLost):  # the socket of a run that was killed
+                await (await Peer.connect(control_socket(run_dir), "check", timeout_seconds=1.0)).close()
+                raise UserError(f"a run is live in {run_dir}: wait for its end, interrupt it, or give this one another run.name")
+
+    async def _last_checkpoint(self) -> Resumed | None:
+        """What the run is to go on from; None if it is to begin. Raises `RunError` where all that there is is damaged."""
+        if not self._resume:
+            return None
+        self._folder.restore_models()
+        checkpoints = checkpoints_of(self._config)
+        version = await asyncio.to_thread(checkpoints.newest, self._says)
+        if version is not None:
+            return await asyncio.to_thread(read_driver, checkpoints.path(version), checkpoints.added(version))
+        if checkpoints.versions():
+            raise RunError(f"none of the checkpoints in {self._folder.checkpoints} is whole: begin anew by run.overwrite=true")
+        return None
+
+    def _check_free(self) -> None:
+        """That the run may begin in its folder, where this very run may have been killed before its first checkpoint. Raises
+        `UserError`."""
+        folder, may_overwrite = self._folder, self._config.run.overwrite
+        if self._resume and not may_overwrite and (kept := to_be_kept(self._config)):
+            raise UserError(
+                f"{folder.checkpoints} has no checkpoint to go on from, but {folder.path} holds {kept}: begin anew and remove that "
+                f"by run.overwrite=true, or give this run another run.name"
+            )
+        folder.check(may_overwrite=may_overwrite or (self._resume and folder.is_run()))
+        if self._resume and folder.is_run():
+            self._says(f"there is no whole checkpoint yet in {folder.checkpoints}: beginning anew, in the place of what is there")
+        elif self._resume:
+            self._says(f"there is no checkpoint in {folder.checkpoints}: the run begins at its start")
+
+    def _begin_anew(self, prepared: Prepared, scratch: Path) -> Prepared:
+        """Make the run's folder; a model made in `scratch` moves into it."""
+        self._folder.claim(dump(self._config))
+        if prepared.model.is_relative_to(scratch):
+            model = Path(shutil.move(prepared.model, self._folder.initial_model))
+            return dataclasses.replace(prepared, model=model)
+        return prepared
+
+    @property
+    def _has_critic(self) -> bool:
+        return make_algorithm(self._config).critic is not None
+
+    def _has_results_of(self, steps: int) -> bool:
+        """Whether the final model, and the critic where there is one, have been trained for so many steps."""
+        return self._folder.model_version == steps and (not self._has_critic or self._folder.critic_version == steps)
+
+    def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed) -> None:
+        """The run is finished, with its model: nothing is to be done."""
+        run_dir, steps = self._config.run_dir, self._config.run.steps
+        self._says(
+            f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; raise "
+            f"run.steps to go on"
+        )
+        self.rows = {row.pop("step"): row for row in metrics_of(run_dir)}
+        self.certificate = read_certificate(run_dir)
+        self.job = self._job_file(prepared, resumed)
+
+    def _usable(self, resumed: Resumed) -> Resumed:
+        """With the rows that this life's queue can take."""
+        rows = usable(resumed.rows, queue_schema(self._config))
+        if resumed.rows is not None and rows is None:
+            self._says(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")
+            resumed = dataclasses.replace(resumed, is_whole=False)
+        return dataclasses.replace(resumed, rows=rows)
+
+    async def _go_back(self, resumed: Resumed) -> None:
+        """Let the run's folder be as it was when the checkpoint was written."""
+        version, run_dir = resumed.state.version, self._config.run_dir
+        self._says(f"going on from {resumed.folder}: {version} of {self._config.run.steps} steps are done")
+        if why := resumed.state.record.why_not_deterministic:
+            self._says(
+                f"what was under way is generated again and may come out otherwise, so later steps may have other bits ({why})"
+            )
+        checkpoints = checkpoints_of(self._config)
+        await asyncio.to_thread(checkpoints.forget_after, version)
+        await asyncio.to_thread(checkpoints.sweep)
+        # Not whole after this life, unless it says so itself.
+        await asyncio.to_thread(write_added, checkpoints.added(version), resumed.state, is_whole=False)
+        now = asyncio.get_running_loop().time()
+        rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)
+        self.rows = {row.pop("step"): row for row in rows}
+        (run_dir / KEY_FILE).unlink(missing_ok=True)
+        replace(run_dir / CONFIG_FILE, dump(self._config).encode())
+
+    def _job_file(self, prepared: Prepared, resumed: Resumed | None) -> JobFile:
+        job = JobFile(
+            str(prepared.model.resolve()),
+            prepared.max_context,
+            str(self.weights_dir or ""),
+            launch_of(os.environ),
+            num_held_out=len(prepared.held_out),
+        )
+        if resumed is not None:
+            job = msgspec.structs.replace(job, first=resumed.state.version, checkpoint=str(resumed.folder.resolve()))
+        return job

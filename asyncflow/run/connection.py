@@ -1,0 +1,172 @@
+"""How a worker process comes into its run, and what it sees of it from there.
+
+    its run's folder -> Called: configuration, job, where the driver is -> a peer of the driver -> Connection
+
+consumes: the run's folder, written by the driver before it starts anybody
+waits for: the driver's answer; on another machine, the model's files
+is unblocked by: the driver
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncflow.cluster.base import OWN_DEVICES
+from asyncflow.cluster.remote_node import remote_node
+from asyncflow.config import Config, CriticConfig, RewardModelConfig, RolloutConfig, TrainConfig, load
+from asyncflow.control.ledger import LedgerService
+from asyncflow.control.policy_versions import PolicyVersions
+from asyncflow.devices import kind_of
+from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.loops.samples import Shape
+from asyncflow.run.factories import shape_of
+from asyncflow.run.model_files import ModelFiles, model_here
+from asyncflow.run.rendezvous import Rendezvous
+from asyncflow.run.rescue import Rescue
+from asyncflow.run.saving import Saves
+from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, control_socket
+from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
+from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.directory import Places, remote_directory
+from asyncflow.transport import Credentials, Peer, proxy
+
+EVALUATORS_BOARD = f"board/{EVALUATORS}"
+"""The service of theirs; the rollout workers' and the trainer's is `board`."""
+S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
+
+
+class JobFile(msgspec.Struct, frozen=True):
+    """What the driver has found out and the workers need beside the configuration."""
+
+    model: str
+    max_context: int
+    weights_dir: str
+    launch: str = ""  # of torchrun, if it has started the trainers
+    first: int = 0  # the step that the run begins with: committed before, in earlier lives
+    checkpoint: str = ""  # the folder that it goes on from
+    door: str = ""  # where workers on other machines find the driver, if there are any
+    num_held_out: int = 0  # prompts of each evaluation
+
+
+def launch_in(job_file: Path) -> str:
+    """The launch of torchrun that a run's trainers come from."""
+    return msgspec.json.decode(job_file.read_bytes(), type=JobFile).launch
+
+
+@dataclass(frozen=True, slots=True)
+class RunConnection:
+    """A worker's view of its run."""
+
+    config: Config
+    job: JobFile
+    shape: Shape
+    queue: TransferQueueClient
+    ledger: LedgerService
+    board: PolicyVersions
+    saves: Saves
+    reporter: Reporter
+    rendezvous: Rendezvous
+    rescue: Rescue
+
+
+@asynccontextmanager
+async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -> AsyncIterator[RunConnection]:
+    """Connect to the driver of a run directory."""
+    called, clock = called_by(run_dir), asyncio.get_running_loop().time
+    peer, job = await Peer.connect(called.hub, name, credentials=called.credentials), called.job
+    if (node := remote_node()) is not None:
+        model = await model_here(proxy(ModelFiles, peer, "model"), Path(job.model), node.files / "model")
+        job = msgspec.structs.replace(job, model=str(model))
+        clock = await driver_clock(proxy(Hub, peer, "hub"), clock)
+    config, credentials = called.config, called.credentials
+    async with joined(peer, name, config, job, device(config), credentials=credentials, clock=clock) as run:
+        yield run
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a worker finds in its run's folder: `hub` is where the driver is, `job.weights_dir` a private folder of this machine."""
+
+    config: Config
+    job: JobFile
+    hub: str | Path
+    credentials: Credentials | None
+
+
+def called_by(run_dir: Path) -> Called:
+    config = config_of(run_dir)
+    job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
+    credentials = Credentials.load(run_dir / KEY_FILE) if job.door else None
+    if (node := remote_node()) is None:
+        return Called(config, job, control_socket(run_dir), credentials)
+    return Called(config, msgspec.structs.replace(job, weights_dir=str(node.memory)), job.door, credentials)
+
+
+@asynccontextmanager
+async def joined(
+    peer: Peer,
+    name: str,
+    config: Config,
+    job: JobFile,
+    device: str,
+    *,
+    credentials: Credentials | None = None,
+    clock: Callable[[], float] | None = None,
+) -> AsyncIterator[RunConnection]:
+    """A worker's view of the run behind a peer; reports spans and renews leases in the background. `clock`: the driver's."""
+    places = Places(remote_directory(peer), name, peer=peer, credentials=credentials)
+    await places.learn()
+    places.watch()
+    queue, clock = TransferQueueClient(places), clock or asyncio.get_running_loop().time
+    reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
+    try:
+        async with beside(reporter.run(), queue.renew_held()):
+            ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
+            board = proxy(PolicyVersions, peer, EVALUATORS_BOARD if name.startswith(f"{EVALUATORS}/") else "board")
+            rendezvous, rescue = proxy(Rendezvous, peer, "rendezvous"), proxy(Rescue, peer, "rescue")
+            yield RunConnection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous, rescue)
+        await reporter.flush()
+    finally:  # what it holds is others' to have at once, also where its process goes on
+        await places.close()
+        await peer.close()
+
+
+def config_of(run_dir: Path) -> Config:
+    """A run's configuration, which lies in `run_dir` here, wherever it does on the driver's machine."""
+    config = load(run_dir / CONFIG_FILE)
+    if os.environ.get(OWN_DEVICES):
+        config = _unnumbered(config)
+    if config.run_dir == run_dir:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": run_dir.parent, "name": run_dir.name})})
+
+
+def _unnumbered(config: Config) -> Config:
+    """With devices by kind alone, `cuda` for `cuda:1`: their numbers are those of a machine all of whose devices are seen."""
+
+    def changed(section: S) -> S:
+        return section.model_copy(update={"device": kind_of(section.device)})
+
+    train = changed(config.train).model_copy(update={"critic": changed(config.train.critic)})
+    model = config.reward.model and changed(config.reward.model)
+    reward = config.reward.model_copy(update={"model": model})
+    held_out = config.eval.model_copy(update={"device": config.eval.device and kind_of(config.eval.device)})
+    return config.model_copy(update={"rollout": changed(config.rollout), "train": train, "reward": reward, "eval": held_out})
+
+
+@asynccontextmanager
+async def beside(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines in the background of a block; the failure of one ends the block."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(coroutine) for coroutine in coroutines]
+        yield
+        for task in running:
+            task.cancel()

@@ -1,0 +1,333 @@
+"""The driver's side of a run: the books, the queue's controllers and units, telemetry, and the server for the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import ChainMap
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from asyncflow.cluster.torchrun import launch_of
+from asyncflow.config import Config
+from asyncflow.control import SCHEDULES
+from asyncflow.control.ledger import Ledger, LedgerService, Sifted, StepTotals, Update
+from asyncflow.control.policy_versions import PolicyVersions
+from asyncflow.control.progress_view import ProgressView
+from asyncflow.control.schedule import Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.control.worker_pool import WorkerPool
+from asyncflow.data.order import SeededOrder
+from asyncflow.loops.admissions import Admissions
+from asyncflow.loops.algorithm1 import feed
+from asyncflow.loops.critic import UPDATE_TASK, VALUES_TASK
+from asyncflow.loops.samples import EVALUATE_TASK, SELECT_TASK, Prompt
+from asyncflow.loops.score_batching import SKIPPED
+from asyncflow.loops.selection import Selection
+from asyncflow.registry import build
+from asyncflow.run.background import BackgroundTasks
+from asyncflow.run.connection import EVALUATORS_BOARD
+from asyncflow.run.evaluating import Evaluating
+from asyncflow.run.factories import (
+    make_storage,
+    num_devices,
+    queue_schema,
+    shape_of,
+    tasks_before_training,
+    unit_options,
+    weights_need_key,
+)
+from asyncflow.run.health import Health
+from asyncflow.run.model_files import ModelFiles
+from asyncflow.run.prepare import Prepared
+from asyncflow.run.record import RecordState, RunRecord, Told
+from asyncflow.run.rendezvous import Rendezvous
+from asyncflow.run.resume import Resumed, as_prompt
+from asyncflow.run.saving import Saves
+from asyncflow.run.scaling import Devices
+from asyncflow.run_dir import KEY_FILE
+from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
+from asyncflow.transfer_queue.queue import TransferQueue
+from asyncflow.transport import Arena, Credentials, Server
+from asyncflow.types import RunError
+
+UNITS_SECONDS: Final = 60.0
+"""How long storage units in processes of their own may take to come, once they have been started."""
+
+
+class Driver:
+    """A run's, from the step on that it has been `resumed` at, or from the start."""
+
+    def __init__(self, config: Config, prepared: Prepared, told: Told, resumed: Resumed | None = None) -> None:
+        self.config, self._says = config, told.says
+        self._clock = asyncio.get_running_loop().time
+        self.shape = shape_of(config)
+        self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+        self.last_progress = self._clock()
+        self.beside = BackgroundTasks()
+        self._first = first = resumed.state.version if resumed is not None else 0
+
+        has_key = config.queue.listen is not None or weights_need_key(config)
+        self._credentials = Credentials.create(config.run_dir / KEY_FILE) if has_key else None
+        self._signal = signal = Signal()
+        self.transfer_queue = self._make_queue()
+        self.queue = self.transfer_queue.client()
+        ledger = self._make_ledger()
+        books = ProgressView(ledger, self.transfer_queue.controllers)
+        self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
+        self._selection = Selection(self.queue, self.ledger, self.beside.start)
+        self.board = PolicyVersions(self.schedule, books, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first)
+        self.devices = Devices(num_devices(config), self._clock)
+        self.record = self._make_record(ledger, told, resumed)
+        self.hub = self.record.hub
+        self.evaluating = Evaluating(
+            config,
+            self.schedule,
+            self.ledger,
+            self.board,
+            self.queue,
+            self.transfer_queue.controllers,
+            self.record,
+            signal,
+            prepared.held_out,
+            resumed,
+            start=self.beside.start,
+            says=told.says,
+        )
+        evaluators = self.evaluating.evaluators
+        self.boards = [self.board, *([evaluators] if evaluators is not None else [])]
+        self.health = Health(config, self.boards, self.hub, signal, says=told.says, fails=self.beside.fail)
+        self.source, self._admissions = self._make_order(prepared, resumed)
+        self.saves = Saves(
+            config,
+            self.schedule,
+            ledger,
+            self.board,
+            self.transfer_queue,
+            self.evaluating,
+            self.source,
+            self._admissions,
+            self.record,
+            says=told.says,
+        )
+        self._own_services: dict[str, object] = {
+            "ledger": self.ledger,
+            "board": self.board,
+            "hub": self.hub,
+            "saves": self.saves,
+            "model": ModelFiles(prepared.model, self.progress),
+            "rendezvous": Rendezvous(),
+        }
+        if evaluators is not None:
+            self._own_services[EVALUATORS_BOARD] = evaluators
+        self._connect()
+
+    # -- its parts ----------------------------------------------------------------------------------------------------------
+
+    def _make_queue(self) -> TransferQueue:
+        config, tasks = self.config.queue, tasks_before_training(self.config)
+        storages = [make_storage(self.config, number) for number in range(config.num_units)] if config.place == "driver" else []
+        return TransferQueue(
+            queue_schema(self.config),
+            storages,
+            callbacks={task: self._callbacks(task) for task in (*tasks, EVALUATE_TASK)},
+            unit_options=unit_options(self.config),
+            credentials=self._credentials,
+        )
+
+    def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
+        """What a task's controller tells the books."""
+        done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
+        callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._gave_up}
+        if task == EVALUATE_TASK:
+            callbacks |= {"on_lost": self._lost, "on_change": self._signal.notify}
+        if task == "rollout":
+            callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._signal.notify}
+        return callbacks
+
+    def _make_ledger(self) -> Ledger:
+        config, tasks = self.config, tasks_before_training(self.config)
+        has_critic = VALUES_TASK in tasks
+        return Ledger(
+            self.shape.group_bits,
+            tasks,
+            self.schedule.max_staleness,
+            num_ranks=config.layout.dp,
+            groups_per_turn=self.shape.groups_per_turn,
+            first=self._first,
+            trained=("train", UPDATE_TASK) if has_critic else ("train",),
+            by_step=(VALUES_TASK,) if has_critic else (),
+            epochs=self.shape.epochs,
+            mini_batches=self.shape.mini_batches,
+            chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
+            num_members=self.shape.prompts_per_step,
+            has_evaluators=config.eval.num_workers > 0,
+        )
+
+    def _make_record(self, ledger: Ledger, told: Told, resumed: Resumed | None) -> RunRecord:
+        return RunRecord(
+            self.config,
+            self.schedule,
+            ledger,
+            self.queue,
+            self.transfer_queue.controllers,
+            told,
+            start=self.beside.start,
+            fails=self.beside.fail,
+            now=self._clock,
+            progress=self.progress,
+            num_devices=self.devices.mean,
+            before=resumed.record if resumed is not None else RecordState(),
+        )
+
+    def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
+        """The order of the data, and what enters the queue at each step."""
+        if resumed is None:
+            source = SeededOrder(prepared.prompts, self.config.run.seed, 0)
+            return source, Admissions(source, self.schedule, self.shape)
+        source = SeededOrder(prepared.prompts, self.config.run.seed, resumed.state.position)
+        source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
+        columns = {column.name for column in self.queue.schema.columns}
+        return source, Admissions(
+            source, self.schedule, self.shape, first=self._first, steps=resumed.steps, rows=resumed.rows, columns=columns
+        )
+
+    def _connect(self) -> None:
+        """Have the books tell one another."""
+        self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
+        self.ledger.on_committed, self.ledger.on_sifted = self._committed, self._sifted
+        self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
+        self.board.on_installed = self.record.installed
+
+    # -- what it serves -----------------------------------------------------------------------------------------------------
+
+    def serve(self, name: str, service: object) -> None:
+        """One more service, which somebody else has made."""
+        self._own_services[name] = service
+
+    @property
+    def services(self) -> Mapping[str, object]:
+        """What workers, and others who come through the door, call by name."""
+        return ChainMap(self._own_services, self.transfer_queue.services)  # units may join
+
+    def server(self, arena: Path) -> Server:
+        """Serves the run's services. Large columns lie in the file `arena`."""
+        queue = self.config.queue
+        memory = Arena(queue.unit_capacity_bytes * queue.num_units, arena)
+        return Server(self.services, self.disconnected, credentials=self._credentials, arena=memory)
+
+    def disconnected(self, client_key: str) -> None:
+        """A client has gone: what it held is handed out again, and nothing is waited for on its behalf."""
+        worker = client_key.partition("@")[0]
+        self.transfer_queue.abandon(client_key)
+        for board in self.boards:
+            board.forget(worker)
+        self.hub.left(worker)
+        is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
+        if worker.startswith("trainer/") and launch_of(os.environ) and is_needed:
+            self.beside.fail(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """The driver's own loops; they end when the run stops."""
+        return [
+            self.transfer_queue.run(),
+            self._feed(),
+            self._evaluate(),
+            self.health.run(),
+            *([self._selection.run()] if self.shape.max_candidates else []),
+        ]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the trainer serves weights: one that goes on has read its checkpoint then."""
+        return self.board.published >= self._first
+
+    async def begun(self) -> None:
+        """See `has_begun`."""
+        await self._signal.until(lambda: self.has_begun)
+
+    async def stop(self) -> None:
+        """Tell every loop, here and in the workers, that the run is over."""
+        self.ledger.stop()
+        for board in self.boards:
+            board.stop()
+        self.transfer_queue.stop()
+
+    async def settle(self) -> None:
+        """Do what is to be done beside the run with storage units that are in processes of their own, while there are any."""
+        if self.config.queue.place == "workers":
+            await self.beside.settle(self.transfer_queue.places.patience_seconds)
+
+    async def close(self) -> None:
+        """Write what is left and close the files."""
+        await self.beside.close()
+        await self.transfer_queue.close()
+        self.record.close()
+
+    def progress(self) -> None:
+        """Something has moved: the run is not stalled."""
+        self.last_progress = self._clock()
+
+    async def _feed(self) -> None:
+        await self._units_there()
+        await feed(self.queue, self.ledger, self.schedule, self._admissions, self.evaluating.for_feed, self.shape)
+
+    async def _evaluate(self) -> None:
+        await self._units_there()
+        await self.evaluating.run()
+
+    async def _units_there(self) -> None:
+        """Wait for the storage units that are in processes of their own: rows go to all of them from the start."""
+        config = self.config.queue
+        if config.place == "driver":
+            return
+        try:
+            async with asyncio.timeout(UNITS_SECONDS):
+                await self.queue.wait_for_units(config.num_units)
+        except TimeoutError as error:
+            there = len(self.transfer_queue.places.units)
+            raise RunError(
+                f"{there} of {config.num_units} storage units have come within {UNITS_SECONDS:g} s: "
+                f"{self.config.run_dir / 'logs'}/storage-*.log say what the others do"
+            ) from error
+
+    # -- what the books tell ------------------------------------------------------------------------------------------------
+
+    def _end_step(self, task: str, step: int) -> None:
+        self.beside.start(self.queue.end_step(task, step))
+
+    def _begun(self, lease: Lease, want: Want) -> None:
+        if want.installed is not None:
+            self.ledger.ledger.begun((meta.group for meta in lease.groups), want.installed)
+
+    def _done(self, task: str, rows: list[int]) -> None:
+        self.progress()
+        self.ledger.done(task, rows)
+
+    def _sifted(self, step: int, sifted: Sifted) -> None:
+        self._selection.sifted(sifted)
+        self._admissions.put_back(sifted.surplus)
+        self.record.sifted(step, sifted)
+
+    def _gave_up(self, dead: list[DeadRow]) -> None:
+        self.progress()
+        dead = [letter for letter in dead if self.ledger.ledger.knows(letter.group)]  # surplus is dropped, whatever becomes of it
+        for letter in dead:
+            attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
+            self._says(f"row {letter.row} is given up{attempts}: {letter.error}")
+        self.record.rows_died(dead)
+        self.evaluating.held_out.gave_up(dead)
+        self.beside.start(self.queue.drop([letter.row for letter in dead]))
+        self.ledger.give_up(dead)
+
+    def _lost(self, unit: int, rows: list[int]) -> None:
+        shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
+        why = f"storage unit {unit} has died and lost {len(rows)} rows ({shown}); a durable queue.storage would have kept them"
+        self.beside.fail(RunError(why))
+
+    def _committed(self, task: str, totals: list[StepTotals], updates: list[Update]) -> None:
+        self.record.committed(task, totals, updates)
+        if task == self.ledger.ledger.trained[0]:
+            self.saves.committed()

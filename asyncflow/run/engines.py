@@ -1,0 +1,102 @@
+"""What the configuration names, built in the process that works with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from asyncflow.control import SCHEDULES
+from asyncflow.control.schedule import Schedule
+from asyncflow.devices import kind_of
+from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
+from asyncflow.engines.rollout import ROLLOUT_ENGINES
+from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, TRAIN_ENGINES
+from asyncflow.registry import build
+from asyncflow.registry import load as load_named
+from asyncflow.run.connection import RunConnection
+from asyncflow.run.factories import critic_options, train_engine_options, weights_need_key
+from asyncflow.run_dir import KEY_FILE
+from asyncflow.types import UserError
+from asyncflow.weight_sync import WEIGHT_SYNCS
+from asyncflow.weight_sync.base import WeightSync, WeightSyncOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rollout_engine(run: RunConnection, device: str) -> RolloutEngine:
+    """Loads the model, in the calling thread, to generate on `device`. Raises `UserError` for one that it does not compute."""
+    chosen, rollout = run.config.rollout.engine, run.config.rollout
+    options = {
+        "model_path": Path(run.job.model),
+        "num_slots": rollout.num_slots,
+        "max_context": run.job.max_context,
+        "dtype": rollout.dtype,
+        "device": device,
+        "num_threads": rollout.num_threads,
+        "kv_on_install": rollout.kv_on_install,
+    }
+    try:
+        return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
+    except ValueError as error:  # a model that it does not compute: starting it again would not help
+        raise UserError(f"the rollout engine cannot generate with the model {run.job.model}: {error}") from error
+
+
+def train_engine(run: RunConnection) -> TrainEngine:
+    """Loads the model, in the calling thread."""
+    chosen, arguments = run.config.train.engine, {"model_path": Path(run.job.model), "options": train_engine_options(run.config)}
+    return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
+
+
+def reference_engine(run: RunConnection) -> LogProbEngine:
+    """The frozen reference, where it is a task of its own."""
+    train = run.config.train
+    options = FrozenOptions(
+        device=train.device,
+        dtype=train.frozen_dtype or train.dtype,
+        temperature=run.config.rollout.temperature,
+        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
+        num_threads=train.num_threads,
+        offload=train.offload,
+    )
+    arguments = {"model_path": Path(run.job.model), "options": options}
+    return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
+
+
+def critic_engine(run: RunConnection) -> CriticEngine:
+    """From the critic's own model, or the policy's."""
+    path = run.config.train.critic.path or run.job.model
+    arguments = {"model_path": Path(path), "options": critic_options(run.config)}
+    return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
+
+
+def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> WeightSync:
+    """The way of the weights, for who sends them or receives them on `device`."""
+    config = run.config
+    for_evaluators = int(receives and config.eval.num_workers > 0)  # on a machine that generates, too: what they fetch may be older
+    kinds = {kind_of(place) for place in (config.train.device, config.rollout.device)}
+    options = WeightSyncOptions(
+        directory=Path(run.job.weights_dir),
+        keep=schedule_of(run).max_staleness + 1 + for_evaluators,
+        dtype=config.weight_sync.dtype,
+        deadline_seconds=config.weight_sync.deadline_seconds,
+        num_receivers=config.rollout.num_workers,
+        listen=config.weight_sync.listen,
+        key=config.run_dir / KEY_FILE if weights_need_key(config) else None,
+        device=device if len(kinds) == 1 else "cpu",
+    )
+    chosen = config.weight_sync
+    return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
+
+
+def schedule_of(run: RunConnection) -> Schedule:
+    """The run's schedule: stateless, so every worker has one of its own."""
+    chosen = run.config.schedule
+    return cast(Schedule, build("schedule", chosen.name, chosen.options, SCHEDULES))
+
+
+def tensors_of(model: Path) -> Mapping[str, Tensor]:
+    """The tensors of a model's files, by name."""
+    read: Callable[[Path], Mapping[str, Tensor]] = load_named("function", "asyncflow.engines.rollout.decoder:load_tensors")
+    return read(model)

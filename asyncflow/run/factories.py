@@ -1,0 +1,321 @@
+"""What a configuration comes to, before anything is started: the numbers that follow from it, and the parts that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.algorithms import ALGORITHMS
+from asyncflow.algorithms.base import Algorithm, Critic
+from asyncflow.algorithms.off_policy import check_correction, default_correction
+from asyncflow.config import Config
+from asyncflow.control import SCHEDULES
+from asyncflow.control.schedule import Schedule
+from asyncflow.engines.base import TrainEngineOptions
+from asyncflow.engines.rollout import (
+    ROLLOUT_ENGINE_DEVICES,
+    ROLLOUT_ENGINE_OWN_DEVICES,
+    ROLLOUT_ENGINE_WHYS,
+)
+from asyncflow.loops.critic import VALUES_TASK
+from asyncflow.loops.samples import SELECT_TASK, Shape, schema
+from asyncflow.registry import build, load, resolve
+from asyncflow.rewards import REWARDS
+from asyncflow.rewards.base import RewardPart
+from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.run_dir import SNAPSHOTS_DIR
+from asyncflow.transfer_queue import STORAGES
+from asyncflow.transfer_queue.sampler.checks import check_sampler
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.base import Storage
+from asyncflow.transfer_queue.unit import UnitOptions
+from asyncflow.types import Layout, UserError, group_bits_for
+from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
+from asyncflow.weight_sync.base import WeightSyncFacts
+
+CHOICE_OF_TURNS = 3
+"""So many turns' groups each data-parallel rank makes ready, so that those of one turn can be of about one length."""
+CANDIDATES = 10
+"""Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
+TRAINED = ("normaliser", "advantages", "loss")
+"""What an algorithm, or its critic, says in any case."""
+MAY_BE_LEFT_OUT = (
+    "is_zero_without_advantages", "needs_reference_ahead", "waits_for_batch", "critic", "held_steps", "wants_varied_groups"
+)  # fmt: skip
+"""What need not be said by one of the user's own that has no need of it."""
+
+
+def shape_of(config: Config) -> Shape:
+    """The run's fixed numbers."""
+    largest, prompts = max(config.rollout.group_size, config.eval.samples_per_prompt), config.train.prompts_per_step
+    most = (config.train.max_candidates or CANDIDATES * prompts) if make_algorithm(config).wants_varied_groups else None
+    return Shape(
+        prompts_per_step=prompts,
+        group_size=config.rollout.group_size,
+        group_bits=group_bits_for(largest),
+        seed=config.run.seed,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
+        groups_per_turn=(groups := _groups_per_turn(config)),
+        groups_ahead=groups * (CHOICE_OF_TURNS if config.layout.dp > 1 else 1),
+        epochs=config.train.epochs,
+        mini_batches=config.train.mini_batches,
+        has_reward_parts=config.reward.has_parts,
+        skips_zero_advantages=config.train.skip_zero_advantages,
+        max_candidates=most,
+        oversampling=config.train.oversampling,
+        num_ranks=config.layout.dp,
+    )
+
+
+def shape_of_evaluation(config: Config, num_prompts: int) -> Shape:
+    """The same, as an evaluator sees it: all groups of an evaluation are what its workers share."""
+    return replace(
+        shape_of(config),
+        prompts_per_step=num_prompts * (1 + config.eval.greedy),
+        group_size=config.eval.samples_per_prompt,
+        max_candidates=None,
+    )
+
+
+def _groups_per_turn(config: Config) -> int:
+    """A group, or, in a pipeline, as many as make up the micro-batches that go through it together."""
+    pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
+    return -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
+
+
+def queue_schema(config: Config) -> Schema:
+    """The columns and tasks of the run's queue. Raises `UserError` for a sampler of a task that there is not."""
+    tasks = tasks_before_training(config)
+    made = schema(
+        shape_of(config).group_bits,
+        config.queue.lease_seconds,
+        config.reward.max_attempts,
+        has_reward_task="reward" in tasks,
+        has_reference_task="reference" in tasks,
+        has_critic=VALUES_TASK in tasks,
+        has_selection=SELECT_TASK in tasks,
+        has_reward_parts=config.reward.has_parts,
+        has_evaluators=config.eval.num_workers > 0,
+    )
+    specs = {task.name: task for task in made.tasks}
+    for name, chosen in config.queue.samplers.items():
+        if name not in specs:
+            raise UserError(f"queue.samplers.{name}: this run has no task {name!r}: its tasks are {', '.join(specs)}")
+        specs[name] = msgspec.structs.replace(specs[name], sampler=chosen.name, sampler_options=chosen.options)
+    return msgspec.structs.replace(made, tasks=tuple(specs.values()))
+
+
+def check_samplers(config: Config) -> None:
+    """Raises `UserError` where a sampler that the user has chosen cannot serve this run."""
+    made = queue_schema(config)
+    for name in config.queue.samplers:
+        try:
+            check_sampler(made.task(name), made)
+        except UserError as error:
+            raise UserError(f"queue.samplers.{name}: {error}") from error
+
+
+def critic_folder(config: Config) -> Path | None:
+    """The model that the critic starts from; None where there is no critic, or it starts from the policy's."""
+    path = config.train.critic.path
+    return Path(path) if path is not None and make_algorithm(config).critic is not None else None
+
+
+def train_engine_options(config: Config) -> TrainEngineOptions:
+    """What the configuration says to every train engine."""
+    train, algorithm = config.train, make_algorithm(config)
+    return TrainEngineOptions(
+        layout=config.layout,
+        pipeline_fill=train.pipeline_fill,
+        learning_rate=train.learning_rate,
+        warmup_steps=train.warmup_steps,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+        device=train.device,
+        dtype=train.dtype,
+        log_prob_chunk_tokens=train.log_prob_chunk_tokens,
+        num_threads=train.num_threads,
+        accumulate=train.accumulate,
+        old=train.old,
+        is_corrected=algorithm.correction != "none",
+        has_reference=algorithm.needs_reference and train.reference == "fused",
+        frozen_dtype=train.frozen_dtype,
+        offload=train.offload,
+        check_shared_prompt=train.check_shared_prompt,
+        activation_checkpointing=train.activation_checkpointing,
+        offload_optimizer=train.offload_optimizer,
+    )
+
+
+def critic_options(config: Config) -> TrainEngineOptions:
+    """What it says to the critic's engine: one model on one device, without old policy or reference."""
+    critic = config.train.critic
+    return replace(
+        train_engine_options(config),
+        layout=Layout(),
+        learning_rate=critic.learning_rate,
+        warmup_steps=critic.warmup_steps,
+        device=critic.device,
+        old="current",
+        is_corrected=False,
+        has_reference=False,
+    )
+
+
+def make_algorithm(config: Config) -> Algorithm:
+    """The algorithm of the configuration, which corrects for the schedule's staleness unless told otherwise (docs/off_policy.md).
+
+    One of the user's own says itself what it does. Raises `UserError` when there is none, one that lacks a part of the contract, or
+    one that is wrong for rows as stale as the schedule's under `train.old`.
+    """
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    old, options = config.train.old, config.algorithm.options
+    if config.algorithm.name in ALGORITHMS:
+        options = {"correction": default_correction(old, schedule.max_staleness), **options}
+    algorithm: Algorithm = build("algorithm", config.algorithm.name, options, ALGORITHMS)
+    own = f"the algorithm {config.algorithm.name}"
+    _check_contract(own, algorithm, Algorithm, (*TRAINED, "needs_reference", "correction", "is_token_local"))
+    if algorithm.critic is not None:
+        _check_contract(f"the critic of {own}", algorithm.critic, Critic, TRAINED)
+    check_correction(algorithm.correction, old, schedule.max_staleness)
+    return algorithm
+
+
+def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[str]) -> None:
+    """That an object of the user's own has what is needed of a contract; what it may leave out is filled in. Raises `UserError`."""
+
+    def is_there(name: str) -> bool:
+        promised, own = getattr(contract, name, None), getattr(trained, name, None)
+        return hasattr(trained, name) and not (callable(promised) and getattr(own, "__func__", own) is promised)
+
+    for name in needed:
+        if not is_there(name):
+            raise UserError(f"{what} has no {name!r}: asyncflow/algorithms/base.py says what is needed")
+    for name in MAY_BE_LEFT_OUT:
+        if not hasattr(trained, name) and hasattr(contract, name):
+            setattr(trained, name, getattr(contract, name))
+    for name in ("statistics", "normalised") if trained.waits_for_batch else ():
+        if not is_there(name):
+            raise UserError(
+                f"{what} has no {name!r}, which waits_for_batch needs: asyncflow/algorithms/base.py says what is needed"
+            )
+
+
+def num_devices(config: Config) -> int:
+    """All of the run's devices: those that generate, those that train, and those of reference, critic and reward model."""
+    generating, tasks = config.rollout.num_workers + config.eval.num_workers, tasks_before_training(config)
+    own = ("reference" in tasks) + (VALUES_TASK in tasks) + (config.reward.model is not None)
+    return generating * devices_each(config) + config.layout.size + own
+
+
+def devices_each(config: Config) -> int:
+    """Those that one rollout worker, or evaluator, generates with."""
+    return _asked(config, ROLLOUT_ENGINE_DEVICES)
+
+
+def own_devices_each(config: Config) -> int:
+    """Those of them that it has to be given: others have who runs there already."""
+    return _asked(config, ROLLOUT_ENGINE_OWN_DEVICES)
+
+
+def why_never_deterministic(config: Config) -> str:
+    """One sentence, where it is known of the rollout engine before there is one; else ""."""
+    chosen = config.rollout.engine
+    if chosen.name not in ROLLOUT_ENGINE_WHYS:
+        return ""
+    why: str = build("rollout engine", chosen.name, chosen.options, ROLLOUT_ENGINE_WHYS)
+    return why
+
+
+def _asked(config: Config, known: dict[str, str]) -> int:
+    chosen = config.rollout.engine
+    if chosen.name not in known:
+        return 1
+    count: int = build("rollout engine", chosen.name, chosen.options, known)
+    return count
+
+
+def tasks_before_training(config: Config) -> tuple[str, ...]:
+    """The tasks that a row passes before it is trained, in order."""
+    has = {
+        "reward": config.reward.place == "task",
+        SELECT_TASK: make_algorithm(config).wants_varied_groups,
+        "reference": config.train.reference == "task",
+        VALUES_TASK: make_algorithm(config).critic is not None,
+    }
+    return ("rollout", *(task for task in has if has[task]))
+
+
+def make_storage(config: Config, number: int) -> Storage:
+    """What a storage unit of the run's queue keeps rows in."""
+    chosen = config.queue.storage
+    storage: Storage = build("queue storage", chosen.name, {**chosen.options, "unit": number}, STORAGES)
+    return storage
+
+
+def unit_options(config: Config) -> UnitOptions:
+    """What holds for each storage unit, on the machine that it is on."""
+    queue = config.queue
+    return UnitOptions(
+        notify_timeout_seconds=queue.notify_timeout_seconds,
+        capacity_rows=queue.capacity_rows,
+        capacity_bytes=queue.unit_capacity_bytes,
+        snapshot_dir=config.run_dir / SNAPSHOTS_DIR,
+    )
+
+
+def weight_sync_facts(config: Config) -> WeightSyncFacts:
+    """Facts that the chosen weight sync states. Raises `UserError` when there is none, or it lacks a part of the contract."""
+    name = config.weight_sync.name
+    target = resolve("weight sync", name, WEIGHT_SYNCS)
+    if name in WEIGHT_SYNC_FACTS:
+        return WEIGHT_SYNC_FACTS[name]
+    chosen = load("weight sync", target)
+    facts = getattr(chosen, "facts", WeightSyncFacts())
+    lacks = [end for end in ("sender", "receiver") if not callable(getattr(chosen, end, None))]
+    if lacks or not isinstance(facts, WeightSyncFacts):
+        what = f"has no {lacks[0]!r}" if lacks else f"has {facts!r} as its facts, which are no WeightSyncFacts"
+        raise UserError(f"weight sync {name!r} {what}: asyncflow/weight_sync/base.py says what is needed")
+    return facts
+
+
+def weights_need_key(config: Config) -> bool:
+    """Whether the two ends of the weight sync meet by TLS."""
+    return config.weight_sync.listen is not None or weight_sync_facts(config).needs_key
+
+
+def reward_pool(config: Config, name: str) -> RewardPool:
+    """The reward processes that the configuration asks for, not yet started."""
+    reward = config.reward
+    parts = [
+        RewardPart(name, resolve("reward", part.scorer.name, REWARDS), part.scorer.options, part.weight)
+        for name, part in reward.parts.items()
+    ]
+    return RewardPool(
+        parts,
+        num_workers=reward.num_workers,
+        deadline_seconds=reward.deadline_seconds,
+        memory_bytes=reward.memory_bytes,
+        output_bytes=reward.output_bytes,
+        name=name,
+        prompt_column=config.data.prompt_column,
+        prompt_template=config.data.prompt_template,
+    )
+
+
+def advice(config: Config) -> Iterator[str]:
+    """What is said of a configuration that works, and does not do what it is for."""
+    if config.schedule.name == "sub_step" and config.rollout.num_workers == 1:
+        yield (
+            "schedule=sub_step lets rollout workers change their weights in turn, and there is one: nothing is generated while it "
+            "changes; set rollout.num_workers=2 or more"
+        )

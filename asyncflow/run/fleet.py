@@ -1,0 +1,90 @@
+"""The workers of a run, and what their processes are started with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from asyncflow.cluster.base import WorkerSpec
+from asyncflow.config import Config
+from asyncflow.devices import COUNTED_AS, kind_of
+from asyncflow.engines.base import RANKS_STORE
+from asyncflow.loops.critic import VALUES_TASK
+from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.run.factories import own_devices_each, tasks_before_training
+from asyncflow.run.rendezvous import AT_DRIVER
+from asyncflow.run.worker_start import MAINS, imports, rollout_imports, train_imports, training
+from asyncflow.threads import thread_environment
+
+_UNIT_RESTARTS: Final = 3
+
+
+def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
+    """What a worker that computes on `count` devices of a kind (cpu, cuda:1, ...) needs of its machine, by the names that clusters
+    count it by."""
+    accelerator = COUNTED_AS.get(kind_of(device))
+    return {"CPU": float(num_threads)} | ({accelerator: float(count)} if accelerator is not None and count else {})
+
+
+def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainers_there: bool) -> list[WorkerSpec]:
+    """All that a run starts with, one of no steps without who trains. torchrun's trainers are there already."""
+    tasks = tasks_before_training(config)
+    specs = [storage_unit(i) for i in range(config.queue.num_units)] if config.queue.place == "workers" else []
+    specs += [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
+    specs += [evaluator(config, f"{EVALUATORS}/{i}") for i in range(config.eval.num_workers)]
+    if "reward" in tasks:
+        device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.num_threads)
+        needs, known = devices(device, num_threads), imports(device=device)
+        specs.append(WorkerSpec("reward", f"{MAINS}:reward_worker", thread_environment(num_threads), needs=needs, imports=known))
+    if is_training and not are_trainers_there:
+        specs += trainers(config, f"{MAINS}:train_worker", weights_dir)
+    if is_training and "reference" in tasks:
+        needs, known = devices(config.train.device, config.train.num_threads), train_imports(config, config.train.device)
+        specs.append(WorkerSpec("reference", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known))
+    if is_training and VALUES_TASK in tasks:
+        device = config.train.critic.device
+        needs, known = devices(device, config.train.num_threads), train_imports(config, device)
+        specs.append(WorkerSpec("critic", f"{MAINS}:critic_worker", training(config), needs=needs, imports=known))
+    return specs
+
+
+def rollout_worker(config: Config, name: str) -> WorkerSpec:
+    """One of those that a run starts with, or that join it."""
+    return _generating(config, name, "rollout_worker", config.rollout.device)
+
+
+def evaluator(config: Config, name: str) -> WorkerSpec:
+    """One that does nothing but evaluate."""
+    return _generating(config, name, "evaluator", config.evaluators_device)
+
+
+def _generating(config: Config, name: str, main: str, device: str) -> WorkerSpec:
+    rollout = config.rollout
+    needs = devices(device, rollout.num_threads, own_devices_each(config))
+    known = rollout_imports(config, device)
+    return WorkerSpec(name, f"{MAINS}:{main}", thread_environment(rollout.num_threads), rollout.max_restarts, needs, imports=known)
+
+
+def storage_unit(number: int) -> WorkerSpec:
+    """Storage unit of the queue, in a process of its own. One that replaces it asks its storage for the rows that are left."""
+    needs = devices("cpu", 1)
+    name, main = f"storage/{number}", f"{MAINS}:unit_worker"
+    return WorkerSpec(name, main, thread_environment(1), _UNIT_RESTARTS, needs, outlives_others=True, imports=imports())
+
+
+def trainers(config: Config, entry: str, folder: Path) -> list[WorkerSpec]:
+    """Workers of the trainer, one for each rank of the layout. They find each other in `folder`, which is theirs alone, or, on
+    several machines, at the driver."""
+    size, needs = config.layout.size, devices(config.train.device, config.train.num_threads)
+    environment, apart = training(config) | {RANKS_STORE: f"file://{folder}/ranks"}, {RANKS_STORE: AT_DRIVER}
+    known = train_imports(config, config.train.device)
+    return [
+        WorkerSpec(f"trainer/{rank}", entry, environment | _rank(rank, size), needs=needs, apart=apart, imports=known)
+        for rank in range(size)
+    ]
+
+
+def _rank(rank: int, size: int) -> dict[str, str]:
+    """torchrun's names."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return {name: str(number) for name, number in numbers.items()}

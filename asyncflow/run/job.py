@@ -1,0 +1,338 @@
+"""A run's life: prepare, start, until it is done, stop, finish.
+
+    prepared --start--> driver's services, workers, loops --done | interrupted | failed--> stop --> model, trace, report
+
+consumes: the ends of loops and workers, the watchdog's verdict, the user's interrupt
+waits for: the first of these; for the commit of a step whose updates have begun; workers then have `run.stop_grace_seconds` to end
+    by themselves
+is unblocked by: whatever comes first
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.cluster import CLUSTERS
+from asyncflow.cluster.base import Cluster, WorkerSpec
+from asyncflow.cluster.torchrun import launch_of
+from asyncflow.config import Config
+from asyncflow.control.signal import Signal
+from asyncflow.data.datasets import as_json
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.loops.evaluation import Row
+from asyncflow.loops.samples import Prompt
+from asyncflow.registry import build
+from asyncflow.run.attempt import Attempt
+from asyncflow.run.driver import Driver
+from asyncflow.run.factories import advice
+from asyncflow.run.fleet import rollout_worker, workers
+from asyncflow.run.prepare import Prepared, prepare
+from asyncflow.run.prompts import left_out_lines, source_of, tokenize
+from asyncflow.run.record import Told
+from asyncflow.run.rescue import Rescue
+from asyncflow.run.resume import Resumed
+from asyncflow.run.running import Running
+from asyncflow.run.scaling import Scaling
+from asyncflow.run.status import Watch
+from asyncflow.run.worker_start import import_ahead
+from asyncflow.run_dir import KEY_FILE, RunDir, control_socket
+from asyncflow.telemetry.accuracy import Responses
+from asyncflow.telemetry.certificate import Certificate
+from asyncflow.telemetry.report import write_report
+from asyncflow.telemetry.trace import write_trace
+from asyncflow.transport import Server
+from asyncflow.types import RunError, UserError
+
+
+class Listener:
+    """What a run tells whoever watches it; the command line draws it. All methods may be left as they are."""
+
+    def says(self, text: str) -> None:
+        """Something worth a line."""
+
+    def group(self, step: int) -> None:
+        """One more group of the step has been trained."""
+
+    def step(self, step: int, row: Mapping[str, float]) -> None:
+        """A step is committed; its metrics."""
+
+    def evaluation(self, row: Row) -> None:
+        """An evaluation is finished; its figures."""
+
+
+class Job:
+    """Run, from its start to its report. `evaluate_only` starts no trainer, and ends after one evaluation of the model as it is.
+
+    With `resume` it goes on from its newest whole checkpoint, or begins if there is none.
+    """
+
+    def __init__(
+        self, config: Config, listener: Listener | None = None, *, evaluate_only: bool = False, resume: bool = False
+    ) -> None:
+        self.config = config
+        self.listener = listener or Listener()
+        self.rows: dict[int, Mapping[str, float]] = {}
+        self.evaluations: list[Row] = []
+        self.responses: Mapping[str, Sequence[Responses]] = {}  # of the last evaluation, by kind
+        self.certificate: Certificate | None = None  # at the end
+        self.ended_by: int | None = None  # the signal that has interrupted it
+        self.driver: Driver | None = None
+        self._evaluate_only, self._resume = evaluate_only, resume
+        self._life = Attempt(config, self.listener.says, resume=resume)
+        self._interrupted = asyncio.Event()
+        self._changed = Signal()
+
+    async def start(self) -> None:
+        """Check everything, then start the workers and the loops. Raises `UserError` before anything is started.
+
+        Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
+        """
+        config, listener, life = self.config, self.listener, self._life
+        begun = await life.begin(self._prepare)
+        self.rows, self.certificate = life.rows, life.certificate
+        if begun is None:
+            return
+        assert life.weights_dir is not None
+        self._prepared = prepared = begun.prepared
+        num_kept = len(prepared.prompts), len(prepared.held_out)
+        for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *advice(config)]:
+            listener.says(line)
+        told = Told(listener.group, self._on_step, self._on_evaluation, listener.says)
+        driver = Driver(config, begun.prepared, told, begun.resumed)
+        driver.saves.on_settled = self._changed.notify
+        watch = Watch(driver)
+        driver.serve("status", watch)
+        self._server, self._cluster = self._place(driver, life.weights_dir)
+        self._running = Running(driver, self._cluster, self._interrupted, listener.says)
+        self.scaling = Scaling(
+            config,
+            driver.board,
+            self._cluster,
+            driver.devices,
+            spec=partial(rollout_worker, config),
+            start=driver.beside.start,
+            says=listener.says,
+        )
+        driver.serve("scaling", self.scaling)
+        self._rescue = Rescue(
+            life.weights_dir,
+            driver.board,
+            driver.hub,
+            config.checkpoint.stop_grace_seconds,
+            has_failed=lambda: self._running.has_failed,
+            has_saved=lambda: life.has_saved,
+            says=listener.says,
+        )
+        driver.serve("rescue", self._rescue)
+        self.driver = driver
+        await driver.transfer_queue.open()
+        await self._open_doors()
+        if not await self._running.start(self._fleet(life.weights_dir)):
+            return
+        driver.progress()  # it has not stood still, however long there was no room for them
+        self.scaling.begin()
+        self._running.begin([*driver.loops(), watch.run(), self._begun(driver)])
+
+    async def until(self, condition: Callable[[], bool]) -> bool:
+        """Wait until the condition holds, looking again after every step and evaluation. False: interrupted.
+
+        Raises what has gone wrong: a worker that died, a loop that failed, a run that stands still.
+        """
+        if self._interrupted.is_set():  # perhaps before there were any workers
+            return condition()
+        assert self.driver is not None
+        return await self._running.until(self._changed.until(condition))
+
+    async def run(self) -> bool:
+        """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`."""
+        try:
+            await self.start()
+            if self.driver is None:
+                return True
+            steps = 0 if self._evaluate_only else self.config.run.steps
+            self.driver.ledger.allow(steps, steps)
+            return await self.until(self._is_done)
+        finally:
+            await self.stop()
+
+    def interrupt(self, by: int | None = None) -> None:
+        """End the run early, by a signal perhaps: a checkpoint, the model as of the last commit and the report are written."""
+        self.ended_by = by
+        self._interrupted.set()
+
+    async def stop(self) -> None:
+        """Stop the loops and the workers, and write what is left: the model, the trace, the report."""
+        try:
+            if self.driver is not None:
+                await self._stop(self.driver)
+        finally:
+            self.driver = None
+            self._life.remove_weights()
+
+    async def _stop(self, driver: Driver) -> None:
+        await driver.stop()
+        await self._running.finish_step(self.config.run.stop_grace_seconds)
+        grace = self._grace_seconds(driver)
+        await self.scaling.stop()
+        await self._running.stop(grace, partial(self._settle, driver, grace))
+        await self._server.close()
+        control_socket(self.config.run_dir).unlink(missing_ok=True)
+        if not self._evaluate_only:
+            self._rescue_model(driver)
+        await driver.saves.close()
+        await driver.close()
+        if not self._evaluate_only:
+            self.certificate = driver.record.certificate()
+            self.certificate.write(self.config.run_dir)
+        self._write_report()
+        self._life.note_end()
+
+    # -- from outside, while it runs ----------------------------------------------------------------------------------------
+
+    @property
+    def held_out(self) -> Sequence[Prompt]:
+        """The prompts that evaluations ask, once the run has been started."""
+        return self._prepared.held_out
+
+    @property
+    def first(self) -> int:
+        """The step that this life has begun with."""
+        return self._life.job.first
+
+    def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
+        if self.driver is None:
+            raise RunError("this run is over: it trains on no more prompts")
+        new, prepared = [*as_json(map(dict, rows), "the pushed prompts")], self._prepared
+        if not new:
+            return
+        prompts = tokenize(self.config, CheckpointTokenizer(prepared.model), source_of(self.config, new, "the pushed prompts"))
+        for number, prompt in enumerate(prompts, 1):
+            if len(prompt.ids) + self.config.rollout.max_new_tokens > prepared.max_context:
+                raise UserError(
+                    f"row {number} of the pushed prompts has {len(prompt.ids)} tokens: with {self.config.rollout.max_new_tokens} "
+                    f"new ones more than the run's context of {prepared.max_context}; set model.max_context_tokens"
+                )
+        self.driver.source.push(prompts)
+        self.driver.saves.pushed()
+
+    def held(self) -> dict[str, int]:
+        """Rows in the hands of each rollout worker that has any: what would be lost with it."""
+        assert self.driver is not None
+        return self.driver.transfer_queue.controllers["rollout"].holders()
+
+    def kill(self, worker: str) -> None:
+        """End a worker's process by SIGKILL, to see what becomes of the run. Raises `RunError` for one that has none."""
+        pids = self._cluster.pids()
+        if worker not in pids:
+            raise RunError(f"worker {worker} has no process of its own that could be killed")
+        os.kill(pids[worker], signal.SIGKILL)
+
+    # -- where it runs: a simulation has its own ----------------------------------------------------------------------------
+
+    async def _prepare(self, scratch: Path, resumed: Resumed | None) -> Prepared:
+        """The run's inputs, checked."""
+        import_ahead(self.config, is_training=not self._evaluate_only)
+        made = RunDir(self.config.run_dir).initial_model if resumed is not None else None
+        return await prepare(self.config, scratch, evaluate_only=self._evaluate_only, made=made)
+
+    def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
+        """The workers that it starts with."""
+        are_trainers_there = bool(launch_of(os.environ))
+        return workers(self.config, weights_dir, is_training=not self._evaluate_only, are_trainers_there=are_trainers_there)
+
+    def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
+        """What serves the workers, and what runs them."""
+        chosen = self.config.cluster
+        cluster = build("cluster", chosen.name, {**chosen.options, "run_dir": self.config.run_dir}, CLUSTERS)
+        return driver.server(weights_dir / "queue"), cluster
+
+    async def _settle(self, driver: Driver, grace: float) -> None:
+        """The cluster's workers have ended: who else needs storage units is waited for."""
+        if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
+            self.listener.says(f"the trainers that torchrun has started did not end within {grace:g} s")
+        await driver.settle()
+
+    def _rescue_model(self, driver: Driver) -> None:
+        self._rescue.close()
+        committed = driver.ledger.ledger.committed
+        self._life.rescue_model(driver.board.newest, self._rescue.published, self._prepared.model, committed)
+
+    def _write_report(self) -> None:
+        write_trace(self.config.run_dir)
+        write_report(self.config.run_dir)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    async def _open_doors(self) -> None:
+        """The private socket; for other machines another one, which is written into the job's file."""
+        run_dir, listen = self.config.run_dir, self.config.queue.listen
+        await self._server.start(control_socket(run_dir))
+        if listen is not None:
+            door = await self._server.start(listen)
+            self.listener.says(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
+            self._life.tell_workers(msgspec.structs.replace(self._life.job, door=door))
+
+    def _is_done(self) -> bool:
+        steps = 0 if self._evaluate_only else self.config.run.steps
+        held_out = self.driver.evaluating.held_out if self.driver is not None else None
+        evaluated = held_out is None or not held_out.is_due(steps) or any(row["step"] == steps for row in self.evaluations)
+        saved = steps == 0 or not self.config.checkpoint.keep or (self.driver is not None and self.driver.saves.settled >= steps)
+        has_begun = self.driver is None or self.driver.has_begun  # else a trainer that is still loading could save no model
+        return len(self.rows) >= steps and evaluated and saved and has_begun
+
+    def _grace_seconds(self, driver: Driver) -> float:
+        """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
+        the one that they go on from, so that they can save its model. What nobody else has they may give back in any case."""
+        grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
+        if self._rescue.may_be_needed():
+            return max(grace, checkpoint.stop_grace_seconds)
+        is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
+        is_to_be_read = not driver.has_begun
+        is_hasty = self._running.has_failed or self.ended_by == signal.SIGINT
+        return max(grace, checkpoint.stop_grace_seconds) if (is_to_be_written or is_to_be_read) and not is_hasty else grace
+
+    def _on_step(self, step: int, row: Mapping[str, float]) -> None:
+        self.rows[step] = row
+        self.listener.step(step, row)
+        self._changed.notify()
+
+    def _on_evaluation(self, row: Row) -> None:
+        self.evaluations.append(row)
+        if self.driver is not None:
+            self.responses = self.driver.evaluating.held_out.latest
+        self.listener.evaluation(row)
+        self._changed.notify()
+
+    async def _begun(self, driver: Driver) -> None:
+        """A run that is done but for its trainer's load may end after it."""
+        await driver.begun()
+        self._changed.notify()
+
+
+async def run_with_signals(job: Job, work: Coroutine[Any, Any, bool]) -> bool:
+    """Run, with SIGINT and SIGTERM ending the run in order. A second one ends it at once."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    seen: list[int] = []
+
+    def handle(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            job.interrupt(number)
+        else:
+            task.cancel()
+
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, handle, number)
+            stack.callback(loop.remove_signal_handler, number)
+        return await task

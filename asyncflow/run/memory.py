@@ -1,0 +1,206 @@
+"""What a run takes of its devices' memory, by arithmetic: `asyncflow train CONFIG --dry-run` prints it. No torch, and no model.
+
+    shapes (config.json) + layout, dtypes, lengths (the configuration) --> bytes by what they are for, per device of each kind
+
+The formulas are in docs/memory.md. Weights, sums and states are exact; activations are an estimate for transformers' own modules,
+and what a backend keeps for itself (a CUDA context, fragments, NCCL's buffers) is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asyncflow.config import Config
+from asyncflow.engines.families import FAMILIES, Family, head_dim
+from asyncflow.run.factories import make_algorithm
+from asyncflow.types import UserError
+
+_BYTES: Final = {"float32": 4, "bfloat16": 2}
+_LOGIT_COPIES: Final = 3
+"""Logits, their probabilities and their gradient."""
+_RETAINED: Final = 2  # versions that stay for evaluators at most: one that they serve, and one that waits
+GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Of a causal language model. `vocabulary` V, `hidden` d, `layers` L, `heads` h, `kv_heads` k, `head_dim` c, `wide` f."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    wide: int
+    is_tied: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Shapes:
+        """From the fields of a `config.json`. Raises `UserError` naming what it lacks."""
+        needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "model_type")
+        if missing := [name for name in needed if name not in fields]:
+            raise UserError(f"the model's config.json has no {', '.join(missing)}, which its size follows from")
+        heads = fields["num_attention_heads"]
+        family = FAMILIES.get(fields["model_type"], Family("another"))  # one that a user's own engine trains
+        return cls(
+            vocabulary=fields["vocab_size"],
+            hidden=fields["hidden_size"],
+            layers=fields["num_hidden_layers"],
+            heads=heads,
+            kv_heads=fields.get("num_key_value_heads") or heads,
+            head_dim=head_dim(fields),
+            wide=fields["intermediate_size"],
+            is_tied=bool(fields.get("tie_word_embeddings", False)),
+            has_qkv_bias=family.has_qkv_bias or bool(fields.get("attention_bias", False)),
+            has_qk_norm=family.has_qk_norm,
+        )
+
+    @property
+    def of_layer(self) -> int:
+        """Parameters of one layer: attention's four matrices, the MLP's three, two norms; biases and norms of heads if any."""
+        queries, others = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = 2 * self.hidden * queries + 2 * self.hidden * others + 3 * self.hidden * self.wide
+        biases = (queries + 2 * others) * self.has_qkv_bias
+        return matrices + biases + 2 * self.hidden + 2 * self.head_dim * self.has_qk_norm
+
+    @property
+    def of_vocabulary(self) -> int:
+        """Parameters of the embedding, and of the head as many where it is another matrix."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All, a tied head once."""
+        return self.layers * self.of_layer + self.of_vocabulary * (1 if self.is_tied else 2) + self.hidden
+
+    def of_stage(self, num_stages: int) -> int:
+        """Parameters of the largest stage of a pipeline: ceil(L / stages) layers, and the embedding or the head."""
+        if num_stages == 1:
+            return self.parameters
+        return -(-self.layers // num_stages) * self.of_layer + self.of_vocabulary + self.hidden
+
+    def kv_bytes_per_token(self, num_bytes: int) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes on each device of a kind, and how they come about."""
+
+    name: str
+    num_bytes: float
+    how: str
+
+
+def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[MemoryUse]:
+    """Per device that trains, for the built-in engine. `prompt_tokens`: of the longest prompt."""
+    train, layout, algorithm = config.train, config.layout, make_algorithm(config)
+    stage = shapes.of_stage(layout.pp)
+    mine = stage / (layout.tp * layout.dp)
+    share = f"{stage:,} / (tp {layout.tp} x dp {layout.dp}) = {mine:,.0f} parameters"
+    sum_bytes = 8 if train.accumulate == "exact" else 4
+    parts = [
+        MemoryUse("weights", 4 * mine, f"4 B x {share}"),
+        MemoryUse("gradient sums", sum_bytes * mine, f"{sum_bytes} B each (train.accumulate: {train.accumulate})"),
+    ]
+    if train.offload_optimizer:
+        parts.append(MemoryUse("optimiser state", 0.0, f"in host memory: {8 * mine / GIB:.1f} GiB a device"))
+    else:
+        parts.append(MemoryUse("optimiser state", 8 * mine, "AdamW's two moments, 8 B each"))
+    frozen_bytes = _BYTES[train.frozen_dtype or train.dtype]
+    names = ["old policy"] * (train.old in ("step_start", "previous"))
+    names += ["reference"] * (algorithm.needs_reference and train.reference == "fused")
+    for name in names:
+        at = 0.0 if train.offload else frozen_bytes * mine
+        parts.append(MemoryUse(name, at, "in host memory (train.offload)" if train.offload else f"{frozen_bytes} B each"))
+    parts.append(_computed_weights(config, shapes, stage))
+    tokens = micro_batch_tokens(config, prompt_tokens)
+    parts.append(_activations(config, shapes, tokens))
+    chunk = min(tokens, train.log_prob_chunk_tokens)
+    logits = _LOGIT_COPIES * 4 * chunk * shapes.vocabulary / layout.tp
+    parts.append(MemoryUse("logits", logits, f"{_LOGIT_COPIES} x 4 B x {chunk:,} tokens x {shapes.vocabulary:,} / tp {layout.tp}"))
+    return parts
+
+
+def micro_batch_tokens(config: Config, prompt_tokens: int) -> int:
+    """Of the longest micro-batch: the prompt once, where it is shared, and its responses at full length."""
+    pieces = config.train.responses_per_micro_batch or config.rollout.group_size
+    return prompt_tokens + pieces * config.rollout.max_new_tokens
+
+
+def _computed_weights(config: Config, shapes: Shapes, stage: int) -> MemoryUse:
+    """Copy of the weights that passes compute with, where it is not the weights themselves."""
+    train, layout = config.train, config.layout
+    b = _BYTES[train.dtype]
+    largest = max(shapes.of_layer, shapes.of_vocabulary) / layout.tp
+    if layout.dp > 1:
+        how = f"2 gathered units of {largest:,.0f} parameters in {train.dtype} (FSDP), and the gradient of one in float32"
+        return MemoryUse("gathered weights", (2 * b + 4) * largest, how)
+    if train.dtype == "float32":
+        return MemoryUse("gathered weights", 0.0, "none: dp 1 computes with the weights themselves")
+    if train.activation_checkpointing:
+        return MemoryUse("weights in bfloat16", b * largest, "the largest unit's (train.activation_checkpointing)")
+    return MemoryUse("weights in bfloat16", b * stage / layout.tp, f"a copy for each pass, {b} B each")
+
+
+def _activations(config: Config, shapes: Shapes, tokens: int) -> MemoryUse:
+    """What the backward pass of the longest micro-batch needs."""
+    train, layout = config.train, config.layout
+    b, layers = _BYTES[train.dtype], -(-shapes.layers // layout.pp)
+    queries, others = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    whole = 6 * shapes.hidden + (3 * queries + 4 * others + 4 * shapes.wide) / layout.tp
+    pieces = -(-config.rollout.group_size // (train.responses_per_micro_batch or config.rollout.group_size))
+    together = -(-train.pipeline_micro_batches // pieces) * pieces  # whole groups
+    in_flight = min(layout.pp, together) if layout.pp > 1 else 1
+    if train.activation_checkpointing:
+        num_bytes = b * tokens * (in_flight * layers * shapes.hidden + whole)
+        how = f"{b} B x {tokens:,} tokens x ({in_flight} x {layers} layers x {shapes.hidden:,} + one layer's {whole:,.0f})"
+    else:
+        num_bytes = b * tokens * in_flight * layers * whole
+        how = f"{b} B x {tokens:,} tokens x {in_flight} x {layers} layers x {whole:,.0f}"
+    return MemoryUse("activations", num_bytes, how)
+
+
+def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUse]:
+    """Per device that generates, all slots being at the end of their context."""
+    rollout, chosen = config.rollout, config.rollout.engine
+    is_cut = chosen.name == "vllm"
+    tp = int(chosen.options.get("tensor_parallel", 1)) if is_cut else 1
+    instances = int(chosen.options.get("instances", 1)) if is_cut else 1
+    b, slots = _BYTES[rollout.dtype], -(-rollout.num_slots // instances)
+    kv = shapes.kv_bytes_per_token(b) / min(tp, shapes.kv_heads)
+    how = f"{kv:,.0f} B a token x {slots:,} slots x {context:,} tokens"
+    return [
+        MemoryUse("weights", b * shapes.parameters / tp, f"{b} B x {shapes.parameters:,} / tensor_parallel {tp}"),
+        MemoryUse("keys and values", kv * slots * context, how + (": at most; vLLM takes what there is" if is_cut else "")),
+    ]
+
+
+def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[MemoryUse]:
+    """In the memory of the first trainer's machine, and of each machine that generates."""
+    b = _BYTES[config.weight_sync.dtype or "float32"]
+    kept = max_staleness + 1 + (_RETAINED if config.eval.num_workers else 0)
+    return [MemoryUse("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
+
+
+def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, max_staleness: int) -> list[str]:
+    """What `--dry-run` prints: by kind of device a line for each part, and their sum, in GiB."""
+    layout = config.layout
+    of_training = f"each of {layout.size} that train (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})"
+    tables = [
+        (of_training, training_parts(config, shapes, prompt_tokens)),
+        ("each that generates", rollout_parts(config, shapes, context)),
+        ("the host", host_parts(config, shapes, max_staleness)),
+    ]
+    shown = [f"memory     {shapes.parameters:,} parameters; GiB per device, activations estimated (docs/memory.md)"]
+    for title, parts in tables:
+        total = sum(part.num_bytes for part in parts)
+        shown.append(f"  {total / GIB:8.2f}  {title}")
+        shown += [f"    {part.num_bytes / GIB:8.2f}  {part.name}: {part.how}" for part in parts]
+    return shown

@@ -1,0 +1,409 @@
+"""Everything that can be wrong with a run's inputs is found here, before anything starts, and said in one sentence. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncflow.algorithms import ALGORITHMS
+from asyncflow.cluster import CLUSTERS
+from asyncflow.cluster.remote_node import host_of, is_any
+from asyncflow.config import Config
+from asyncflow.control import SCHEDULES
+from asyncflow.control.schedule import Schedule
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.families import check_family, check_layout
+from asyncflow.engines.rollout import (
+    ROLLOUT_ENGINE_CHECKS,
+    ROLLOUT_ENGINES,
+)
+from asyncflow.engines.train import TRAIN_ENGINE_CHECKS, TRAIN_ENGINES
+from asyncflow.loops.samples import Prompt
+from asyncflow.model_folder import read_json
+from asyncflow.registry import build, check_options, resolve
+from asyncflow.rewards import REWARDS
+from asyncflow.run.factories import (
+    check_samplers,
+    critic_folder,
+    make_algorithm,
+    reward_pool,
+    shape_of,
+    shape_of_evaluation,
+    train_engine_options,
+    weight_sync_facts,
+)
+from asyncflow.run.prompts import DataRows, read_source, short_enough, tokenize
+from asyncflow.settings import Choice
+from asyncflow.transfer_queue import STORAGES
+from asyncflow.types import RunError, UserError
+from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
+
+SHAPES = "shapes:"
+"""Before the file of a `config.json`'s fields: a model of which only the arithmetic is asked."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run's inputs, checked. `num_left_out`: prompts that were too long, of those to train on and of the held-out ones."""
+
+    model: Path
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    max_context: int
+    num_left_out: tuple[int, int] = (0, 0)
+
+
+def check_choices(config: Config, *, is_here: bool = True) -> None:
+    """Every name chosen is known, every option of what is light to build is one of its own. Raises `UserError`.
+
+    `is_here`: the run would start on this machine, so what its cluster needs must be installed.
+    """
+    chosen: list[tuple[str, Choice, dict[str, str]]] = [
+        *(("reward", part.scorer, dict(REWARDS)) for part in config.reward.parts.values()),
+        ("algorithm", config.algorithm, dict(ALGORITHMS)),
+        ("schedule", config.schedule, dict(SCHEDULES)),
+        ("rollout engine", config.rollout.engine, dict(ROLLOUT_ENGINES)),
+        ("train engine", config.train.engine, dict(TRAIN_ENGINES)),
+        ("queue storage", config.queue.storage, dict(STORAGES)),
+        ("cluster", config.cluster, dict(CLUSTERS)),
+    ]
+    for kind, choice, known in chosen:
+        resolve(kind, choice.name, known)
+    if is_here:
+        build("cluster", config.cluster.name, {**config.cluster.options, "run_dir": config.run_dir}, CLUSTERS)
+    for key, listen in (("queue.listen", config.queue.listen), ("weight_sync.listen", config.weight_sync.listen)):
+        if listen is not None and is_any(host_of(listen)):
+            raise UserError(f"{key}={listen} names no machine, and others are told to come there: take this machine's own address")
+    _check_weight_sync(config)
+    check_rollout_engine(config, config.rollout.num_workers)
+    algorithm, train = make_algorithm(config), config.train
+    if (train.offload or train.frozen_dtype) and not algorithm.needs_reference and train.old not in ("step_start", "previous"):
+        raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
+    if algorithm.critic is not None:
+        _check_critic(config)
+    _check_candidates(config, wants_them=algorithm.wants_varied_groups)
+    if config.train.skip_zero_advantages and not algorithm.is_zero_without_advantages:
+        raise UserError(
+            f"train.skip_zero_advantages is for losses that have no gradient where advantages are 0, and {config.algorithm.name} "
+            f"as it is set here has one (a KL term in the loss, an entropy bonus), or does not say (is_zero_without_advantages, in "
+            f"asyncflow/algorithms/base.py): leave it out"
+        )
+    if algorithm.needs_reference_ahead and train.reference != "task":
+        raise UserError(
+            "the algorithm has a KL term in the reward, which needs the reference's log-probs ahead of training: set "
+            "train.reference=task"
+        )
+    if config.train.reference == "task" and not algorithm.needs_reference:
+        raise UserError(
+            "train.reference=task, but the algorithm has no KL term to a reference: set its coefficient, or leave it out"
+        )
+    check_samplers(config)
+
+
+def _check_weight_sync(config: Config) -> None:
+    """Raises `UserError` where the chosen weight sync cannot do what this run needs."""
+    chosen, facts, evaluators = config.weight_sync, weight_sync_facts(config), config.eval.num_workers
+    if chosen.name not in WEIGHT_SYNC_FACTS:
+        check_options("weight sync", chosen.name, {**chosen.options, "options": None}, WEIGHT_SYNCS)
+    elif chosen.options:
+        raise UserError(f"weight_sync={chosen.name} has no options of its own: leave out {', '.join(chosen.options)}")
+    if chosen.listen is not None and not facts.has_door:
+        others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if of_other.has_door)
+        raise UserError(
+            f"weight_sync.listen={chosen.listen}: nobody connects to it when weights travel by {chosen.name}: take {others}"
+        )
+    if evaluators and facts.is_broadcast:
+        others = " or ".join(name for name, of_other in WEIGHT_SYNC_FACTS.items() if not of_other.is_broadcast)
+        raise UserError(
+            f"weight_sync.name={chosen.name} broadcasts each version to all who have once asked for one, and eval.num_workers="
+            f"{evaluators} take only some, later: take {others}, or eval.num_workers=0"
+        )
+
+
+def _check_critic(config: Config) -> None:
+    """That a critic can be trained beside the policy. Raises `UserError`."""
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    if schedule.membership != "strict":
+        raise UserError(
+            "schedule.membership=first_come has groups change their steps, and the critic has given them the values of one: take "
+            "strict"
+        )
+    if config.train.critic.path is not None:
+        _check_folder("train.critic.path", config.train.critic.path)
+
+
+def _check_critic_fits(critic: Path, policy: Path) -> None:
+    """That a critic's model reads the policy's tokens. Raises `UserError`."""
+    theirs, ours = (read_json(folder / "config.json").get("vocab_size", 0) for folder in (critic, policy))
+    if theirs < ours:
+        raise UserError(
+            f"the critic's model {critic} has {theirs} tokens, and the policy's {ours}: set train.critic.path to a model with the "
+            f"policy's tokens"
+        )
+    tokens = [read_json(folder / "tokenizer.json").get("model", {}).get("vocab") for folder in (critic, policy)]
+    if all(tokens) and tokens[0] != tokens[1]:
+        raise UserError(
+            f"the critic's model {critic} has another tokenizer than the policy's: set train.critic.path to a model with the "
+            f"policy's tokens"
+        )
+
+
+def _check_candidates(config: Config, *, wants_them: bool) -> None:
+    """That steps can choose their members among candidates, or are not asked to. Raises `UserError`."""
+    train, shape = config.train, shape_of(config)
+    if not wants_them:
+        if train.oversampling != 1.0 or train.max_candidates is not None:
+            raise UserError(
+                "train.oversampling and train.max_candidates are for an algorithm that takes other prompts for those whose "
+                "responses all have one reward (algorithm.dynamic_sampling of dapo), and this one trains all: leave them out"
+            )
+        return
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    if schedule.membership != "strict":
+        raise UserError(
+            "schedule.membership=first_come has the groups that are complete first trained first, and dynamic sampling those that "
+            "come first in the order of the data: take strict"
+        )
+    if train.max_candidates is not None and train.max_candidates < shape.prompts_at_first:
+        raise UserError(
+            f"train.max_candidates is {train.max_candidates}, and a step begins with {shape.prompts_at_first} prompts "
+            f"(train.prompts_per_step x train.oversampling): take as many or more"
+        )
+
+
+def check_rollout_engine(config: Config, num_workers: int) -> None:
+    """That so many rollout workers can have engines with these options. Raises `UserError`."""
+    chosen = config.rollout.engine
+    if chosen.name not in ROLLOUT_ENGINE_CHECKS:
+        return
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    asked = {
+        "num_workers": num_workers,
+        "cluster": config.cluster.name,
+        "device": config.rollout.device,
+        "num_evaluators": config.eval.num_workers,
+        "evaluators_device": config.evaluators_device,
+        "installs_in_flight": schedule.installs_in_flight,
+    }
+    build("rollout engine", chosen.name, {**asked, **chosen.options}, ROLLOUT_ENGINE_CHECKS)
+
+
+def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
+    """That the train engine can train such a model, as is asked. `fields`: of the model's `config.json`. Raises `UserError`.
+
+    An engine of the user's own is asked about the layout what the built-in one is, and says the rest when it is built.
+    """
+    chosen = config.train.engine
+    if chosen.name in TRAIN_ENGINE_CHECKS:
+        arguments = {**chosen.options, "options": train_engine_options(config), "fields": fields}
+        build("train engine", chosen.name, arguments, TRAIN_ENGINE_CHECKS)
+    else:
+        check_layout(fields, config.layout)
+
+
+def check_evaluators(config: Config, num_held_out: int) -> None:
+    """Raises `UserError` where an evaluator would have no share of an evaluation."""
+    workers, groups = config.eval.num_workers, shape_of_evaluation(config, num_held_out).prompts_per_step
+    if workers > groups:
+        kinds = "sampled and greedy" if config.eval.greedy else "sampled"
+        raise UserError(
+            f"eval.num_workers={workers} is more than the {groups} groups of an evaluation ({num_held_out} prompts, {kinds}), so "
+            f"{workers - groups} of them would have nothing to generate: take {groups} or fewer, or more prompts"
+        )
+
+
+def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> None:
+    """That a storage unit can take its part of the largest admission, and, where evaluators make evaluations beside training, of
+    both. Raises `UserError` showing the arithmetic."""
+    queue, shape = config.queue, shape_of(config)
+    # Where a step chooses its prompts those that stay may all be on one unit.
+    of_step = shape.prompts_at_first if shape.max_candidates else -(-shape.prompts_per_step // queue.num_units)
+    of_evaluation = -(-num_held_out // queue.num_units) * (config.eval.samples_per_prompt + config.eval.greedy)
+    admissions = {"a step": of_step * shape.group_size, "an evaluation": of_evaluation}
+    if config.eval.num_workers and num_held_out:
+        admissions["a step with an evaluation beside it"] = sum(admissions.values())
+    for what, rows in admissions.items():
+        num_bytes = rows * (shape.row_bytes + 8 * longest_prompt)
+        for unit, needed, capacity in (
+            ("rows", rows, queue.capacity_rows),
+            ("bytes", num_bytes, queue.unit_capacity_bytes),
+        ):
+            if capacity is not None and needed > capacity:
+                raise UserError(
+                    f"{what} puts {rows} rows on each of {queue.num_units} storage units, which reserve {needed} {unit}, and "
+                    f"queue.capacity_{unit} is {capacity}: raise it, or take fewer prompts"
+                )
+
+
+def check_shapes(config: Config) -> dict[str, Any]:
+    """That a model of these shapes could be trained so, for a configuration whose model is its shapes alone (`shapes:FILE`).
+
+    Returns the fields of the file. Neither data nor tokenizer nor machine is looked at. Raises `UserError`.
+    """
+    check_choices(config, is_here=False)
+    file, rollout, model = Path(config.model.path.removeprefix(SHAPES)), config.rollout, config.model
+    fields = read_json(file)
+    if not fields:
+        raise UserError(f"model.path {model.path!r}: there is no file {file} with the fields of a model's config.json")
+    check_family(fields)
+    check_train_engine(config, fields)
+    if model.max_context_tokens is None:
+        raise UserError("a model of shapes alone has no tokenizer to measure prompts with: set model.max_context_tokens")
+    if rollout.max_new_tokens >= model.max_context_tokens:
+        raise UserError(
+            f"rollout.max_new_tokens = {rollout.max_new_tokens} leaves no room for a prompt in model.max_context_tokens = "
+            f"{model.max_context_tokens}: set it lower"
+        )
+    most = fields.get("max_position_embeddings")
+    if most is not None and model.max_context_tokens > most:
+        raise UserError(f"model.max_context_tokens is {model.max_context_tokens}, and the model's max_position_embeddings {most}")
+    return fields
+
+
+def check_reward_model(config: Config) -> None:
+    """That the reward model's folder holds a sequence classifier with one label. Raises `UserError`."""
+    if (model := config.reward.model) is None:
+        return
+    fields = read_json(Path(model.path) / "config.json")
+    architecture = str((fields.get("architectures") or ["?"])[0])
+    if not fields:
+        raise UserError(f"reward.model.path {model.path!r} is no folder with a model in Hugging Face format: it has no config.json")
+    if not architecture.endswith("ForSequenceClassification"):
+        raise UserError(f"the reward model {model.path} is a {architecture}; it takes one for sequence classification")
+    num_labels = len(fields.get("id2label") or {"0": "", "1": ""})  # two is what transformers takes for granted
+    if num_labels != 1:
+        raise UserError(f"the reward model {model.path} has {num_labels} labels: a reward is one number")
+    if not [*Path(model.path).glob("*.safetensors")]:
+        raise UserError(f"the reward model {model.path} has no weights in safetensors format; write them with save_pretrained")
+
+
+async def prepare(config: Config, scratch: Path, *, evaluate_only: bool = False, made: Path | None = None) -> Prepared:
+    """Load and check the data, the model and the reward. A `random:` model is made in `scratch`, unless it was `made` before."""
+    check_choices(config)
+    source = read_source(config, "train")
+    if not evaluate_only:
+        _check_enough(config, len(source.rows), "rows")
+    held_out = read_source(config, "heldout") if config.eval.path is not None else None
+    check_reward_model(config)
+    if config.reward.parts:
+        pool = reward_pool(config, "check")
+        await pool.start()
+        await pool.close()
+    is_made = made is not None and config.model.path.startswith("random:")
+    model = made if made is not None and is_made else await model_folder(config, source, scratch)
+    if not evaluate_only:
+        check_train_engine(config, read_json(model / "config.json"))
+    critic = critic_folder(config) if not evaluate_only else None
+    if critic is not None:
+        _check_critic_fits(critic, model)
+    tokenizer = CheckpointTokenizer(model)
+    prompts = short_enough(config, tokenize(config, tokenizer, source), source.name)
+    held_out_prompts = [] if held_out is None else short_enough(config, tokenize(config, tokenizer, held_out), held_out.name)
+    if not evaluate_only:
+        _check_enough(config, len(prompts), "short enough prompts")
+    everything = [*prompts, *held_out_prompts] if not evaluate_only else held_out_prompts or prompts
+    context = _context(config, model, critic, everything)
+    check_evaluators(config, len(held_out_prompts))
+    check_capacity(config, len(held_out_prompts), max(len(prompt.ids) for prompt in everything))
+    left_out = len(source.rows) - len(prompts), len(held_out.rows if held_out is not None else ()) - len(held_out_prompts)
+    return Prepared(model, prompts, held_out_prompts, context, left_out)
+
+
+def _check_enough(config: Config, count: int, what: str) -> None:
+    if count < config.train.prompts_per_step:
+        raise UserError(
+            f"{config.data.path} has {count} {what}, and a step takes train.prompts_per_step = {config.train.prompts_per_step} "
+            f"different ones: give more data, or set it to {count} or less"
+        )
+
+
+async def model_folder(config: Config, source: DataRows | None, scratch: Path) -> Path:
+    """The model's folder, made first if it is a `random:` one, with a vocabulary of the data's words.
+
+    Raises `UserError` if it holds no causal language model.
+    """
+    path = config.model.path
+    if path.startswith(SHAPES):
+        raise UserError(
+            f"model.path {path!r} is a model's shapes alone, for --dry-run: set model.path to the folder of a model to train it"
+        )
+    if path.startswith("random:"):
+        texts = source.texts() if source is not None else ()
+        return await _random_model(config, texts, scratch / "random-model")
+    return _check_folder("model.path", path)
+
+
+def _check_folder(option: str, path: str) -> Path:
+    """Folder of a causal language model, which the option gives as `path`. Raises `UserError` where it holds none."""
+    folder = Path(path)
+    settings = read_json(folder / "config.json")
+    if not settings:
+        hint = "download it first: AsyncFlow loads no model from a hub" if not folder.exists() else "it has no config.json"
+        raise UserError(f"{option} {path!r} is no folder with a model in Hugging Face format: {hint}")
+    architectures = settings.get("architectures") or []  # none: the architecture follows from model_type
+    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+        raise UserError(f"{option} {path!r} is a {architectures[0]}; it takes a causal language model, such as Qwen2ForCausalLM")
+    try:
+        check_family(settings)
+    except UserError as error:
+        raise UserError(f"{option} {path!r}: {error}") from error
+    if not [*folder.glob("*.safetensors")]:
+        raise UserError(f"{option} {path!r} has no weights in safetensors format; write them with transformers' save_pretrained")
+    return folder
+
+
+def _context(config: Config, model: Path, critic: Path | None, prompts: Sequence[Prompt]) -> int:
+    """Tokens that the longest prompt and its response take. Raises `UserError` if a model, or the user, allows fewer."""
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+    length, new = len(prompts[longest].ids), config.rollout.max_new_tokens
+    limits = {
+        "model.max_context_tokens": config.model.max_context_tokens,
+        "the model's max_position_embeddings": read_json(model / "config.json").get("max_position_embeddings"),
+    }
+    if critic is not None:
+        limits["the critic's max_position_embeddings"] = read_json(critic / "config.json").get("max_position_embeddings")
+    for name, limit in limits.items():
+        if limit is not None and length + new > limit:
+            way_out = f"set rollout.max_new_tokens to {limit - length} or less" if length < limit else "shorten the prompts"
+            if limit > new:
+                way_out += f", or leave out longer ones by data.max_prompt_tokens={limit - new}"
+            raise UserError(
+                f"prompt {longest + 1} has {length} tokens, with rollout.max_new_tokens = {new} that makes {length + new}, and "
+                f"{name} is {limit}: {way_out}"
+            )
+    return config.model.max_context_tokens or length + new
+
+
+async def _random_model(config: Config, texts: Iterable[str], folder: Path) -> Path:
+    """Made in a process of its own, since this one imports no torch."""
+    with tempfile.NamedTemporaryFile("wb", suffix=".jsonl") as file:
+        file.write(b"\n".join(msgspec.json.encode(text) for text in texts))
+        file.flush()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "asyncflow.engines.train.random_model", config.model.path, str(folder), "--texts", file.name,
+            "--seed", str(config.run.seed),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, errors = await process.communicate()
+    if process.returncode:
+        last = (errors.decode(errors="replace").strip().splitlines() or ["nothing was said"])[-1]
+        raise (UserError if process.returncode == 2 else RunError)(f"model.path: {last}")
+    return folder

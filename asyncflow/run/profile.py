@@ -1,0 +1,159 @@
+"""`asyncflow check --profile`: what one layer of a run's model costs under the run's layout, as spans.
+
+    config -> its folder <name>-profile -> a process per rank: profile_rank -> spans of each -> spans.jsonl, trace.json
+
+consumes: a configuration
+waits for: its ranks, until the deadline
+is unblocked by: their end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from asyncflow.cluster.local import LocalCluster
+from asyncflow.config import Config, dump, load
+from asyncflow.engines.families import check_layout
+from asyncflow.model_folder import read_json
+from asyncflow.registry import build
+from asyncflow.run.factories import make_algorithm, train_engine_options, weights_need_key
+from asyncflow.run.fleet import trainers
+from asyncflow.run.prepare import model_folder
+from asyncflow.run.prompts import read_source
+from asyncflow.run_dir import CONFIG_FILE, KEY_FILE, RunDir
+from asyncflow.telemetry.spans import Recorder
+from asyncflow.telemetry.trace import SPANS_FILE, SpanLog, read_spans, write_trace
+from asyncflow.transport import Credentials
+from asyncflow.types import HeldWeights, Layout, RunError
+from asyncflow.weight_sync import WEIGHT_SYNCS
+from asyncflow.weight_sync.base import WeightSync, WeightSyncOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REQUEST_FILE = "profile.json"
+
+
+class ProfileRequest(msgspec.Struct, frozen=True):
+    """What a rank is to measure, beside the configuration."""
+
+    model: str
+    weights_dir: str
+    tokens: tuple[int, ...]
+    repeats: int
+
+
+async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, deadline_seconds: float) -> Path:
+    """Measure, and return the folder with `spans.jsonl` and `trace.json`, which is made anew.
+
+    `tokens`: packed tokens of the micro-batches that are tried.
+
+    Raises:
+        UserError: the configuration names no model that can be trained, or the folder is not one of a run.
+        RunError: a rank has failed, or they have not ended within `deadline_seconds`.
+    """
+    folder = RunDir(config.run.dir / f"{config.run.name}-profile")
+    folder.check(may_overwrite=True)
+    folder.claim(dump(config))
+    is_to_make = config.model.path.startswith("random:")
+    model = await model_folder(config, read_source(config, "train") if is_to_make else None, folder.path)
+    check_layout(read_json(model / "config.json"), config.layout)
+    if weights_need_key(config):
+        Credentials.create(folder.path / KEY_FILE)
+    weights_dir, cluster = folder.make_weights_dir(), LocalCluster(folder.path)
+    request = ProfileRequest(str(model.resolve()), str(weights_dir), tokens, repeats)
+    (folder.path / REQUEST_FILE).write_bytes(msgspec.json.encode(request))
+    try:
+        workers = trainers(config, "asyncflow.run.profile:profile_rank", weights_dir)
+        await cluster.start(workers)
+        async with asyncio.timeout(deadline_seconds):
+            await cluster.wait(lambda name, why, is_given_up: None)
+    except TimeoutError as error:
+        raise RunError(
+            f"the profile had not ended within {deadline_seconds:g} s: take fewer tokens, or a smaller layout "
+            f"({folder.path / 'logs'} has what its ranks said)"
+        ) from error
+    finally:
+        await cluster.stop(0.0)  # whoever has not ended waits for one that has failed
+        shutil.rmtree(weights_dir, ignore_errors=True)
+    _join_spans(folder.path, [worker.name for worker in workers])
+    write_trace(folder.path)
+    return folder.path
+
+
+async def profile_rank(name: str, run_dir: Path) -> None:
+    """The main of a rank."""
+    from asyncflow.engines.train.profile import Amount, profile_layer
+
+    config = load(run_dir / CONFIG_FILE)
+    request = msgspec.json.decode((run_dir / REQUEST_FILE).read_bytes(), type=ProfileRequest)
+    log, algorithm = SpanLog(_spans_of(run_dir, name)), make_algorithm(config)
+    recorder = Recorder(name, time.monotonic, log.append, config.train.device)
+    recorder.enter("between")
+    measure = partial(recorder.busy, layout=layout_name(config.layout))
+    pieces = config.train.responses_per_micro_batch or config.rollout.group_size
+    weights = profile_layer(
+        Path(request.model),
+        train_engine_options(config),
+        algorithm,
+        has_reference=algorithm.needs_reference,
+        amount=Amount(tokens=request.tokens, num_responses=pieces, repeats=request.repeats),
+        measure=measure,
+    )
+    if os.environ["RANK"] == "0":
+        await _time_weights(config, run_dir, Path(request.weights_dir), weights, request.repeats, measure)
+    recorder.flush()
+    log.close()
+
+
+def layout_name(layout: Layout) -> str:
+    """As spans have it."""
+    return f"dp{layout.dp}-tp{layout.tp}-pp{layout.pp}"
+
+
+async def _time_weights(
+    config: Config, run_dir: Path, weights_dir: Path, weights: Mapping[str, Tensor], repeats: int, measure: partial
+) -> None:
+    """Publish the layer's weights and fetch them, by the run's weight sync, in one process."""
+    options = WeightSyncOptions(
+        directory=weights_dir / "weights",
+        dtype=config.weight_sync.dtype,
+        deadline_seconds=config.weight_sync.deadline_seconds,
+        key=run_dir / KEY_FILE if weights_need_key(config) else None,
+    )
+    chosen = config.weight_sync
+    sync = cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
+    sender, receiver = sync.sender(uuid.uuid4().hex), sync.receiver("rollout/0")
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    for version in range(repeats + 2):  # the first two make files
+        with measure("publish" if version > 1 else "warm_up", bytes=num_bytes, version=version):
+            manifest = await sender.publish(version, HeldWeights(weights))
+        with measure("fetch" if version > 1 else "warm_up", bytes=num_bytes, version=version):
+            await receiver.fetch(manifest)
+    await receiver.close()
+    await sender.close()
+
+
+def _spans_of(run_dir: Path, name: str) -> Path:
+    return run_dir / f"spans-{name.replace('/', '-')}.jsonl"
+
+
+def _join_spans(run_dir: Path, names: list[str]) -> None:
+    """One file in place of one for each rank."""
+    spans = [span for name in names for span in read_spans(_spans_of(run_dir, name))]
+    log = SpanLog(run_dir / SPANS_FILE)
+    for span in sorted(spans, key=lambda span: span.start):
+        log.append(span)
+    log.close()
+    for name in names:
+        _spans_of(run_dir, name).unlink()

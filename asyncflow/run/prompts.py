@@ -1,0 +1,95 @@
+"""From data sets to prompts: rows, the columns that make a prompt, token ids, and what is too long and left out. No torch.
+
+config --read_source--> Source: rows, columns --tokenize--> prompts --short_enough--> those that are kept
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from asyncflow.config import Config
+from asyncflow.data.columns import Columns, find_columns
+from asyncflow.data.datasets import Row, Split, load_rows
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.loops.samples import Prompt
+from asyncflow.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class DataRows:
+    """The rows of a data set, and where their prompts and answers are. `name`: what messages call it."""
+
+    name: str
+    rows: list[Row]
+    columns: Columns
+
+    def texts(self) -> Iterator[str]:
+        """The prompts' texts, for a vocabulary to be made from: of conversations, what their messages say."""
+        for row in self.rows:
+            prompt = self.columns.prompt_of(row)
+            if isinstance(prompt, str):
+                yield prompt
+            else:
+                yield from (str(message["content"]) for message in prompt)
+
+
+def read_source(config: Config, split: Split) -> DataRows:
+    """The data set to train on, or the held-out one, which there must be. Raises `UserError` for what is wrong with it."""
+    data, held_out = config.data, config.eval
+    if split == "train":
+        path, named, subset, limit = data.path, data.split, data.subset, data.limit
+    else:
+        assert held_out.path is not None
+        path, named, subset, limit = held_out.path, held_out.split, held_out.subset or data.subset, held_out.num_prompts
+    rows = load_rows(path, seed=config.run.seed, split=split, limit=limit, named=named, subset=subset)
+    return source_of(config, rows, path)
+
+
+def source_of(config: Config, rows: Sequence[Row], name: str) -> DataRows:
+    """Rows that come from somewhere, with their columns found as the configuration says. Raises `UserError`."""
+    data = config.data
+    columns = find_columns(rows, name, template=data.prompt_template, prompt=data.prompt_column, answer=data.answer_column)
+    return DataRows(name, list(rows), columns)
+
+
+def tokenize(config: Config, tokenizer: CheckpointTokenizer, source: DataRows) -> list[Prompt]:
+    """Rows as prompts, through the chat template where that is asked for, or a prompt is a conversation.
+
+    Raises `UserError` naming the row whose prompt has no token: nothing could be generated behind it.
+    """
+    columns, data = source.columns, config.data
+    prompts = []
+    for number, row in enumerate(source.rows, 1):
+        prompt = columns.prompt_of(row)
+        if isinstance(prompt, str) and not data.chat_template:
+            ids = tokenizer.encode(prompt)
+        else:
+            ids = tokenizer.encode_chat(prompt, data.chat_template_options)
+        if not len(ids):
+            raise UserError(
+                f"the prompt of row {number} of {source.name} has no tokens: leave such rows out, or name what makes a prompt by "
+                f"data.prompt_column or data.prompt_template"
+            )
+        prompts.append(Prompt(ids, columns.example_of(row)))
+    return prompts
+
+
+def short_enough(config: Config, prompts: list[Prompt], name: str) -> list[Prompt]:
+    """Those of at most `data.max_prompt_tokens` tokens. Raises `UserError` where none is left."""
+    most = config.data.max_prompt_tokens
+    kept = [prompt for prompt in prompts if most is None or len(prompt.ids) <= most]
+    if not kept:
+        shortest = min(len(prompt.ids) for prompt in prompts)
+        raise UserError(
+            f"every prompt of {name} is longer than data.max_prompt_tokens = {most}: the shortest has {shortest} tokens; raise it"
+        )
+    return kept
+
+
+def left_out_lines(config: Config, num_left_out: tuple[int, int], num_kept: tuple[int, int]) -> Iterator[str]:
+    """What is said of prompts that are left out: of those to train on, and of the held-out ones."""
+    for what, left_out, kept in zip(("prompts", "held-out prompts"), num_left_out, num_kept, strict=True):
+        if left_out:
+            most = config.data.max_prompt_tokens
+            yield f"{left_out:,} of {left_out + kept:,} {what} have more than data.max_prompt_tokens = {most} tokens: left out"

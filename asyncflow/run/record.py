@@ -1,0 +1,369 @@
+"""What a run has been so far: its files, its metrics, its certificate.
+
+books (ledger, board, controllers), workers' reports --> RunRecord --> metrics.jsonl eval.jsonl samples.jsonl spans.jsonl
+                                                             |     --> trackers, the terminal, certificate.json
+                                                             +-----> a checkpoint (`RecordState`), and back from it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncflow.config import Config
+from asyncflow.control.ledger import Consumed, Ledger, Sifted, StepTotals, Update
+from asyncflow.control.schedule import Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.loops.evaluation import EVALUATORS, Row
+from asyncflow.loops.samples import EVALUATION_GROUPS
+from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
+from asyncflow.run.factories import shape_of
+from asyncflow.run.training_checks import TrainingChecks
+from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
+from asyncflow.telemetry.attribution import attributed
+from asyncflow.telemetry.certificate import Certificate, Observed
+from asyncflow.telemetry.hub import Hub
+from asyncflow.telemetry.metrics import StepMetrics, StepTimes
+from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
+from asyncflow.telemetry.trackers import make_trackers
+from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.transfer_queue.metrics import run_metrics
+from asyncflow.types import RunError
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Who is told: of every trained group by its step, of every committed step with its metrics, of every evaluation; and of what
+    is odd."""
+
+    group: Callable[[int], None]
+    step: Callable[[int, Mapping[str, float]], None]
+    evaluation: Callable[[Row], None]
+    says: Callable[[str], None]
+
+
+class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint holds of a record: of the committed steps, in all lives of the run. `resumed_at`: the steps at which it was
+    gone on with; `made_again_at`: those of them where rows had been begun, or may have been, that are made again."""
+
+    max_staleness: int = 0
+    max_spans: int = 0
+    overlapped_steps: list[int] = []
+    rows_dead: int = 0
+    skipped_updates: int = 0
+    skipped_in_a_row: int = 0
+    critic_skipped_in_a_row: int = 0
+    rows_redelivered: int = 0
+    reward_failures: dict[str, int] = {}
+    why_not_deterministic: str = ""
+    has_said_unshared: bool = False
+    resumed_at: list[int] = []
+    made_again_at: list[int] = []
+
+
+class RunRecord:
+    """Record of a run. `start` runs work beside the run, and `fails` ends it; `now` is the run's clock; `progress` is told that
+    something has moved."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        ledger: Ledger,
+        queue: TransferQueueClient,
+        controllers: Mapping[str, Controller],
+        told: Told,
+        *,
+        start: Callable[[Coroutine[Any, Any, None]], None],
+        fails: Callable[[RunError], None],
+        now: Callable[[], float],
+        progress: Callable[[], None],
+        num_devices: Callable[[float, float], float],
+        before: RecordState,
+    ) -> None:
+        """Opens the run's files. `num_devices`: between two moments, on average. `before`: of the lives before this one."""
+        self._config, self._schedule, self._ledger, self._told = config, schedule, ledger, told
+        self._queue, self._controllers = queue, controllers
+        self._start, self._now, self._progress, self._num_devices = start, now, progress, num_devices
+        self.shape = shape_of(config)
+        run_dir = config.run_dir
+        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, progress)
+        self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
+        self._evaluating = asyncio.Lock()
+        self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
+        names = ["jsonl", *config.telemetry.trackers]
+        self._trackers = make_trackers(names, run_dir, config.model_dump(mode="json"), config.run.name)
+        self._metrics: dict[int, StepMetrics] = {}
+        self._critic_metrics: dict[int, StepMetrics] = {}
+        self._committed: dict[int, tuple[StepMetrics, StepTimes]] = {}  # by the policy, and perhaps not by the critic
+        self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
+        self._started: float | None = None  # of the step under way: the first admission, or the last commit
+        self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
+        self._first = self._num_finished = ledger.committed
+        self._finished = Signal()
+        self._before = before
+        self._observed = Observed(
+            before.max_staleness, before.max_spans, set(before.overlapped_steps), before.rows_dead, before.skipped_updates
+        )
+        self._dead_committed = before.rows_dead
+        self._redelivered = before.rows_redelivered
+        in_a_row = (before.skipped_in_a_row, before.critic_skipped_in_a_row)
+        self._soundness = TrainingChecks(
+            config,
+            ledger,
+            skipped_in_a_row=dict(zip(ledger.trained, in_a_row, strict=False)),
+            has_said_unshared=before.has_said_unshared,
+            reward_failures=self._reward_failures,
+            says=told.says,
+            fails=fails,
+        )
+
+    def state(self) -> RecordState:
+        """As of the last commit."""
+        observed = self._observed
+        return RecordState(
+            max_staleness=observed.max_staleness,
+            max_spans=observed.max_spans,
+            overlapped_steps=sorted(step for step in observed.overlapped_steps if step < self._ledger.committed),
+            rows_dead=self._dead_committed,
+            skipped_updates=observed.skipped_updates,
+            skipped_in_a_row=self._soundness.skipped_in_a_row[self._ledger.trained[0]],
+            critic_skipped_in_a_row=self.critic_skipped_in_a_row,
+            rows_redelivered=self._redelivered,
+            reward_failures=dict(self._reward_failures()),
+            why_not_deterministic=self._why_not_deterministic(),
+            has_said_unshared=self._soundness.has_said_unshared,
+            resumed_at=self._before.resumed_at,
+            made_again_at=self._before.made_again_at if self._why_not_deterministic() else [],  # or they are the same again
+        )
+
+    @property
+    def critic_skipped_in_a_row(self) -> int:
+        """The critic's updates that were skipped since it last made one. It may commit a step after the policy has."""
+        return sum(self._soundness.skipped_in_a_row[task] for task in self._ledger.trained[1:])
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether every rollout engine so far makes a lost response again exactly."""
+        return not self._why_not_deterministic()
+
+    def certificate(self) -> Certificate:
+        """What the run was so far, once every worker has made its last report."""
+        return self._observed.certificate(
+            schedule=self._config.schedule.name,
+            promised_staleness=self._schedule.max_staleness,
+            steps=self._ledger.committed,
+            planned_steps=self._config.run.steps,
+            rows_redelivered=self._rows_redelivered(),
+            reward_failures=self._reward_failures(),
+            why_not_deterministic=self._why_not_deterministic(),
+            resumed_at=self._before.resumed_at,
+            made_again_at=self._before.made_again_at,
+        )
+
+    async def finished(self, version: int) -> None:
+        """Wait until the metrics of so many steps are written."""
+        await self._finished.until(lambda: self._num_finished >= version)
+
+    def close(self) -> None:
+        """Close the files."""
+        for tracker in self._trackers:
+            tracker.close()
+        self._samples.close()
+        self._evaluations.close()
+        self.hub.log.close()
+
+    # -- what the books tell ------------------------------------------------------------------------------------------------
+
+    def opened(self, step: int) -> None:
+        """A step's groups are admitted."""
+        self._note("opened", step)
+
+    def installed(self, version: int) -> None:
+        """A rollout worker serves a version."""
+        self._note("installed", version)
+
+    async def evaluated(self, row: Row) -> None:
+        """An evaluation's figures, once every worker has sent its samples: a run that is gone on with makes neither again."""
+        async with self._evaluating:
+            await self.hub.settle(self._now())
+            self._evaluations.write(json.dumps(row) + "\n")
+        self._told.evaluation(row)
+
+    def rows_died(self, dead: Sequence[DeadRow]) -> None:
+        """Rows are given up. Those of evaluations are of no step."""
+        self._observed.rows_dead += len(dead)
+        for letter in dead:
+            step = self._ledger.step_of(letter.group) if letter.group < EVALUATION_GROUPS else None
+            if step is None or not letter.error.startswith((NO_REWARD, SKIPPED)):
+                continue
+            metrics = self._metrics.setdefault(step, StepMetrics())
+            if letter.error.startswith(SKIPPED):
+                metrics.count_rows(skipped=1)
+            else:
+                metrics.count_rows(unscored=1)
+                self._soundness.not_scored(step, 1, letter.error)
+
+    def sifted(self, step: int, sifted: Sifted) -> None:
+        """Some of a step's candidates are decided."""
+        self._progress()
+        if sifted.is_settled:
+            metrics = self._metrics.setdefault(step, StepMetrics())
+            metrics.count_rows(degenerate=sifted.num_degenerate_rows, surplus=sifted.num_surplus_rows)
+
+    def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
+        """A group's gradient has been added."""
+        self._progress()
+        self._soundness.consumed(task, step, update, group.rows)
+        if task != self._ledger.trained[0]:
+            self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), group)
+            return
+        is_overlapped = not self._ledger.is_done("rollout", step)
+        self._observed.group(step, staleness=group.staleness, num_spans=group.num_spans, is_overlapped=is_overlapped)
+        metrics = self._metrics.setdefault(step, StepMetrics())
+        self._add_losses(metrics, group)
+        if update >= self.shape.mini_batches:  # an epoch after the first, of the same rows
+            return
+        metrics.add_group(
+            rewards=group.rewards,
+            response_lengths=group.response_lengths,
+            truncated=group.truncated,
+            staleness=group.staleness,
+            trained_tokens=group.logical_tokens,
+        )
+        self._add_parts(step, metrics, group)
+        metrics.count_rows(empty=len(group.empty_rows), zero_advantage=group.left_out)
+        self._soundness.look_at_group(group)
+        self._told.group(step)
+
+    def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
+        """A step is final for one of the models. Its row of metrics is begun when it is for all of them."""
+        self._progress()
+        if task != self._ledger.trained[0]:
+            step = of_updates[-1].step
+            self._add_updates(self._critic_metrics.setdefault(step, StepMetrics()), updates)
+            self._is_final(step)
+            self._soundness.committed(task, of_updates, updates)
+            return
+        totals = of_updates[-1]
+        metrics = self._metrics.pop(totals.step, StepMetrics())
+        self._add_updates(metrics, updates)
+        redelivered = self._rows_redelivered()
+        metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
+        self._redelivered = redelivered
+        self._dead_committed += totals.dead
+        committed = self._now()
+        times = StepTimes(
+            started=committed if self._started is None else self._started,
+            committed=committed,
+            could_generate=self._could_generate(totals.step),
+        )
+        self._started = committed
+        self._committed[totals.step] = metrics, times
+        self._is_final(totals.step)
+        self._observed.skipped_updates += sum(update.is_skipped for update in updates)
+        self._soundness.committed(task, of_updates, updates)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _is_final(self, step: int) -> None:
+        if not self._ledger.is_open(step) and step in self._committed:
+            self._start(self._finish_step(step, *self._committed.pop(step)))
+
+    def _add_updates(self, metrics: StepMetrics, updates: Sequence[Update]) -> None:
+        for update in updates:
+            metrics.add_update(
+                grad_norm=update.grad_norm,
+                learning_rate=update.learning_rate,
+                normaliser=update.normaliser,
+                is_skipped=update.is_skipped,
+                fill_tokens=update.fill_tokens,
+            )
+
+    def _add_losses(self, metrics: StepMetrics, group: Consumed) -> None:
+        metrics.add_micro_batch(
+            loss_sum=group.loss_sum,
+            loss_tokens=group.computed_tokens,
+            logical_tokens=group.logical_tokens,
+            physical_tokens=group.physical_tokens,
+            metrics=group.metrics,
+            is_finite=group.is_finite,
+        )
+
+    def _add_parts(self, step: int, metrics: StepMetrics, group: Consumed) -> None:
+        """What each scorer gave, where that is kept. A row for which none gave anything has the value for failures."""
+        names, num_rows = self._config.reward.names, len(group.rows)
+        if not num_rows or len(group.reward_parts) != num_rows * len(names):
+            return
+        parts = group.reward_parts.reshape(num_rows, len(names))
+        if len(names) > 1:
+            metrics.add_reward_parts(dict(zip(names, parts.T, strict=True)))
+        if num_failed := int(np.isnan(parts).all(axis=1).sum()):
+            metrics.count_rows(unscored=num_failed)
+            self._soundness.not_scored(step, num_failed)
+
+    def _keep_sample(self, sample: Mapping[str, Any]) -> None:
+        if "reward_parts" in sample:
+            sample = {**sample, "reward_parts": dict(zip(self._config.reward.names, sample["reward_parts"], strict=False))}
+        self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
+
+    def _rows_redelivered(self) -> int:
+        """In all lives, but for tasks that only evaluations have: what is said of it is of what was trained."""
+        tables = [controller.table for controller in self._controllers.values()]
+        now = sum(table.num_redelivered for table in tables if table.spec.purpose != "eval")
+        return self._before.rows_redelivered + now
+
+    def _reward_failures(self) -> Counter[str]:
+        workers = [*self.hub.states.values(), *self.hub.past]
+        return sum((Counter(worker.reward_failures) for worker in workers), Counter(self._before.reward_failures))
+
+    def _why_not_deterministic(self) -> str:
+        workers = [*self.hub.states.values(), *self.hub.past]
+        made = [worker.why_not_deterministic for worker in workers if not worker.worker.startswith(f"{EVALUATORS}/")]
+        whys = [self._before.why_not_deterministic, *made]
+        return next((why for why in whys if why), "")
+
+    async def _finish_step(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
+        """The step's row of metrics, once every worker has told what it did until the commit."""
+        async with self._finishing:
+            await self.hub.settle(times.committed)
+            window = self.hub.log.window(times.started, times.committed, step)
+            spans = attributed(window, begins=step == self._first)
+            began = min((s.start for s in spans if s.task == "forward_backward" and s.step == step), default=None)
+            devices = self._num_devices(times.started, times.committed)
+            row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
+            if (of_critic := self._critic_metrics.pop(step, None)) is not None:
+                row |= of_critic.critic_row()
+            row |= run_metrics(*await self._queue.status())
+            row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
+            if self._before.resumed_at:
+                row["run/num_resumes"] = len(self._before.resumed_at)
+            self._soundness.look_at_metrics(row)
+            self.hub.log.flush()
+            for tracker in self._trackers:
+                tracker.log(step, row)
+            self._num_finished = step + 1
+            self._finished.notify()
+            self._told.step(step, row)
+
+    def _note(self, what: str, number: int) -> None:
+        self._progress()
+        moment = self._moments.setdefault((what, number), self._now())
+        if self._started is None and what == "opened":
+            self._started = moment
+
+    def _could_generate(self, step: int) -> float | None:
+        """When the step's first group was admitted and a worker had weights for it."""
+        interval, opened = self._schedule.interval(step), self._moments.get(("opened", step))
+        installed = [moment for (what, v), moment in self._moments.items() if what == "installed" and v in interval]
+        return max(opened, min(installed)) if opened is not None and installed else None

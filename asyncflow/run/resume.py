@@ -1,0 +1,318 @@
+"""Going on with a run: what the driver puts into a checkpoint, and what it makes of it.
+
+    checkpoints/step-000012/    trainer/     the train engine's state
+                                critic/      the critic's, where there is one
+                                versions/    published weights of older versions, where prompts are left that only these may answer
+                                driver.msgpack, rows.afp     this file's
+                                manifest.json
+
+In a mode and with engines that are deterministic no row is kept: leases and rows are made again, to the bit. Elsewhere completed
+rows that were not trained are kept with the versions that made them, and the others are generated again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from asyncflow.config import Config, load, parse_dumped
+from asyncflow.loops.samples import Prompt
+from asyncflow.run.record import RecordState
+from asyncflow.run_dir import CONFIG_FILE, EVAL_FILE, SAMPLES_FILE, RunDir, control_socket, replace
+from asyncflow.telemetry.certificate import CERTIFICATE_FILE
+from asyncflow.telemetry.fingerprints import FINGERPRINTS_FILE
+from asyncflow.telemetry.report import REPORT_FILE
+from asyncflow.telemetry.spans import Span
+from asyncflow.telemetry.trace import SPANS_FILE, TRACE_FILE
+from asyncflow.telemetry.trackers import METRICS_FILE
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.packed import read_frames, write_frame
+from asyncflow.types import Batch, Ragged, RunError, UserError
+
+DRIVER_FILE: Final = "driver.msgpack"
+ROWS_FILE: Final = "rows.afp"
+TRAINER_DIR: Final = "trainer"
+CRITIC_FINGERPRINTS: Final = FINGERPRINTS_FILE.replace(".", ".critic.")
+VERSIONS_DIR: Final = "versions"
+
+MAY_CHANGE: Final = (
+    "run.name", "run.dir", "run.steps", "run.overwrite", "run.stall_timeout_seconds", "run.stop_grace_seconds",
+    "reward.num_workers", "reward.deadline_seconds", "reward.memory_bytes", "reward.output_bytes", "reward.max_failed_fraction",
+    "rollout.num_workers", "rollout.num_slots", "rollout.num_threads", "rollout.max_restarts",
+    "train.num_threads", "train.pipeline_micro_batches", "train.pipeline_fill", "train.activation_checkpointing", "train.offload",
+    "train.offload_optimizer", "train.max_skipped_updates", "train.check_shared_prompt", "train.skip_zero_advantages",
+    "train.reference",
+    "train.oversampling", "train.max_candidates",
+    "weight_sync.name", "weight_sync.options", "weight_sync.deadline_seconds", "weight_sync.min_healthy_workers",
+    "weight_sync.listen",
+    "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps", "eval.num_workers",
+    "eval.device",
+)  # fmt: skip
+"""What of the configuration may be other when a run is gone on with; below a section's name, all of it."""
+
+
+class SavedPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A `Prompt`."""
+
+    ids: list[int]
+    example: dict[str, Any]
+
+
+class DriverState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`driver.msgpack`.
+
+    `data`: a hash of the data set's prompts. `position`: of the data's order, after all that is in `steps`; `pushed`: prompts to
+    come before it. `steps`: those that were admitted and not committed, each with the prompts of its groups.
+    """
+
+    version: int
+    config: str
+    data: str
+    position: int
+    pushed: list[SavedPrompt]
+    steps: dict[int, dict[int, SavedPrompt]]
+    record: RecordState
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run goes on from. `rows`: completed ones that were not trained. `is_whole`: no others had been begun."""
+
+    folder: Path
+    state: DriverState
+    rows: Batch | None
+    is_whole: bool = False
+
+    @property
+    def steps(self) -> dict[int, dict[int, Prompt]]:
+        """See `DriverState`."""
+        return {step: {group: as_prompt(p) for group, p in groups.items()} for step, groups in self.state.steps.items()}
+
+    @property
+    def record(self) -> RecordState:
+        """What the record of the life that begins now is added to."""
+        before, version = self.state.record, self.state.version
+        made_again_at = before.made_again_at if self.is_whole else [*before.made_again_at, version]
+        return msgspec.structs.replace(before, resumed_at=[*before.resumed_at, version], made_again_at=made_again_at)
+
+    @property
+    def versions(self) -> list[int]:
+        """Older ones whose weights are here."""
+        return sorted(version_of(path) for path in (self.folder / VERSIONS_DIR).glob("*"))
+
+
+def version_file(version: int) -> str:
+    """The name of a version's weights, in a folder of their own."""
+    return f"{VERSIONS_DIR}/{version:06d}/model.safetensors"
+
+
+def version_of(path: Path) -> int:
+    """Whose folder this is."""
+    return int(path.name)
+
+
+def as_prompt(saved: SavedPrompt) -> Prompt:
+    return Prompt(np.array(saved.ids, np.int64), saved.example)
+
+
+def as_saved(prompt: Prompt) -> SavedPrompt:
+    return SavedPrompt(prompt.ids.tolist(), dict(prompt.example))
+
+
+def data_hash(prompts: Sequence[Prompt]) -> str:
+    """What tells a data set, as it is tokenized, from another."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.ids.tobytes() + msgspec.json.encode(prompt.example))
+    return digest.hexdigest()
+
+
+def write_driver(folder: Path, state: DriverState, rows: Sequence[Batch]) -> None:
+    """The driver's part of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DRIVER_FILE).write_bytes(msgspec.msgpack.encode(state))
+    if rows:
+        with (folder / ROWS_FILE).open("wb") as file:
+            for batch in rows:
+                write_frame(file, [], batch)
+
+
+class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What takes the place of a checkpoint's own: prompts were pushed after it was begun, perhaps. See `DriverState`, `Resumed`."""
+
+    position: int
+    pushed: list[SavedPrompt]
+    steps: dict[int, dict[int, SavedPrompt]]
+    is_whole: bool = False
+
+
+def write_added(path: Path, state: DriverState, *, is_whole: bool = False) -> None:
+    """What has come after the checkpoint beside which `path` lies was written. `is_whole`: the run has ended, and lost no row."""
+    replace(path, msgspec.msgpack.encode(Added(state.position, state.pushed, state.steps, is_whole)))
+
+
+def read_driver(folder: Path, added: Path | None = None) -> Resumed:
+    """The driver's part of a whole checkpoint, and what was `added` to it. Raises `RunError` for one of another format."""
+    try:
+        state = msgspec.msgpack.decode((folder / DRIVER_FILE).read_bytes(), type=DriverState)
+        is_whole = state.version >= parse_dumped(state.config).run.steps  # after its last step a run has begun nothing more
+        if added is not None and added.exists():
+            more = msgspec.msgpack.decode(added.read_bytes(), type=Added)
+            state = msgspec.structs.replace(state, position=more.position, pushed=more.pushed, steps=more.steps)
+            is_whole = more.is_whole
+        rows = None
+        if (folder / ROWS_FILE).exists():
+            with (folder / ROWS_FILE).open("rb") as file:
+                batches = [batch for _, batch in read_frames(file)]
+            rows = _joined(batches)
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        raise RunError(f"the checkpoint {folder} cannot be read: {error}") from error
+    return Resumed(folder, state, rows, is_whole)
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    columns: dict[str, Any] = {}
+    for name, first in batches[0].columns.items():
+        if isinstance(first, Ragged):
+            columns[name] = Ragged.from_arrays([part for batch in batches for part in batch.ragged(name)], first.values.dtype.name)
+        else:
+            columns[name] = np.concatenate([batch.dense(name) for batch in batches])
+    indices = np.concatenate([batch.indices for batch in batches])
+    return Batch(indices, np.empty(0, np.int64), columns)
+
+
+def usable(rows: Batch | None, schema: Schema) -> Batch | None:
+    """Rows of a checkpoint, where of each task's outputs all are there, or none: what is written is not written again, so a row
+    that has some of them could not be completed. None, too, where they are not: the run makes such rows again."""
+    if rows is None or all(len(rows.columns.keys() & task.outputs) in (0, len(task.outputs)) for task in schema.tasks):
+        return rows
+    return None
+
+
+def check_fits(config: Config, state: DriverState, data: str) -> None:
+    """That a run may go on under this configuration and with this data. Raises `UserError`."""
+    if changed := _changed(parse_dumped(state.config), config):
+        raise UserError(f"{changed}: a run goes on as it began; set it back, or start another run")
+    if data != state.data:
+        raise UserError(f"{config.data.path} holds other prompts than when this run began: a run goes on with the data that it had")
+    if config.run.steps < state.version:
+        raise UserError(f"run.steps is {config.run.steps}, and {state.version} steps are done: set it to {state.version} or more")
+
+
+def _changed(began: Config, config: Config) -> str:
+    """What is other than when the run began and may not be, as half a sentence; "" where there is nothing."""
+    before, now = _flat(began.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
+            return f"{key} was {before.get(key)!r} when this run began and is {now.get(key)!r} now"
+    return ""
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+# -- the run's files --------------------------------------------------------------------------------------------------------
+
+
+def cut_back(run_dir: Path, resumed: Resumed, now: float) -> list[dict[str, Any]]:
+    """Let the run's files tell of the committed steps alone; what the end of a run leaves is removed, but for its model, which
+    stays until there is another. Returns the rows of metrics.
+
+    Spans are moved so that the last one kept ends at `now`, by the clock of the run that goes on. May be repeated.
+    """
+    version, rows = resumed.state.version, set() if resumed.rows is None else set(resumed.rows.indices.tolist())
+    metrics = _keep_lines(run_dir / METRICS_FILE, lambda row: row["step"] < version)
+    evaluated = {row["step"] for row in _keep_lines(run_dir / EVAL_FILE, lambda row: row["step"] <= version)}
+
+    def is_kept(sample: Mapping[str, Any]) -> bool:
+        if sample["purpose"] == "eval":
+            return sample["step"] in evaluated
+        return sample["step"] < version or sample["row"] in rows
+
+    _keep_lines(run_dir / SAMPLES_FILE, is_kept)
+    for path in run_dir.glob(FINGERPRINTS_FILE.replace(".", "*.")):
+        _keep_lines(path, lambda line: line["step"] < version)
+    _cut_spans(run_dir / SPANS_FILE, version, now)
+    RunDir(run_dir).forget_partial_models()
+    for name in (CERTIFICATE_FILE, REPORT_FILE, TRACE_FILE):
+        (run_dir / name).unlink(missing_ok=True)
+    control_socket(run_dir).unlink(missing_ok=True)
+    return metrics
+
+
+def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The rows of metrics that are written."""
+    return _lines(run_dir / METRICS_FILE)
+
+
+def to_be_kept(config: Config) -> str:
+    """What there is in the run's folder, without a checkpoint, that somebody may miss, and why; "" where there is nothing.
+
+    What a life of this very run has left that was killed before its first checkpoint is made again, and is missed by nobody.
+    """
+    folder = RunDir(config.run_dir)
+    if folder.model.exists() or folder.critic.exists():
+        return "the model of an earlier run"
+    if next(metrics_of(folder.path), None) is None:
+        return ""
+    try:
+        changed = _changed(load(folder.path / CONFIG_FILE), config)
+    except UserError as error:
+        return f"the metrics of an earlier run, which cannot be told from another one ({error})"
+    return f"the metrics of an earlier run, and {changed}" if changed else ""
+
+
+def evaluated_versions(run_dir: Path) -> set[int]:
+    """Those whose evaluations are written."""
+    return {row["step"] for row in _lines(run_dir / EVAL_FILE)}
+
+
+def left_out_before(run_dir: Path) -> int:
+    """How many evaluations were left out, as the figures that are written tell."""
+    return sum(row.get("left_out", 0) for row in _lines(run_dir / EVAL_FILE))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Of a JSON Lines file, but for a half-written last one."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (msgspec.json.decode(line) for line in file if line.endswith(b"\n"))
+
+
+def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    content, kept = [], []
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and is_kept(row := msgspec.json.decode(line)):
+                content.append(line)
+                kept.append(row)
+    replace(path, b"".join(content))
+    return kept
+
+
+def _cut_spans(path: Path, version: int, now: float) -> None:
+    """Until the last commit that counts, and nothing of later steps."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        spans = [msgspec.json.decode(line, type=Span) for line in file if line.endswith(b"\n")]
+    ends = [span.end for span in spans if span.task in ("optim_step", "publish") and 0 <= span.step < version]
+    moment = max(ends, default=-1.0)
+    encoder, content = msgspec.json.Encoder(), []
+    for span in spans:
+        if span.start < moment and span.step < version:
+            start, end = span.start + now - moment, min(span.end, moment) + now - moment
+            content.append(encoder.encode(msgspec.structs.replace(span, start=start, end=end)) + b"\n")
+    replace(path, b"".join(content))

@@ -1,0 +1,108 @@
+"""A run's workers and the driver's loops, while they run.
+
+consumes: events that somebody waits for
+waits for: that event, beside the workers' ends, the driver's loops, the error that ends the run, and an interrupt
+is unblocked by: whichever of them comes first
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from asyncflow.cluster.base import Cluster, Settle, WorkerSpec
+from asyncflow.run.driver import Driver
+from asyncflow.types import RunError
+
+
+class Running:
+    """A run's workers and the driver's loops. Whatever is waited for is waited for beside them: one that fails ends the wait.
+
+    `has_failed`: what the run waited for (`until`) has not come, for an error, or for an interrupt that ends the run at once.
+    """
+
+    def __init__(self, driver: Driver, cluster: Cluster, interrupted: asyncio.Event, says: Callable[[str], None]) -> None:
+        self.has_failed = False
+        self._driver, self._cluster, self._interrupted, self._says = driver, cluster, interrupted, says
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def start(self, fleet: Sequence[WorkerSpec]) -> bool:
+        """Start the workers. False: interrupted before they were all started, for which a cluster may have to wait."""
+        starting = asyncio.ensure_future(self._cluster.start(fleet))
+        interrupted = asyncio.ensure_future(self._interrupted.wait())
+        try:
+            await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return False
+            await starting
+            return True
+        finally:
+            for future in (starting, interrupted):
+                future.cancel()
+            await asyncio.gather(starting, interrupted, return_exceptions=True)
+
+    def begin(self, loops: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Have the loops run."""
+        self._loops = [asyncio.create_task(loop) for loop in loops]
+
+    async def until(self, event: Coroutine[Any, Any, None]) -> bool:
+        """Wait for something. False: interrupted. Raises what has gone wrong."""
+        reached = asyncio.ensure_future(event)
+        interrupted = asyncio.ensure_future(self._interrupted.wait())
+        over = self._over()
+        try:
+            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self._driver.beside.failure, *self._loops}
+            while not reached.done() and not interrupted.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if over in done and not reached.done():
+                    raise RunError("every worker has ended, but the run has not")
+            return reached.done()
+        except BaseException:
+            self.has_failed = True
+            raise
+        finally:
+            for future in (reached, interrupted, over):
+                future.cancel()
+
+    async def finish_step(self, grace_seconds: float) -> None:
+        """A step whose updates have begun is made to its end, for as long as something moves: half of them is no state that a run
+        could end with. What the workers are given to end in begins after its commit. Says so after `grace_seconds`."""
+        ledger = self._driver.ledger
+        if self.has_failed or not ledger.is_finishing:
+            return
+        finished = asyncio.ensure_future(ledger.finished())
+        over = self._over()
+        waiting: set[asyncio.Future[Any]] = {finished, over, self._driver.beside.failure, *self._loops}  # one is the watchdog
+        seconds: float | None = grace_seconds
+        try:
+            while not finished.done() and not over.done():
+                done, waiting = await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if not done:
+                    self._says("the step whose updates have begun is made to its end: interrupt again to end at once")
+                    seconds = None
+        except asyncio.CancelledError:
+            await self._cluster.stop(0.0)
+            raise
+        except Exception as error:  # whatever it is, the run is to stop
+            self._says(f"the step whose updates had begun was not made to its end: {error}")
+        finally:
+            for future in (finished, over):
+                future.cancel()
+
+    async def stop(self, grace_seconds: float, settle: Settle) -> None:
+        """Stop the workers, then the loops. `settle`: see `Cluster.stop`."""
+        for name in await self._cluster.stop(grace_seconds, settle):
+            self._says(f"worker {name} did not end within {grace_seconds:g} s and was killed")
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+
+    def _over(self) -> asyncio.Future[None]:
+        """Every worker has ended."""
+        health = self._driver.health
+        return asyncio.ensure_future(self._cluster.wait(health.died, health.goes_on_without))

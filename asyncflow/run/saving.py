@@ -1,0 +1,372 @@
+"""Checkpoints while a run runs: the driver's part and the trainers'.
+
+    trainer/0..n: Saving --begin--> driver: Saves       who says which older versions are still needed, and writes its own part
+              |  engine.save_state: staged, then written beside training
+              +--written----------> hashes, manifest, rename; the oldest one goes
+
+consumes: commits after which a checkpoint is due; the end of the run
+waits for: the one before, which must be whole or given up before the next begins; for the metrics of its last step
+is unblocked by: the disk
+
+A checkpoint that cannot be written (a full disk) is given up, and said; the run goes on, and the earlier ones stay. Once it has its
+name, it counts, whatever fails then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Awaitable, Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol
+
+import msgspec
+import numpy as np
+
+from asyncflow.checkpoint.folder import Checkpoints
+from asyncflow.config import CheckpointConfig, Config, dump
+from asyncflow.control.ledger import Ledger
+from asyncflow.control.policy_versions import PolicyVersions
+from asyncflow.control.schedule import Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.data.order import SeededOrder
+from asyncflow.loops.admissions import Admissions
+from asyncflow.loops.samples import Prompt
+from asyncflow.run.evaluating import Evaluating
+from asyncflow.run.record import RecordState, RunRecord
+from asyncflow.run.resume import (
+    TRAINER_DIR,
+    DriverState,
+    as_saved,
+    data_hash,
+    version_file,
+    write_added,
+    write_driver,
+)
+from asyncflow.run_dir import CRITIC_DIR, RunDir
+from asyncflow.telemetry.spans import Recorder
+from asyncflow.transfer_queue.queue import TransferQueue
+from asyncflow.transfer_queue.unit import StorageUnit
+from asyncflow.transport import remote
+from asyncflow.types import Array, Batch, Ragged, RunError, Values
+from asyncflow.weight_sync.base import Manifest
+from asyncflow.weight_sync.files import held
+
+_COPIED_BYTES: Final = 1 << 20  # at once
+
+
+def checkpoints_of(config: Config) -> Checkpoints:
+    """A run's."""
+    return Checkpoints(RunDir(config.run_dir).checkpoints, config.checkpoint.keep)
+
+
+class Saves:
+    """The driver's end: what it knows at every commit, and what makes files a checkpoint."""
+
+    def __init__(
+        self,
+        config: Config,
+        schedule: Schedule,
+        ledger: Ledger,
+        board: PolicyVersions,
+        queue: TransferQueue,
+        evaluating: Evaluating,
+        source: SeededOrder[Prompt],
+        admissions: Admissions,
+        record: RunRecord,
+        *,
+        says: Callable[[str], None],
+    ) -> None:
+        self._config, self._schedule, self._ledger, self._board, self._queue = config, schedule, ledger, board, queue
+        self._evaluating, self._source, self._admissions, self._record = evaluating, source, admissions, record
+        self._says = says
+        self._checkpoints = checkpoints_of(config)
+        self._data = ""
+        self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
+        self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
+        self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this life
+        self._has_critic = len(ledger.trained) > 1
+        self._came = Signal()
+        self.settled = ledger.committed  # the last version of which there is a checkpoint, or will be none
+        self.on_settled: Callable[[], None] = lambda: None
+        self.committed()
+
+    def committed(self) -> None:
+        """Remember how things are now, right after a commit: nothing of the next step has been trained."""
+        admissions, committed = self._admissions, self._ledger.committed
+        open_groups = self._ledger.groups()
+        admissions.forget(admissions.prompts.keys() - {group for groups in open_groups.values() for group in groups})
+        self._steps = self._admitted()
+        self._version, self._order = committed, (self._source.position, self._source.pushed)
+        self._state: RecordState = self._record.state()
+        self._has_more = False  # than the checkpoint of this version
+
+    def pushed(self) -> None:
+        """Remember prompts that were pushed since the last commit. What was admitted until now stays before them."""
+        self._steps = self._admitted()
+        self._order = self._source.position, self._source.pushed
+        self._has_more = True
+
+    async def close(self) -> None:
+        """The run stops: prompts that were pushed when its last checkpoint was begun already are kept beside that, and, where it
+        matters, that no row is lost."""
+        is_whole = not self._loses_rows()
+        is_to_say = self._has_more or (is_whole and not self._record.is_deterministic)
+        if is_to_say and self.settled == self._version and self._version in self._checkpoints.versions():
+            path, state = self._checkpoints.added(self._version), self._driver_state()
+            try:
+                await asyncio.to_thread(write_added, path, state, is_whole=is_whole)
+            except OSError as error:
+                what = "prompts that were pushed after the last checkpoint" if self._has_more else "a note that it has all rows"
+                self._says(f"{what} could not be kept: {error.strerror or error}")
+
+    @remote
+    async def begin(self, version: int) -> list[Manifest]:
+        """The trainers begin to write the checkpoint of the last committed version. Returns what they are to keep of older weights.
+
+        Raises `ValueError` for another version.
+        """
+        if version != self._version:
+            raise ValueError(f"a checkpoint of version {version} was begun after {self._version} commits")
+        self._has_more = False
+        # The critic may have committed the step after the policy, and has by now.
+        in_a_row = self._record.critic_skipped_in_a_row
+        self._state = msgspec.structs.replace(self._state, critic_skipped_in_a_row=in_a_row)
+        self._own[version] = own = asyncio.ensure_future(self._write_own(version))
+        own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
+        first = self._schedule.interval(version).high
+        manifests = {each.version: each for each in [*self._evaluating.waiting(version), *self._board.kept(range(first, version))]}
+        return [manifests[each] for each in sorted(manifests)]
+
+    @remote
+    async def written(self, version: int) -> None:
+        """The trainers' files are there: make them a checkpoint. Returns when it is one, or has been given up."""
+        why = ""
+        try:
+            await self._own.pop(version)
+            await self._record.finished(version)
+        except OSError as error:
+            why = _why(error)
+        of_critic = await self._part_of_critic(version)  # in any case: its files would stay else
+        if not (why := why or of_critic):
+            try:
+                for trouble in await asyncio.to_thread(self._checkpoints.commit, version):
+                    self._says(trouble)
+            except OSError as error:
+                why = _why(error)
+        if why:
+            await self._give_up(version, why)
+        self._settle(version)
+
+    @remote
+    async def critic_written(self, version: int, why: str) -> None:
+        """The critic's files are there, or could not be written, and why. Returns at once."""
+        self._parts[version] = why
+        self._came.notify()
+
+    async def _part_of_critic(self, version: int) -> str:
+        if not self._has_critic:
+            return ""
+        await self._came.until(lambda: version in self._parts)
+        return self._parts.pop(version)
+
+    @remote
+    async def failed(self, version: int, why: str) -> None:
+        """The trainers' files could not be written."""
+        own = self._own.pop(version)
+        await asyncio.gather(own, return_exceptions=True)
+        await self._part_of_critic(version)  # whose files would stay else
+        await self._give_up(version, why)
+        self._settle(version)
+
+    async def _give_up(self, version: int, why: str) -> None:
+        await asyncio.to_thread(self._checkpoints.discard, version)
+        left = self._checkpoints.versions()
+        stays = f"the one of step {left[-1]} stays" if left else "there is none before it"
+        self._says(f"the checkpoint of step {version} could not be written, and {stays}: {why}")
+
+    def _settle(self, version: int) -> None:
+        self.settled = version
+        self.on_settled()
+
+    async def _write_own(self, version: int) -> None:
+        steps, state = self._steps, self._driver_state()
+        if not self._data:
+            self._data = await asyncio.to_thread(data_hash, self._source.items)
+        state = msgspec.structs.replace(state, data=self._data)
+        rows = [] if self._is_made_again_exactly() else await self._completed(steps)
+        self._kept = {row for batch in rows for row in batch.indices.tolist()}
+        await asyncio.to_thread(write_driver, self._checkpoints.partial(version), state, rows)
+
+    def _loses_rows(self) -> bool:
+        """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier life."""
+        bits, size = self._queue.schema.group_bits, self._record.shape.group_size
+        begun = {row for group in self._ledger.groups_begun() for row in range(group << bits, (group << bits) + size)}
+        return self._kept is None or not begun <= self._kept
+
+    def _admitted(self) -> dict[int, dict[int, Prompt]]:
+        """Of steps that are not committed, each with the prompts of its groups."""
+        admissions, committed = self._admissions, self._ledger.committed
+        open_groups = self._ledger.groups()
+        steps = {step: {group: admissions.prompts[group] for group in groups} for step, groups in open_groups.items()}
+        return {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
+
+    def _driver_state(self) -> DriverState:
+        """What was remembered last."""
+        position, pushed = self._order
+        return DriverState(
+            version=self._version,
+            config=dump(self._config),
+            data=self._data,
+            position=position,
+            pushed=[as_saved(prompt) for prompt in pushed],
+            steps={step: {group: as_saved(prompt) for group, prompt in groups.items()} for step, groups in self._steps.items()},
+            record=self._state,
+        )
+
+    def _is_made_again_exactly(self) -> bool:
+        """Whether every response is a function of its key: one version may make it, and engines are deterministic."""
+        interval = self._schedule.interval(self._version + self._schedule.max_staleness)
+        return interval.low == interval.high and self._record.is_deterministic
+
+    async def _completed(self, steps: dict[int, dict[int, Prompt]]) -> list[Batch]:
+        """The rows of these steps that have all that comes before training, wherever they are."""
+        schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._record.shape.group_size
+        numbers = [group << schema.group_bits for groups in steps.values() for group in groups]
+        rows = np.array([row for n in numbers for row in range(n, n + size) if row not in lacking], np.int64)
+        made = {name for task in self._ledger.kept for name in schema.task(task).outputs}
+        columns = [column.name for column in schema.declared if column.name in made]
+        units = [self._queue.places.get(StorageUnit, f"unit/{number}") for number in self._queue.places.units]
+        return [batch for unit in units for batch in await _read(unit, rows, columns)]
+
+
+class Saved(Protocol):
+    """What a checkpoint asks of an engine, see `TrainEngine`."""
+
+    async def begin_step(self) -> None: ...
+
+    async def save_state(self, folder: Path) -> Awaitable[None]: ...
+
+
+class Saving:
+    """A leading trainer's end, or the critic's. Nothing is done where no checkpoints are kept."""
+
+    def __init__(
+        self,
+        saves: Saves,
+        checkpoints: Checkpoints,
+        settings: CheckpointConfig,
+        engine: Saved,
+        spans: Recorder,
+        *,
+        first: int,
+        last: int,
+        is_first: bool,
+        part: str = TRAINER_DIR,
+    ) -> None:
+        """Of a run from step `first` to step `last`. `is_first`: of the leaders, the one that talks with the driver. `part`: where
+        in a checkpoint the engine's state goes."""
+        self._part = part
+        self._saves, self._checkpoints, self._settings = saves, checkpoints, settings
+        self._engine, self._spans = engine, spans
+        self._last, self._is_first = last, is_first
+        self._saved = first
+        self._writing: asyncio.Task[None] | None = None
+
+    def is_due(self, version: int) -> bool:
+        """See `Keeper`."""
+        every = self._settings.every_steps
+        return version == self._last or (every is not None and version % every == 0)
+
+    async def committed(self, version: int) -> None:
+        """See `Keeper`."""
+        if self.is_due(version):
+            await self._engine.begin_step()  # what is saved is the state at the beginning of a step
+            await self.save(version)
+
+    async def save(self, version: int) -> None:
+        """Stage a checkpoint of this version, unless there is one; it is written while the engine goes on."""
+        if version == self._saved or not self._settings.keep:
+            return
+        with self._spans.busy("checkpoint", version=version):
+            await self.written()
+            self._saved = version
+            folder, older = self._checkpoints.partial(version), {}
+            if self._is_first:
+                older = {manifest.version: held(manifest) for manifest in await self._saves.begin(version)}
+            is_written = await self._engine.save_state(folder / self._part)
+        self._writing = asyncio.ensure_future(self._written(version, folder, is_written, older))
+
+    async def written(self) -> None:
+        """Wait until what was staged is a checkpoint, or has been given up."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def _written(self, version: int, folder: Path, is_written: Any, older: dict[int, BinaryIO | None]) -> None:
+        whys = []
+        for part in (
+            asyncio.to_thread(_write_all, folder, older),
+            is_written,
+        ):  # first what the next publish may want to write over
+            try:
+                await part
+            except (OSError, RunError) as error:
+                whys.append(error.strerror or str(error) if isinstance(error, OSError) else str(error))
+        why = whys[0] if whys else ""
+        if self._part == CRITIC_DIR:
+            await self._saves.critic_written(version, why)
+        elif self._is_first and why:
+            await self._saves.failed(version, why)
+        elif self._is_first:
+            await self._saves.written(version)
+
+
+def _why(error: OSError) -> str:
+    return f"{error.filename or 'a file'}: {error.strerror or error}"
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """What went wrong is told to who awaits the task; where the run is over, nobody does."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _read(unit: StorageUnit, rows: Array, columns: list[str]) -> list[Batch]:
+    """Those of the rows that the unit has with all these columns, copied: the unit may drop them. One that it has lost or given up
+    meanwhile is made again by the run that goes on."""
+    if not len(here := await unit.present(rows)):
+        return []
+    try:
+        batch = (await unit.read(here, columns)).batch()
+    except LookupError:
+        return [batch for row in here.tolist() for batch in await _read_one(unit, row, columns)]
+    return [_copied(batch)]
+
+
+async def _read_one(unit: StorageUnit, row: int, columns: list[str]) -> list[Batch]:
+    with contextlib.suppress(LookupError):
+        return [_copied((await unit.read(np.array([row], np.int64), columns)).batch())]
+    return []
+
+
+def _copied(batch: Batch) -> Batch:
+    columns: dict[str, Values] = {
+        name: Ragged(values.values.copy(), values.offsets.copy()) if isinstance(values, Ragged) else values.copy()
+        for name, values in batch.columns.items()
+    }
+    return Batch(batch.indices.copy(), batch.groups.copy(), columns)
+
+
+def _write_all(folder: Path, versions: dict[int, BinaryIO | None]) -> None:
+    """Copy versions that are held (None: weights are simulated) to the disk, and let go of them."""
+    with contextlib.ExitStack() as stack:
+        for source in versions.values():
+            stack.enter_context(source or contextlib.nullcontext())
+        for version, source in versions.items():
+            path = folder / version_file(version)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as target:
+                shutil.copyfileobj(source or BytesIO(), target, _COPIED_BYTES)

@@ -1,0 +1,82 @@
+"""How responses are scored below a worker: by reward processes, by a reward model, or by both.
+
+consumes: samples
+waits for: a reward process, the model's thread
+is unblocked by: their answers; a sample's deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from asyncflow.config import RewardModelConfig
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.base import ClassifierEngine
+from asyncflow.engines.train import CLASSIFIER_ENGINES
+from asyncflow.registry import build
+from asyncflow.rewards.base import Sample, Score
+from asyncflow.rewards.delays import Scoring, delayed
+from asyncflow.rewards.fallback import with_fallback
+from asyncflow.rewards.model import by_model, together
+from asyncflow.run.connection import RunConnection
+from asyncflow.run.factories import reward_pool
+
+
+@asynccontextmanager
+async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[Score]]]:
+    """The reward processes below a worker, which end with it. None are started where another worker scores."""
+    config, delays = run.config.reward, run.config.reward.delays
+    failures: Counter[str] = Counter()
+    scorings: list[Scoring] = []
+    async with AsyncExitStack() as stack:
+        is_here = config.place == "rollout" or name == "reward"
+        if config.parts and is_here:
+            pool = reward_pool(run.config, name)
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            failures = pool.failures
+            scorings.append(pool.score)
+        if config.model is not None and is_here:
+            run.reporter.recorder.enter("load")
+            engine = await asyncio.to_thread(_reward_model, config.model)
+            stack.push_async_callback(engine.close)
+            scorings.append(by_model(_computing(engine, run, config.model), config.model.path, failures, config.deadline_seconds))
+        run.reporter.reward_failures = failures
+        weights = [part.weight for part in config.parts.values()] + ([] if config.model is None else [config.model.weight])
+        score = scorings[0] if len(scorings) == 1 and config.model is None else _all_of(scorings, weights)
+        if config.value_on_failure is not None:
+            score = with_fallback(score, value=config.value_on_failure, attempts=config.max_attempts, num_parts=len(weights))
+        yield delayed(score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else score
+
+
+def _all_of(scorings: Sequence[Scoring], weights: Sequence[float]) -> Scoring:
+    """Reward processes, if there are any, and then the model."""
+    return together(scorings, weights, [len(weights) - 1, 1] if len(scorings) == 2 else [len(weights)])
+
+
+def _reward_model(model: RewardModelConfig) -> ClassifierEngine:
+    options = {"model_path": Path(model.path), "device": model.device, "dtype": model.dtype, "num_threads": model.num_threads}
+    return cast(ClassifierEngine, build("reward model engine", "torch", options, CLASSIFIER_ENGINES))
+
+
+def _computing(engine: ClassifierEngine, run: RunConnection, model: RewardModelConfig) -> Callable[[Sample], Awaitable[float]]:
+    """The model's logit of a sample: of its own token ids, if the model has the policy's tokenizer, or else of the text."""
+    files = [(Path(folder) / "tokenizer.json") for folder in (run.job.model, model.path)]
+    has_same = files[1].is_file() and files[0].read_bytes() == files[1].read_bytes()
+    if model.template is None and has_same:
+        return lambda sample: engine.score(np.array([*sample.prompt_ids, *sample.token_ids], np.int64))
+    tokenizer, template = CheckpointTokenizer(Path(model.path)), model.template or "{prompt}{response}"
+
+    async def compute(sample: Sample) -> float:
+        before, _, after = template.partition("{response}")
+        text = before.replace("{prompt}", sample.prompt) + sample.response + after.replace("{prompt}", sample.prompt)
+        return await engine.score(tokenizer.encode(text))
+
+    return compute

@@ -1,0 +1,74 @@
+"""Who does what in a live run, and whether anything moves.
+
+consumes: the books, the workers' reports
+waits for: `run.stall_timeout_seconds` without anything that moves
+is unblocked by: the clock
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from asyncflow.run.driver import Driver
+from asyncflow.transport import remote
+from asyncflow.types import RunError
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The answer to `asyncflow status`: who does what, what waits for what, and what each storage unit holds."""
+
+    run: str
+    committed: int
+    steps: int
+    idle_seconds: float
+    workers: list[str]
+    waits: list[str]
+    queue: dict[str, dict[str, int]]
+    stored: list[str]
+
+
+class Watch:
+    """Of one run; the service `status`."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    @remote
+    async def status(self) -> Status:
+        """Who does what, and what waits for what."""
+        driver, now = self._driver, asyncio.get_running_loop().time()
+        workers, serving = [], {name: version for board in driver.boards for name, version in board.serving.items()}
+        for name, state in sorted(driver.hub.states.items()):
+            what = f"{state.task}{f' for {state.cause}' if state.cause else ''} since {now - state.since:.1f} s"
+            leaves = ", to leave" if name in driver.board.crew.leaving else ""
+            version = serving.get(name, "-")
+            workers.append(f"{name} (process {state.pid}): {what}, {state.rss_bytes / 1e6:.0f} MB, version {version}{leaves}")
+        waits = driver.ledger.ledger.missing()
+        tasks, units = await driver.queue.status()
+        for name, task in tasks.items():
+            waits += [f"{worker} holds {rows} rows of task {name}" for worker, rows in task.holders.items()]
+        queue = {name: task.counts for name, task in tasks.items()}
+        stored = [f"unit/{number}: {unit.rows} rows, {unit.stored_bytes / 1e6:.1f} MB" for number, unit in sorted(units.items())]
+        run, idle = driver.config.run, now - driver.last_progress
+        return Status(run.name, driver.ledger.ledger.committed, run.steps, idle, workers, waits, queue, stored)
+
+    async def run(self) -> None:
+        """For ever. A run in which nothing moves says who waits for what, by a `RunError`."""
+        driver, loop = self._driver, asyncio.get_running_loop()
+        limit = driver.config.run.stall_timeout_seconds
+        while True:
+            await asyncio.sleep(max(0.05, driver.last_progress + limit - loop.time()))
+            if driver.ledger.is_held:
+                driver.progress()  # who drives the run by hand may take his time
+            elif loop.time() - driver.last_progress >= limit:
+                status, lease = await self.status(), driver.config.queue.lease_seconds
+                late = (
+                    f". What a worker that hangs holds is others' after queue.lease_seconds ({lease:g}): take less than {limit:g}"
+                )
+                raise RunError(
+                    f"nothing has moved for {limit:g} s (run.stall_timeout_seconds). "
+                    f"Workers: {'; '.join(status.workers) or 'none yet'}. Waited for: {'; '.join(status.waits) or 'nothing'}"
+                    f"{late if lease >= limit else ''}"
+                )

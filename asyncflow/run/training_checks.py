@@ -1,0 +1,139 @@
+"""Whether what a run trains is sound: what is odd about it is said, and too much of that ends the run.
+
+    RunRecord --groups, updates, rows without a reward, metrics--> Soundness --says---> the terminal
+                                                                        '-----fails--> the run's end
+
+Said each time: rows without a token to train on, updates that are skipped. Said once: prompts that are not shared, engines that do
+not compute the same. Too much are rows of a step without a reward, beyond `reward.max_failed_fraction` of it, and updates that are
+skipped in a row, from `train.max_skipped_updates` on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from asyncflow.config import Config
+from asyncflow.control.ledger import Consumed, Ledger, StepTotals, Update
+from asyncflow.loops.score_batching import NO_REWARD
+from asyncflow.run.factories import shape_of
+from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL
+from asyncflow.types import RunError
+
+
+class TrainingChecks:
+    """One run's. `fails` ends the run, if it has not ended for another reason.
+
+    `skipped_in_a_row`: by task, the updates that were skipped since it last made one. `has_said_unshared`: whether it has been said
+    that prompts are not shared.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        *,
+        skipped_in_a_row: Mapping[str, int],
+        has_said_unshared: bool,
+        reward_failures: Callable[[], Mapping[str, int]],
+        says: Callable[[str], None],
+        fails: Callable[[RunError], None],
+    ) -> None:
+        """`skipped_in_a_row`, `has_said_unshared`: as the life before this one left them. `reward_failures()`: attempts that failed
+        so far, by kind."""
+        self.skipped_in_a_row, self.has_said_unshared = dict(skipped_in_a_row), has_said_unshared
+        self._config, self._shape, self._ledger = config, shape_of(config), ledger
+        self._reward_failures, self._says, self._fails = reward_failures, says, fails
+        self._rows: dict[tuple[str, int, int], list[int]] = {}  # by task, step and update, what that is to train
+        self._num_unscored: Counter[int] = Counter()  # by step
+        self._has_said_mismatch = False
+
+    def consumed(self, task: str, step: int, update: int, rows: Sequence[int]) -> None:
+        """A group's rows are to be trained by this update of the step."""
+        self._rows.setdefault((task, step, update), []).extend(rows)
+
+    def look_at_group(self, group: Consumed) -> None:
+        """A group has been trained, in the first epoch."""
+        if group.empty_rows:
+            rows = ", ".join(map(str, group.empty_rows))
+            self._says(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
+        self._look_at_sharing(group)
+
+    def not_scored(self, step: int, count: int, error: str = "") -> None:
+        """So many more rows of the step could not be scored; `error`: of the last one, if it is known. Too many of them end the
+        run."""
+        self._num_unscored[step] += count
+        num_rows, most = self._ledger.num_groups(step) * self._shape.group_size, self._config.reward.max_failed_fraction
+        if self._num_unscored[step] > most * num_rows:
+            kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(self._reward_failures().items()))
+            last = f"; the last one: {error.removeprefix(NO_REWARD)}" if error else ""
+            self._fails(
+                RunError(
+                    f"{self._num_unscored[step]} of the {num_rows} rows of step {step} could not be scored, more than "
+                    f"reward.max_failed_fraction={most:g} (attempts that failed so far: {kinds or 'not yet told'}): mend the "
+                    f"scorer, or raise that{last}"
+                )
+            )
+
+    def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
+        """A step is final for one of the models. Says which of its updates were skipped, and why; too many in a row end the run."""
+        for number, (totals, update) in enumerate(zip(of_updates, updates, strict=True)):
+            rows = self._rows.pop((task, totals.step, number), [])
+            self.skipped_in_a_row[task] = self.skipped_in_a_row[task] + 1 if update.is_skipped else 0
+            if update.is_skipped:
+                which = f"update {number + 1} of {len(updates)} of " if len(updates) > 1 else ""
+                self._skipped(task, f"{which}step {totals.step}", totals, update, rows)
+
+    def look_at_metrics(self, row: Mapping[str, float]) -> None:
+        """Of a step. Says once that the two engines do not compute the same."""
+        has_fresh = "mismatch/kl" in row
+        name, most = ("mismatch/kl", LARGE_MISMATCH) if has_fresh else ("policy/rollout_kl", LARGE_ROLLOUT_KL)
+        divergence = row.get(name, 0.0)
+        if self._has_said_mismatch or not divergence > most:  # no number: other lines tell of that
+            return
+        self._has_said_mismatch = True
+        why = "though both have the same version's weights" if has_fresh else "more than a version or two of learning make of it"
+        self._says(
+            f"the rollout engine's log-probs are not the train engine's: {name} is {divergence:.2g} nats, above {most:g}, {why}; "
+            f"set rollout.dtype, train.dtype and "
+            f"weight_sync.dtype, which round them, to the same, or to float32; take out "
+            f"what changes the rollout engine's arithmetic, such as quantisation; or correct for it by "
+            f"algorithm.correction=truncated (docs/off_policy.md)"
+        )
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _look_at_sharing(self, group: Consumed) -> None:
+        """Say once that a shared prompt was not worth it, where it was asked for."""
+        is_shared = group.physical_tokens < group.logical_tokens or not group.logical_tokens  # or none of it was computed
+        if self.has_said_unshared or is_shared or self._shape.rows_per_micro_batch == 1 or len(group.rows) == 1:
+            return
+        self.has_said_unshared = True
+        tokens = f"a prompt of {group.prompt_length} tokens, {len(group.rows)} responses of {group.response_lengths.mean():.0f}"
+        self._says(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
+
+    def _skipped(self, task: str, which: str, totals: StepTotals, update: Update, rows: Sequence[int]) -> None:
+        """`rows`: that were to be trained by the update."""
+        is_policy, non_finite = task == self._ledger.trained[0], totals.non_finite_rows
+        why = f"the gradient of {self._named(rows)} together was not finite"
+        if non_finite:
+            why = f"the loss of rows {', '.join(map(str, non_finite[:8]))} was not finite"
+        if not update.normaliser:
+            why = "nothing was left to train on"
+        whose = "skipped, the weights" if is_policy else "skipped for the critic, whose weights"
+        self._says(f"{which} is {whose} stay as they are: {why}")
+        if self.skipped_in_a_row[task] >= self._config.train.max_skipped_updates:
+            ways_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
+            if not is_policy:
+                ways_out = "lower train.critic.learning_rate, or look at these rows' rewards and values"
+            if not update.normaliser:
+                ways_out = "the messages above say why the rows were given up"
+            updates = "updates" if is_policy else "updates of the critic"
+            told = f"{self.skipped_in_a_row[task]} {updates} in a row were skipped, the last because {why}; {ways_out}"
+            self._fails(RunError(told))
+
+    def _named(self, rows: Sequence[int]) -> str:
+        """The first and the last one where they are of neighbouring groups; how many they are, where they are not."""
+        groups = {row >> self._shape.group_bits for row in rows}
+        are_neighbours = groups and max(groups) - min(groups) + 1 == len(groups)
+        return f"rows {min(rows)} to {max(rows)}" if are_neighbours else f"its {len(rows)} rows"

@@ -1,0 +1,305 @@
+"""The mains of the worker processes. Each one connects to the run's driver, builds its engine, runs its loop, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncflow.cluster.remote_node import own_address, remote_node
+from asyncflow.config import Config
+from asyncflow.control.modes import Periodic
+from asyncflow.data.tokenizer import CheckpointTokenizer
+from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
+from asyncflow.loops.algorithm1 import publish, train
+from asyncflow.loops.critic import Version, add_values, train_critic
+from asyncflow.loops.evaluation import position_of
+from asyncflow.loops.rollout import Rollout
+from asyncflow.loops.samples import EVALUATE_TASK
+from asyncflow.loops.tasks import refer, reward, serve
+from asyncflow.rewards.base import Sample, Score
+from asyncflow.run.connection import RunConnection, beside, called_by, connected
+from asyncflow.run.engines import (
+    critic_engine,
+    reference_engine,
+    rollout_engine,
+    schedule_of,
+    tensors_of,
+    train_engine,
+    weight_sync,
+)
+from asyncflow.run.factories import make_algorithm, make_storage, shape_of_evaluation, unit_options
+from asyncflow.run.model_files import copy_tokenizer
+from asyncflow.run.rendezvous import meet_at_driver
+from asyncflow.run.rescue import give_back
+from asyncflow.run.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
+from asyncflow.run.saving import Saving, checkpoints_of
+from asyncflow.run.scoring import scoring
+from asyncflow.run_dir import CRITIC_DIR, RunDir
+from asyncflow.telemetry.batches import BatchLog, StepLogs
+from asyncflow.telemetry.fingerprints import FingerprintLog, fingerprints_file
+from asyncflow.telemetry.spans import Recorder, SharedLane
+from asyncflow.transfer_queue.node import serve_unit
+from asyncflow.transport import Arena
+from asyncflow.types import Array, HeldWeights, RunError
+from asyncflow.weight_sync.base import WeightReceiver, WeightSender
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+async def rollout_worker(name: str, run_dir: Path) -> None:
+    """Generates, and scores unless another worker does, until the run stops."""
+    await _generate(name, run_dir, lambda config: config.rollout.device)
+
+
+async def evaluator(name: str, run_dir: Path) -> None:
+    """The same, of evaluations alone."""
+    await _generate(name, run_dir, lambda config: config.evaluators_device, is_evaluator=True)
+
+
+async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *, is_evaluator: bool = False) -> None:
+    async with connected(name, run_dir, device) as run, scoring(run, name) as score:
+        run.reporter.recorder.enter("load")
+        engine = await asyncio.to_thread(rollout_engine, run, device(run.config))
+        receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
+        original = partial(tensors_of, Path(run.job.model))
+        decode = CheckpointTokenizer(Path(run.job.model)).decode
+        await roll_out(run, engine, receiver, original, score, decode, is_evaluator=is_evaluator)
+
+
+async def roll_out(
+    run: RunConnection,
+    engine: RolloutEngine,
+    receiver: WeightReceiver,
+    original: Callable[[], Mapping[str, Tensor]],
+    score: Callable[[Sample], Awaitable[Score]],
+    decode: Callable[[Array], str],
+    *,
+    is_evaluator: bool = False,
+) -> None:
+    """A rollout worker's work, or an evaluator's, with what was built for it, which is closed at the end."""
+    task, schedule, shape = "rollout", schedule_of(run), run.shape
+    if is_evaluator:
+        task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
+    run.reporter.why_not_deterministic = engine.why_not_deterministic
+    await run.reporter.flush()  # what a checkpoint holds depends on it
+    loop = Rollout(
+        run.queue,
+        run.board,
+        schedule,
+        engine,
+        receiver,
+        original,
+        score if run.config.reward.place == "rollout" else None,
+        decode,
+        shape,
+        run.reporter.recorder,
+        _sample_filter(run),
+        task,
+    )
+    await loop.run()
+    run.reporter.recorder.waiting("stop")
+    await receiver.close()
+    try:
+        if not is_evaluator:
+            await give_back(run.rescue, engine, loop.installed)
+    finally:
+        await engine.close()
+
+
+async def unit_worker(name: str, run_dir: Path) -> None:
+    """Is a storage unit of the run's queue, until it is ended: it outlives who writes and reads there. Raises `RunError` if the
+    driver goes first.
+
+    It listens where others find it: by TLS if the driver does, at the address by which this machine reaches it.
+    """
+    called, number = called_by(run_dir), int(name.partition("/")[2])
+    config, folder = called.config, Path(called.job.weights_dir)
+    own = folder / f"unit-{number}-{uuid.uuid4().hex[:8]}"  # of this life: the files of the one before may still be there
+    options, node = unit_options(config), remote_node()
+    if node is not None and run_dir.is_relative_to(node.files):  # the run's own is not seen here
+        options = replace(options, snapshot_dir=None)
+    arena = Arena(config.queue.unit_capacity_bytes, own.with_suffix(".arena"))
+    await serve_unit(
+        called.hub,
+        number,
+        make_storage(config, number),
+        f"tls:{own_address(called.job.door)}:0" if called.job.door else own.with_suffix(".sock"),
+        options=options,
+        credentials=called.credentials,
+        arena=arena,
+    )
+    raise RunError(f"{name} has lost the driver")
+
+
+async def reward_worker(name: str, run_dir: Path) -> None:
+    """Scores until the run stops."""
+
+    def device(config: Config) -> str:
+        return "cpu" if config.reward.model is None else config.reward.model.device
+
+    async with connected(name, run_dir, device) as run, scoring(run, name) as score:
+        await score_groups(run, score, CheckpointTokenizer(Path(run.job.model)).decode)
+
+
+async def score_groups(run: RunConnection, score: Callable[[Sample], Awaitable[Score]], decode: Callable[[Array], str]) -> None:
+    """A reward worker's work, with what was built for it."""
+    work = reward(score, decode, _sample_filter(run), run.shape)
+    at_once = run.config.reward.num_workers + 1  # of each lease there is a row at least: every process has one, and another waits
+    await serve("reward", run.queue, run.ledger, work, run.reporter.recorder, at_once=at_once)
+    run.reporter.recorder.waiting("stop")
+
+
+async def train_worker(name: str, run_dir: Path) -> None:
+    """Trains until the run stops, then saves the model."""
+    async with connected(name, run_dir, lambda config: config.train.device) as run:
+        spans = run.reporter.recorder
+        spans.enter("load")
+        meet_at_driver(run.rendezvous, run.job.door)
+        engine = await asyncio.to_thread(train_engine, run)
+        if (rank := engine.data_parallel_rank) is None:
+            spans.waiting("leader")
+            await engine.follow(make_algorithm(run.config), partial(_led, spans))
+            return
+        sender = weight_sync(run, run.config.train.device).sender(uuid.uuid4().hex) if rank == 0 else None
+        saving = await train_steps(run, engine, sender)
+        with spans.busy("save"), RunDir(run_dir).saving_model(is_first=rank == 0) as folder:
+            await engine.save(folder)
+            if rank == 0:
+                copy_tokenizer(Path(run.job.model), folder)
+        spans.waiting("checkpoint")
+        await saving.written()
+        spans.waiting("stop")
+        if sender is not None:
+            await sender.close()
+        await engine.close()
+
+
+def _led(spans: Recorder, call: str) -> AbstractContextManager[None]:
+    """State of a trainer's lane during a call that it follows: gathering weights is no work on a step, see `Publishing`."""
+    return spans.held("publish") if call == "gather" else spans.busy(call)
+
+
+async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSender | None) -> Saving:
+    """A leading trainer's work, with what was built for it; the first one of them has a `sender`.
+
+    Returns when the last checkpoint is staged; it is yet to be written.
+    """
+    first, last, settings = run.job.first, run.config.run.steps, run.config.checkpoint
+    saving = Saving(
+        run.saves,
+        checkpoints_of(run.config),
+        settings,
+        engine,
+        run.reporter.recorder,
+        first=first,
+        last=last,
+        is_first=sender is not None,
+    )
+    if run.job.checkpoint:
+        await _go_on(run, engine, sender)
+    rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
+    run_dir = run.config.run_dir
+    fingerprints = StepLogs(
+        FingerprintLog(run_dir / fingerprints_file(rank) if has_log else None),
+        BatchLog(run_dir, run.config.telemetry.keep_batches, rank=rank, first=first),
+    )
+    version = await train(
+        run.queue,
+        run.ledger,
+        run.board,
+        schedule_of(run),
+        engine,
+        make_algorithm(run.config),
+        sender,
+        run.shape,
+        run.reporter.recorder,
+        fingerprints,
+        saving,
+        first,
+    )
+    await saving.save(version)
+    return saving
+
+
+async def _go_on(run: RunConnection, engine: TrainEngine, sender: WeightSender | None) -> None:
+    """Be where the run's checkpoint was written. The rollout workers get its weights, and older ones that are still needed."""
+    folder, spans = Path(run.job.checkpoint), run.reporter.recorder
+    with spans.busy("load_state", version=run.job.first):
+        await engine.load_state(folder / TRAINER_DIR)
+    with spans.held("publish"):
+        for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
+            weights = HeldWeights(tensors_of(path) if (path / "model.safetensors").stat().st_size else {})
+            await publish(version_of(path), weights, sender, run.board)
+        await publish(run.job.first, await engine.export_weights(), sender, run.board)
+
+
+async def reference_worker(name: str, run_dir: Path) -> None:
+    """Adds the reference's log-probs to complete groups until the run stops."""
+    async with connected(name, run_dir, lambda config: config.train.device) as run:
+        run.reporter.recorder.enter("load")
+        engine = await asyncio.to_thread(reference_engine, run)
+        await add_log_probs(run, engine)
+
+
+async def add_log_probs(run: RunConnection, engine: LogProbEngine) -> None:
+    """A reference worker's work, with what was built for it, which is closed at the end."""
+    await serve("reference", run.queue, run.ledger, refer(engine, run.shape), run.reporter.recorder)
+    run.reporter.recorder.waiting("stop")
+    await engine.close()
+
+
+async def critic_worker(name: str, run_dir: Path) -> None:
+    """Adds values to complete groups and trains on them until the run stops, then saves the critic."""
+    async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
+        run.reporter.recorder.enter("load")
+        engine = await asyncio.to_thread(critic_engine, run)
+        saving, version = await critic_steps(run, engine)
+        with run.reporter.recorder.busy("save"), RunDir(run_dir).saving_model(CRITIC_DIR, version=version) as folder:
+            await engine.save(folder)
+        run.reporter.recorder.waiting("checkpoint")
+        await saving.written()
+        run.reporter.recorder.waiting("stop")
+        await engine.close()
+
+
+async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving, int]:
+    """A critic worker's work, with what was built for it.
+
+    Returns when the last checkpoint is staged, which is yet to be written, and how many steps the critic has been trained.
+    """
+    critic = make_algorithm(run.config).critic
+    assert critic is not None, "the run has a critic worker"
+    first, last, lane = run.job.first, run.config.run.steps, SharedLane(run.reporter.recorder)
+    checkpoints, settings = checkpoints_of(run.config), run.config.checkpoint
+    saving = Saving(run.saves, checkpoints, settings, engine, lane, first=first, last=last, is_first=False, part=CRITIC_DIR)
+    if run.job.checkpoint:
+        with lane.busy("load_state", version=first):
+            await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)
+    fingerprints = FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS if run.config.telemetry.fingerprints else None)
+    version = Version(first)
+    async with beside(add_values(run.queue, run.ledger, engine, run.shape, lane, version)):
+        reached = await train_critic(
+            run.queue, run.ledger, schedule_of(run), engine, critic, run.shape, lane, fingerprints, saving, version
+        )
+    await saving.save(reached)
+    return saving, reached
+
+
+def _sample_filter(run: RunConnection) -> Callable[[Mapping[str, Any]], None]:
+    """Keeps the first response of the first few prompts of every step and evaluation."""
+    shape, count, keep = run.shape, run.config.telemetry.samples_per_step, run.reporter.keep_sample
+
+    def filtered(sample: Mapping[str, Any]) -> None:
+        group, number = divmod(sample["row"], 1 << shape.group_bits)
+        position = position_of(group, run.job.num_held_out) if sample["purpose"] == "eval" else group % shape.numbers_per_step
+        if number == 0 and position < count:
+            keep(sample)
+
+    return filtered

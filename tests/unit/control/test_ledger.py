@@ -1,0 +1,856 @@
+"""The books: what belongs to which step, and when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncflow.control import SCHEDULES
+from asyncflow.control.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
+from asyncflow.control.modes import Periodic, Synchronous
+from asyncflow.control.progress_view import ProgressView
+from asyncflow.control.signal import Signal
+from asyncflow.registry import build
+from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.types import GroupMeta, Interval
+from tests.builders import meta
+from tests.depth import few
+
+BITS = 2
+UPDATE = Update(1.0, 1e-3, 10, False)
+
+
+def consumed(*rows: int, tokens: int = 5, is_finite: bool = True, empty: Iterable[int] = ()) -> Consumed:
+    n = len(rows)
+    counts = np.zeros(n, np.int64)
+    rewards, truncated = np.zeros(n, np.float32), np.zeros(n, np.uint8)
+    figures = (rewards, counts, truncated, counts, counts, 0.5, tokens, tokens, 9, 9, {}, is_finite)
+    return Consumed(list(rows), list(empty), 3, *figures)
+
+
+def dead(*rows: int) -> list[DeadRow]:
+    return [DeadRow(row >> BITS, row, "why") for row in rows]
+
+
+def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0), meta(1)])
+    assert ledger.is_open(0) and ledger.closed() == []
+    ledger.book(0).consume(consumed(0, 1, tokens=7))
+    ledger.give_up(dead(4))
+    with pytest.raises(ValueError, match="step 0 still waits for 1 rows, the first of them 5"):
+        ledger.totals(0)
+    assert ledger.closed() == []
+    ledger.book(0).consume(consumed(5, tokens=4))
+    assert ledger.closed() == [("train", 0)]
+    assert ledger.totals(0) == StepTotals(0, tokens=11, sequences=3, dead=1, non_finite_rows=[])
+
+
+def test_a_row_counts_once_however_often_it_is_given_up_or_consumed() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0, size=3)])
+    ledger.book(0).consume(consumed(0))
+    ledger.give_up(dead(0, 1, 1))
+    with pytest.raises(ValueError, match="row 0 is not an open member of step 0"):
+        ledger.book(0).consume(consumed(0, 2))
+    with pytest.raises(ValueError, match="row 1 is not"):
+        ledger.book(0).consume(consumed(1))
+    ledger.book(0).consume(consumed(2))
+    assert ledger.totals(0) == StepTotals(0, 10, 2, 1, [])
+
+
+def test_rows_of_another_step_and_of_no_step_are_refused() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0)])
+    ledger.open([meta(1, step=1)])
+    with pytest.raises(ValueError, match="row 4 is not an open member of step 0"):
+        ledger.book(0).consume(consumed(4))
+    for question in (
+        lambda: ledger.book(7).consume(consumed(0)),
+        lambda: ledger.totals(7),
+        lambda: ledger.book(0, "eval").consume_evaluation([0]),
+    ):
+        with pytest.raises(ValueError, match="is not open"):
+            question()
+    ledger.done("rollout", [999])
+    ledger.give_up(dead(999))
+    assert ledger.unfinished(9) == 4
+
+
+def test_a_step_is_opened_once() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0), meta(9, purpose="eval")])
+    with pytest.raises(ValueError, match="train step 0 is open already"):
+        ledger.open([meta(1)])
+    with pytest.raises(ValueError, match="eval step 0 is open already"):
+        ledger.open([meta(8, purpose="eval")])
+
+
+def test_rows_whose_loss_was_not_finite_are_named() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0), meta(1)])
+    ledger.book(0).consume(consumed(0, 1, is_finite=False))
+    ledger.book(0).consume(consumed(4, 5))
+    assert ledger.totals(0).non_finite_rows == [0, 1]
+
+
+def test_a_row_without_a_token_to_train_on_is_no_response_of_the_mean() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0)])
+    ledger.book(0).consume(consumed(0, 1, empty=[1]))
+    assert ledger.totals(0).sequences == 1
+
+
+def test_steps_commit_in_order_and_once_closed() -> None:
+    ledger = Ledger(BITS)
+    for step in (0, 1):
+        ledger.open([meta(step, step=step)])
+    ledger.book(1).consume(consumed(4, 5))
+    with pytest.raises(ValueError, match="step 1 cannot be committed after 0 steps"):
+        ledger.commit(1)
+    with pytest.raises(ValueError, match="still waits"):
+        ledger.commit(0)
+    ledger.book(0).consume(consumed(0, 1))
+    assert ledger.commit(0)[0].sequences == 2 and ledger.committed == 1
+    assert not ledger.is_open(0)
+    assert ledger.is_consumed(0) and ledger.totals(0).sequences == 2  # for a rank that asks when the first one has committed
+    ledger.commit(1)
+    assert ledger.committed == 2 and ledger.missing() == [] and ledger._book_of_group == {}
+
+
+def test_what_has_no_response_yet_is_known_by_the_last_version_that_may_make_it() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0)])
+    ledger.open([meta(1, step=1, size=3)])
+    ledger.open([GroupMeta(2, 1, 0, Interval(0, 2), "eval")])
+    assert [ledger.unfinished(version) for version in (-1, 0, 1, 2)] == [0, 2, 5, 6]
+    ledger.done("rollout", [0, 0])
+    assert not ledger.is_done("rollout", 0)
+    ledger.give_up(dead(1))
+    assert ledger.is_done("rollout", 0) and ledger.unfinished(0) == 0 and ledger.unfinished(2) == 4
+    assert not ledger.is_done("rollout", 5)
+
+
+def test_every_task_has_its_own_rows_left_and_follows_another() -> None:
+    ledger = Ledger(BITS, ("rollout", "reward", "reference"))
+    assert [ledger.task_before(task) for task in ("reward", "reference", "train")] == ["rollout", "reward", "reference"]
+    assert Ledger(BITS).task_before("train") == "rollout"
+    ledger.open([meta(0, size=3)])
+    for task, rows in (("rollout", [0, 1]), ("reward", [0])):
+        ledger.done(task, rows)
+    ledger.give_up(dead(2))
+    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, False, False]
+    ledger.done("reward", [1])
+    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True, False]
+    ledger.book(0).consume(consumed(0, 1))
+    ledger.commit(0)
+    assert all(ledger.is_done(task, 0) for task in ledger.tasks)
+
+
+def test_what_is_waited_for_is_said_in_words() -> None:
+    ledger = Ledger(BITS)
+    ledger.open([meta(0), meta(9, purpose="eval")])
+    ledger.done("rollout", [0])
+    assert ledger.missing() == [
+        "eval step 0: 2 rows without a response, 2 not consumed (first: 36)",
+        "train step 0: 1 rows without a response, 2 not consumed (first: 0)",
+    ]
+
+
+# -- first_come: who is trained when ---------------------------------------------------------------------------------------------
+
+
+def two_steps(max_staleness: int = 2) -> Ledger:
+    """Groups 0 and 1 in step 0, 2 and 3 in step 1; all begun by version 0, in this order of completion: none."""
+    ledger = Ledger(BITS, ("rollout", "reward"), max_staleness)
+    ledger.open([meta(0), meta(1), meta(2, step=1), meta(3, step=1)])
+    ledger.begun(range(4), 0)
+    return ledger
+
+
+def complete(ledger: Ledger, group: int) -> None:
+    for task in ledger.tasks:
+        ledger.done(task, [group << BITS, (group << BITS) + 1])
+
+
+def test_a_group_of_the_step_is_its_member_and_one_of_an_earlier_step_is_not() -> None:
+    ledger = two_steps()
+    complete(ledger, 0)
+    assert ledger.claim(0, 0) == 0 and ledger.claim(1, 0) is None
+
+
+def test_a_complete_group_of_a_later_step_changes_places_with_the_one_begun_last() -> None:
+    ledger = Ledger(BITS, max_staleness=2)
+    ledger.open([*(meta(g) for g in range(3)), *(meta(g, step=1) for g in (3, 4, 5))])
+    for group, version in ((0, 1), (1, 0), (2, 0), (3, 0)):
+        ledger.begun([group], version)
+    complete(ledger, 3)
+    complete(ledger, 2)
+    assert ledger.claim(0, 3) not in (None, 3)
+    ledger.book(0).consume(consumed(12, 13))
+    assert ledger.claim(1, 0) == 0 and ledger.claim(0, 1) is not None  # the later step has group 0 now
+    ledger.book(0).consume(consumed(8, 9))
+    assert ledger.closed() == []  # group 1 remains
+    ledger.book(0).consume(consumed(4, 5))
+    assert ledger.closed() == [("train", 0)] and ledger.totals(0).sequences == 6
+    assert ledger.commit(0) and ledger.missing() == ["train step 1: 6 rows without a response, 6 not consumed (first: 0)"]
+
+
+def test_all_of_what_a_task_has_yet_to_do_moves_along() -> None:
+    ledger = two_steps()
+    complete(ledger, 0)
+    ledger.done("rollout", [4, 5])  # of group 1, which has no reward yet
+    complete(ledger, 2)
+    assert [ledger.is_done("rollout", step) for step in (0, 1)] == [True, False]
+    assert ledger.claim(0, 2) is not None
+    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True]
+    ledger.book(0).consume(consumed(0, 1))
+    ledger.book(0).consume(consumed(8, 9))
+    ledger.commit(0)
+    complete(ledger, 3)
+    assert [ledger.is_done(task, 1) for task in ledger.tasks] == [True, False]  # it waits for the rewards of group 1
+    ledger.done("reward", [4, 5])
+    assert ledger.is_done("reward", 1)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "begun", "is_granted"),
+    [(1, {0: 0, 1: 0}, True), (0, {0: 0, 1: 0}, False), (1, {}, False), (1, {1: 0}, True)],
+    ids=["in time", "too late for the next step", "not begun", "one is"],
+)
+def test_it_takes_the_place_only_of_a_begun_group_that_the_later_step_is_not_too_late_for(
+    max_staleness: int, begun: dict[int, int], is_granted: bool
+) -> None:
+    ledger = Ledger(BITS, max_staleness=max_staleness)
+    ledger.open([meta(0), meta(1), meta(2, step=1)])
+    for group, version in {2: 0, **begun}.items():
+        ledger.begun([group], version)
+    complete(ledger, 2)
+    assert (ledger.claim(0, 2) is not None) is is_granted
+
+
+def test_a_group_that_has_been_begun_anew_is_as_old_as_its_first_beginning() -> None:
+    ledger = Ledger(BITS, max_staleness=1)
+    ledger.open([meta(0), meta(1, step=1), meta(2, step=2)])
+    ledger.begun([0], 0)
+    ledger.begun([0, 2], 1)  # a worker had died
+    complete(ledger, 2)
+    assert ledger.claim(0, 2) is None  # step 2 would be too late for group 0
+    complete(ledger, 1)
+    assert ledger.claim(0, 1) is not None
+
+
+def test_a_step_that_waits_for_nothing_takes_nobody_in() -> None:
+    ledger = two_steps()
+    for group in (0, 1, 2):
+        complete(ledger, group)
+    assert ledger.claim(0, 2) is None
+
+
+class FirstCome:
+    """Workers of any speed and version, and a trainer that trains what comes first, as `members` has it."""
+
+    def __init__(self, chance: random.Random, max_staleness: int, num_steps: int, num_groups: int) -> None:
+        self.chance, self.max_staleness, self.num_steps, self.num_groups = chance, max_staleness, num_steps, num_groups
+        self.ledger = Ledger(BITS, max_staleness=max_staleness)
+        self.opened = 0
+        self.to_begin: list[int] = []
+        self.under_way: list[int] = []
+        self.oldest: dict[int, int] = {}  # by group, the version that began it
+        self.complete: list[int] = []
+        self.alive: dict[int, list[int]] = {}  # by group, the rows that are not dead
+        self.trained: dict[int, tuple[int, int]] = {}  # by group, the step and how stale it was
+
+    def run(self) -> None:
+        put_aside: list[int] = []
+        for step in range(self.num_steps):
+            candidates, put_aside = put_aside, []
+            while not self.ledger.is_open(step) or ("train", step) not in self.ledger.closed():
+                group = candidates.pop(0) if candidates else self.next_complete()
+                if group is None:
+                    continue
+                if self.ledger.claim(step, group) is not None:
+                    self.ledger.book(step).consume(consumed(*self.alive[group]))
+                    assert group not in self.trained
+                    self.trained[group] = step, step - self.oldest[group]
+                else:
+                    put_aside.append(group)
+            self.ledger.commit(step)
+            put_aside += candidates
+
+    def next_complete(self) -> int | None:
+        """What lies ready, after a while in which anything may happen."""
+        for _ in range(self.chance.randrange(1, 4)):
+            self.chance.choice([self.open, self.begin, self.begin, self.begin_anew, self.end, self.end])()
+        return self.complete.pop(0) if self.complete and self.chance.random() < 0.8 else None
+
+    def open(self) -> None:
+        if self.opened < min(self.num_steps, self.ledger.committed + self.max_staleness + 2):
+            first = self.opened * self.num_groups
+            groups = range(first, first + self.num_groups)
+            self.ledger.open([meta(group, step=self.opened) for group in groups])
+            self.to_begin += groups
+            self.opened += 1
+
+    def begin(self) -> None:
+        """By a worker that is as far behind as its group's interval lets it."""
+        if not self.to_begin:
+            return
+        group = self.to_begin[min(self.chance.randrange(3), len(self.to_begin) - 1)]
+        lowest = max(0, group // self.num_groups - self.max_staleness)
+        if lowest <= self.ledger.committed:
+            self.to_begin.remove(group)
+            self.under_way.append(group)
+            self.oldest[group] = self.chance.randint(lowest, self.ledger.committed)
+            self.ledger.begun([group], self.oldest[group])
+
+    def begin_anew(self) -> None:
+        if self.under_way:
+            self.ledger.begun([self.chance.choice(self.under_way)], self.ledger.committed)
+
+    def end(self) -> None:
+        if not self.under_way:
+            return
+        group = self.under_way.pop(self.chance.randrange(len(self.under_way)))
+        rows = [group << BITS, (group << BITS) + 1]
+        gone = [row for row in rows if self.chance.random() < 0.1]
+        self.alive[group] = [row for row in rows if row not in gone]
+        self.ledger.done("rollout", self.alive[group])
+        self.ledger.give_up(dead(*gone))
+        if self.alive[group]:
+            self.complete.append(group)
+
+
+@settings(max_examples=few(60, 300), deadline=None)
+@given(st.randoms(use_true_random=True), st.integers(0, 4), st.integers(1, 4))
+def test_first_come_trains_every_group_once_in_time_and_as_many_in_each_step(
+    chance: random.Random, max_staleness: int, num_groups: int
+) -> None:
+    num_steps = 6
+    world = FirstCome(chance, max_staleness, num_steps, num_groups)
+    world.run()
+    assert world.opened == num_steps and world.ledger.missing() == []
+    assert world.trained.keys() == {group for group, alive in world.alive.items() if alive}
+    assert len(world.alive) == num_steps * num_groups  # nothing was begun in vain, and nothing left out
+    assert all(0 <= staleness <= max_staleness for _, staleness in world.trained.values())
+    lost = num_steps * num_groups - len(world.trained)
+    of_steps = [sum(step == s for step, _ in world.trained.values()) for s in range(num_steps)]
+    assert max(of_steps) <= num_groups and sum(num_groups - n for n in of_steps) == lost
+
+
+def test_first_come_lets_others_pass_a_slow_group() -> None:
+    """The property above would hold as well if nothing ever changed places."""
+    passed = 0
+    for seed in range(20):
+        world = FirstCome(random.Random(seed), 3, 6, 3)
+        world.run()
+        passed += sum(step != group // 3 for group, (step, _) in world.trained.items())
+    assert passed > 40
+
+
+class Service:
+    """A ledger service, and what it told."""
+
+    def __init__(self, schedule: Any = None, **ranks: Any) -> None:
+        self.told: list[Any] = []
+        self.ledger = Ledger(BITS, **ranks)
+        books = ProgressView(self.ledger, {})
+        self.service = LedgerService(
+            self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
+        )
+        self.service.on_opened = lambda step: self.told.append(("opened", step))
+        self.service.on_consumed = lambda task, step, update, group: self.told.append(("consumed", step, group.rows))
+        self.service.on_committed = lambda task, totals, updates: self.told.append(("committed", totals[0].step, *updates))
+
+
+async def settled(task: asyncio.Task[Any]) -> bool:
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return task.done()
+
+
+async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
+    books = Service()
+    await books.service.open([meta(0), meta(9, purpose="eval")])
+    books.service.done("rollout", [0, 1, 36, 37])
+    await books.service.consume(0, consumed(0, 1))
+    books.service.changed()
+    assert await books.service.totals(0) == StepTotals(0, 5, 2, 0, [])
+    await books.service.commit(0, [UPDATE])
+    assert books.told == [("opened", 0), ("consumed", 0, [0, 1]), ("end", "train", 0), ("committed", 0, UPDATE)]
+
+
+async def test_a_step_of_which_nothing_is_left_ends_too() -> None:
+    books = Service()
+    await books.service.open([meta(0)])
+    books.service.give_up(dead(0, 1))
+    assert books.told == [("opened", 0), ("end", "train", 0)]
+    assert await books.service.totals(0) == StepTotals(0, 0, 0, 2, [])
+
+
+async def test_a_step_waits_for_evaluations_whose_weights_its_own_would_displace() -> None:
+    books = Service()
+    await books.service.open([meta(0), meta(9, purpose="eval")])
+    books.service.done("rollout", [0, 1, 36])
+    await books.service.consume(0, consumed(0, 1))
+    waiting = asyncio.create_task(books.service.totals(0))
+    assert not await settled(waiting)
+    books.service.done("rollout", [37])
+    assert await waiting == StepTotals(0, 5, 2, 0, [])
+
+
+async def test_turns_are_given_out_when_every_rank_has_a_group_or_nothing_is_left_to_wait_for() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(group) for group in range(3)])
+    first = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
+    await books.service.offer(0, 0, 0, 9)
+    await books.service.offer(0, 0, 1, 9)
+    assert not await settled(first[0]) and not await settled(first[1])
+    await books.service.offer(0, 1, 2, 9)
+    assert [await turn for turn in first] == [[0], [2]]
+    second = asyncio.create_task(books.service.turn(0, 0, 1))
+    assert not await settled(second)  # group 1 is all that is left, but rank 1 is not there yet
+    assert await asyncio.wait_for(books.service.turn(0, 1, 1), 1) == []
+    assert await second == [1]
+    third = [asyncio.create_task(books.service.turn(0, rank, 2)) for rank in range(2)]
+    for group in range(3):
+        assert not await settled(third[0])
+        await books.service.consume(0, consumed(group << BITS, (group << BITS) + 1))
+    assert [await asyncio.wait_for(turn, 1) for turn in third] == [None, None]
+
+
+async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0), meta(1)])
+    turns = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
+    await books.service.offer(0, 1, 0, 9)
+    assert not await settled(turns[0])
+    books.service.give_up(dead(4, 5))
+    assert [await asyncio.wait_for(turn, 1) for turn in turns] == [[], [0]]
+
+
+async def test_a_pipeline_takes_several_groups_at_a_time() -> None:
+    books = Service(groups_per_turn=2)
+    await books.service.open([meta(group) for group in range(3)])
+    turn = asyncio.create_task(books.service.turn(0, 0, 0))
+    await books.service.offer(0, 0, 1, 9)
+    assert not await settled(turn)
+    await books.service.offer(0, 0, 2, 9)
+    assert await turn == [1, 2]
+    await books.service.offer(0, 0, 0, 9)
+    assert await books.service.turn(0, 0, 1) == [0]
+
+
+async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0)])
+    await books.service.offer(0, 0, 0, 9)
+    first = asyncio.create_task(books.service.turn(0, 0, 0))
+    assert not await settled(first)
+    assert await books.service.turn(0, 1, 0) == []
+    books.service.stop()
+    assert await first == [0]
+    assert await books.service.turn(0, 0, 1) is None
+    books.service.done("rollout", [0, 1])
+    await books.service.consume(0, consumed(0, 1))
+    assert await books.service.totals(0) is None and await books.service.totals(0) is None
+
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0)])
+    books.service.done("rollout", [0, 1])
+    await books.service.consume(0, consumed(0, 1))
+    told = await books.service.totals(0)
+    books.service.stop()
+    assert told is not None and await books.service.totals(0) == told
+
+
+async def test_the_groups_of_a_turn_are_of_about_one_length() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(group) for group in range(6)])
+    for group, rank, tokens in ((0, 0, 100), (1, 0, 10), (2, 0, 11), (3, 1, 12), (4, 1, 9), (5, 1, 99)):
+        await books.service.offer(0, rank, group, tokens)
+    turns = []
+    for number in range(3):
+        turns.append(await asyncio.gather(*(books.service.turn(0, rank, number) for rank in range(2))))
+    assert turns == [[[0], [5]], [[1], [4]], [[2], [3]]]
+
+
+async def test_a_group_is_trained_by_the_rank_that_offered_it_first() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(0), meta(1)])
+    assert await books.service.offer(0, 0, 0, 9) is True
+    for rank in range(2):
+        assert await books.service.offer(0, rank, 0, 9) is False
+    assert await books.service.offer(0, 1, 7, 9) is False  # nobody knows it
+    await books.service.consume(0, consumed(4, 5))
+    assert await books.service.offer(0, 1, 1, 9) is False  # it is in the sum already
+    assert await books.service.offer(3, 1, 1, 9) is False  # its step is over
+
+
+async def test_whether_a_step_is_trained_is_told_to_all_ranks_alike() -> None:
+    books = Service(num_ranks=2)
+    books.service.allow(2, 2)
+    await books.service.open([meta(0)])
+    assert await books.service.may_start("train", 0) is True
+    late = asyncio.create_task(books.service.may_start("train", 1))
+    assert not await settled(late)
+    books.service.stop()
+    assert await books.service.may_start("train", 0) is True  # the other rank
+    assert await late is False
+    await books.service.open([meta(1, step=1)])
+    assert await books.service.may_start("train", 1) is False
+
+
+async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:
+    books = Service()
+    await books.service.open([meta(9, purpose="eval")])
+    await books.service.consume_evaluation(0, [36])
+    assert books.told == []
+    books.service.give_up(dead(37))
+    assert books.told == [("end", "eval", 0)] and books.ledger._books == {} and books.ledger._book_of_group == {}
+
+
+async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_schedule_lets() -> None:
+    books = Service()
+    waiting = asyncio.create_task(books.service.may_admit(0))
+    assert not await settled(waiting)
+    books.service.allow(3, 3)
+    assert await waiting is True
+    assert await books.service.may_admit(1) is True
+    ahead = asyncio.create_task(books.service.may_admit(2))
+    assert not await settled(ahead)
+    await books.service.open([meta(0)])
+    await books.service.consume(0, consumed(0, 1))
+    assert not await settled(ahead)
+    await books.service.commit(0, [UPDATE])
+    assert await ahead is True
+
+
+async def test_a_run_that_is_driven_by_hand_generates_ahead_as_far_as_its_staleness_reaches() -> None:
+    periodic, delayed = Service(), Service(build("schedule", "delayed", {}, SCHEDULES))
+    for books in (periodic, delayed):
+        assert not books.service.is_held  # nothing more is to come
+        books.service.allow(1, 3)
+        await books.service.open([meta(0)])
+        books.service.done("rollout", [0, 1])
+        ahead = asyncio.create_task(books.service.may_admit(1))
+        assert await settled(ahead) == (books is delayed)
+        await books.service.open([meta(1, step=1)])
+        assert await books.service.may_start("train", 0) is True
+        assert not books.service.is_held
+        await books.service.consume(0, consumed(0, 1))
+        await books.service.commit(0, [UPDATE])
+        assert books.service.is_held
+        held = asyncio.create_task(books.service.may_start("train", 1))
+        assert not await settled(held)
+        books.service.allow(2, 3)
+        assert await settled(held) and not books.service.is_held
+        books.service.stop()
+
+
+async def test_a_group_that_changes_its_step_is_made_by_no_version_too_old_for_it() -> None:
+    told: list[tuple[int, int]] = []
+    books = Service(build("schedule", "bounded", {"max_staleness": 1, "membership": "first_come"}, SCHEDULES))
+    books.ledger._max_staleness = 1
+    books.service.on_displaced = lambda group, version: told.append((group, version))
+    await books.service.open([meta(0), meta(1)])
+    await books.service.open([meta(2, step=1), meta(3, step=1)])
+    books.ledger.begun([0], 0)
+    assert await books.service.claim(0, 1) and told == []  # its own step's
+    assert await books.service.claim(0, 2) and told == [(0, 0)]  # step 1 takes what version 0 has made
+    assert not await books.service.claim(0, 3) and told == [(0, 0)]
+
+
+async def test_training_starts_when_the_schedule_lets_it() -> None:
+    periodic, synchronous = Service(), Service(Synchronous())
+    for books in (periodic, synchronous):
+        books.service.allow(1, 1)
+        waiting = asyncio.create_task(books.service.may_start("train", 0))
+        assert not await settled(waiting)
+        await books.service.open([meta(0)])
+        books.service.done("rollout", [0])
+        assert await settled(waiting) == (books is periodic)
+        books.service.done("rollout", [1])
+        assert await settled(waiting) and waiting.result() is True
+
+
+async def test_a_task_may_work_on_a_group_whose_step_is_over() -> None:
+    """Where membership is first_come, a later step may have taken it."""
+    books = Service()
+    await books.service.open([meta(0)])
+    await books.service.consume(0, consumed(0, 1))
+    await books.service.commit(0, [UPDATE])
+    assert await asyncio.wait_for(books.service.may_start("reward", 0), 1) is True
+    ahead = asyncio.create_task(books.service.may_start("reward", 1))
+    assert not await settled(ahead)
+    await books.service.open([meta(1, step=1)])
+    assert await ahead is True
+
+
+async def test_stopping_answers_everybody_who_waits_with_no() -> None:
+    books = Service()
+    asked = [books.service.may_admit(0), books.service.may_start("train", 0)]
+    waiting = [asyncio.create_task(question) for question in asked]
+    assert not await settled(waiting[0])
+    books.service.stop()
+    assert await asyncio.gather(*waiting) == [False] * len(asked)
+    assert await books.service.may_start("train", 0) is False
+    assert await books.service.totals(0) is None
+
+
+def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() -> None:
+    ledger = Ledger(BITS, ("rollout", "reward"), first=3)
+    assert ledger.committed == 3 and ledger.is_done("rollout", 2) and not ledger.is_done("rollout", 3)
+    ledger.open([meta(7, step=3), meta(6, step=3)])
+    ledger.open([meta(8, step=4)])
+    ledger.open([meta(1 << 40, step=3, purpose="eval")])
+    assert ledger.groups() == {3: [6, 7], 4: [8]}
+    rows = {group: range(group << BITS, (group << BITS) + 2) for group in (6, 7, 8)}
+    ledger.done("rollout", rows[6])
+    assert ledger.not_generated() == {*rows[6], *rows[7], *rows[8]}  # they are complete when they have a reward
+    ledger.done("reward", rows[6])
+    ledger.give_up(dead(rows[7][0]))
+    assert ledger.not_generated() == {rows[7][1], *rows[8]}
+    ledger.book(3).consume(consumed(*rows[6], rows[7][1]))
+    with pytest.raises(ValueError, match=r"is not open|cannot be committed"):
+        ledger.commit(2)
+    ledger.commit(3)
+    assert ledger.committed == 4 and ledger.groups() == {4: [8]}
+
+
+# -- several updates, several models ------------------------------------------------------------------------------------------
+
+
+def rows_of(*groups: int) -> list[int]:
+    return [row for group in groups for row in (group << BITS, (group << BITS) + 1)]
+
+
+def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
+    ledger = Ledger(BITS, epochs=2, mini_batches=2)
+    ledger.open([meta(group) for group in (3, 0, 2, 1)])
+    assert ledger.num_updates == 4
+    ledger.book(0).consume(consumed(*rows_of(0), tokens=3))
+    with pytest.raises(ValueError, match="row 8 is not an open member"):
+        ledger.book(0).consume(consumed(*rows_of(2)))  # of the second mini-batch
+    ledger.book(0).consume(consumed(*rows_of(1), tokens=4))
+    assert ledger.is_consumed(0) and not ledger.is_consumed(0, "train", 1) and ledger.closed() == []
+    assert ledger.totals(0) == StepTotals(0, 7, 4, 0, [])
+    for update, groups in ((1, (2, 3)), (2, (0, 1)), (3, (2, 3))):
+        assert ledger.closed() == []
+        ledger.book(0).consume(consumed(*rows_of(*groups), tokens=10 * update), update=update)
+    assert ledger.closed() == [("train", 0)]
+    assert [totals.tokens for totals in ledger.commit(0)] == [7, 10, 20, 30] and ledger.committed == 1
+
+
+def test_rows_that_are_given_up_leave_every_update() -> None:
+    ledger = Ledger(BITS, epochs=2, trained=("train", "critic"))
+    ledger.open([meta(0), meta(1)])
+    ledger.give_up(dead(0, 4, 5))
+    for task in ("train", "critic"):
+        for update in range(2):
+            ledger.book(0).consume(consumed(1), task, update)
+            assert ledger.totals(0, task, update) == StepTotals(0, 5, 1, 3, [])
+    assert ledger.closed() == [("train", 0), ("critic", 0)]
+
+
+def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
+    ledger = Ledger(BITS, max_staleness=2, mini_batches=2, epochs=2)
+    ledger.open([meta(0), meta(1)])
+    ledger.open([meta(2, step=1), meta(3, step=1)])
+    ledger.begun([1], 0)
+    ledger.done("rollout", rows_of(2))
+    assert ledger.claim(0, 2) == 1  # which was of step 0's second mini-batch, and is of step 1's first now
+    for update in (1, 3):
+        ledger.book(0).consume(consumed(*rows_of(2)), update=update)
+    for update in (0, 2):
+        ledger.book(1).consume(consumed(*rows_of(1)), update=update)
+        ledger.book(0).consume(consumed(*rows_of(0)), update=update)
+    assert ledger.closed() == [("train", 0)] and ledger.missing() == [
+        "train step 1: 4 rows without a response, 2 not consumed (first: 12)"
+    ]
+
+
+def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
+    ledger = Ledger(BITS, ("rollout", "values"), trained=("train", "critic"), by_step=("values",))
+    ledger.open([meta(0)])
+    ledger.done("rollout", rows_of(0))
+    assert ledger.not_generated() == set() and ledger.kept == ("rollout",)  # values are made again
+    chosen = Ledger(BITS, ("rollout", "select", "reference"), chosen_by="select", num_members=1)
+    assert chosen.kept == ("rollout", "reference")  # and members are chosen again
+    assert ledger.closed() == []
+    ledger.done("values", rows_of(0))
+    assert ledger.closed() == [("values", 0)]
+    ledger.book(0).consume(consumed(*rows_of(0)))
+    assert ledger.closed() == [("train", 0), ("values", 0)]
+    ledger.commit(0)
+    assert ledger.committed == 1 and ledger.committed_by("critic") == 0 and ledger.is_open(0)
+    with pytest.raises(ValueError, match="still waits for 2 rows"):
+        ledger.commit(0, "critic")
+    ledger.book(0).consume(consumed(*rows_of(0)), "critic")
+    ledger.commit(0, "critic")
+    assert ledger.committed_by("critic") == 1 and not ledger.is_open(0)
+
+
+async def test_an_update_takes_turns_of_its_own_mini_batch_and_later_epochs_take_them_again() -> None:
+    books = Service(epochs=2, mini_batches=2)
+    await books.service.open([meta(group) for group in range(2)])
+    books.service.done("rollout", rows_of(0, 1))
+    assert await books.service.offer(0, 0, 1, 9)
+    early = asyncio.create_task(books.service.turn(0, 0, 0))
+    assert not await settled(early)  # group 1 is of the second mini-batch
+    assert await books.service.offer(0, 0, 0, 9)
+    assert await early == [0]
+    for update, group in enumerate((0, 1, 0, 1)):
+        if update:
+            assert await books.service.turn(0, 0, 0, "train", update) == [group]
+        await books.service.consume(0, consumed(*rows_of(group)), "train", update)
+        assert await books.service.turn(0, 0, 1, "train", update) is None
+        assert await books.service.totals(0, "train", update) is not None
+    assert ("end", "train", 0) in books.told
+
+
+async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
+    """So that a run which stops has made all of a step's updates, or none."""
+    for is_stopped in (False, True):
+        books = Service(mini_batches=2)
+        await books.service.open([meta(0), meta(1)])
+        books.service.done("rollout", rows_of(0, 1))
+        await books.service.offer(0, 0, 0, 9)
+        await books.service.consume(0, consumed(*rows_of(0)))
+        first = asyncio.create_task(books.service.totals(0))
+        assert not await settled(first)
+        if is_stopped:
+            books.service.stop()
+            assert await first is None
+            assert await books.service.turn(0, 0, 0, "train", 1) is None
+            continue
+        await books.service.offer(0, 0, 1, 9)
+        assert not books.service.is_finishing
+        assert await first is not None
+        books.service.stop()  # too late: the step is made to its end
+        finished = asyncio.create_task(books.service.finished())
+        assert books.service.is_finishing and not await settled(finished)
+        assert await books.service.turn(0, 0, 0, "train", 1) == [1]
+        await books.service.consume(0, consumed(*rows_of(1)), "train", 1)
+        assert await books.service.totals(0, "train", 1) is not None
+        await books.service.commit(0, [UPDATE, UPDATE])
+        await asyncio.wait_for(finished, 1)
+        assert await books.service.totals(1) is None and not books.service.is_finishing
+
+
+async def test_of_two_models_both_are_updated_or_none() -> None:
+    books = Service(trained=("train", "critic"))
+    await books.service.open([meta(0), meta(1, step=1)])
+    books.service.done("rollout", rows_of(0, 1))
+    await books.service.offer(0, 0, 0, 9)
+    await books.service.consume(0, consumed(*rows_of(0)))
+    policy = asyncio.create_task(books.service.totals(0))
+    assert not await settled(policy)  # the critic has not got it
+    await books.service.offer(0, 0, 0, 9, [], "critic")
+    assert await policy is not None
+    await books.service.commit(0, [UPDATE])
+    released = asyncio.create_task(books.service.released(0))
+    assert not await settled(released)
+    books.service.stop()
+    assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
+    assert await books.service.turn(0, 0, 0, "critic", 0) == [0]
+    await books.service.consume(0, consumed(*rows_of(0)), "critic", 0)
+    assert await books.service.totals(0, "critic", 0) is not None and books.service.is_finishing
+    await books.service.commit(0, [UPDATE], "critic")
+    await asyncio.wait_for(released, 1)
+    assert not books.service.is_finishing
+    assert await books.service.totals(1, "critic", 0) is None
+    assert [told[:2] for told in books.told if told[0] == "end"] == [("end", "train"), ("end", "critic")]
+
+
+async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order() -> None:
+    numbers = [[0.1, 1e16], [0.2, 1.0], [0.3, -1e16]]
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        books = Service()
+        await books.service.open([meta(group) for group in range(4)])
+        asked = asyncio.create_task(books.service.statistics(0, "train"))
+        for group in order:
+            assert not await settled(asked)
+            await books.service.offer(0, 0, group, 9, numbers[group])
+        assert not await settled(asked)
+        books.service.give_up(dead(*rows_of(3)))
+        assert await asked == [math.fsum([0.1, 0.2, 0.3]), 1.0]
+    books = Service()
+    await books.service.open([meta(0)])
+    asked = asyncio.create_task(books.service.statistics(0, "train"))
+    books.service.stop()
+    assert await asked is None
+
+
+async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_stops() -> None:
+    async def begun(num_groups: int) -> Service:
+        books = Service(num_ranks=2)
+        await books.service.open([meta(group) for group in range(num_groups)])
+        for group in range(2):
+            await books.service.offer(0, group, group, 9, [1.0])
+        assert await asyncio.gather(*(books.service.turn(0, rank, 0) for rank in range(2))) == [[0], [1]]
+        return books
+
+    books = await begun(2)
+    assert await books.service.statistics(0, "train") == [2.0]
+    books.service.stop()
+    assert await books.service.statistics(0, "train") == [2.0]  # the other rank, which would be waited for for ever
+
+    books = await begun(3)
+    first = asyncio.create_task(books.service.statistics(0, "train"))
+    assert not await settled(first)
+    books.service.stop()
+    assert await first is None
+    await books.service.offer(0, 1, 2, 9, [1.0])  # it was on its way
+    assert await books.service.statistics(0, "train") is None
+
+    books = Service(trained=("train", "critic"))  # one model has begun its updates, so the other begins them, too
+    await books.service.open([meta(0)])
+    books.service.done("rollout", rows_of(0))
+    for task in ("train", "critic"):
+        await books.service.offer(0, 0, 0, 9, [3.0], task)
+    await books.service.consume(0, consumed(*rows_of(0)))
+    assert await books.service.totals(0) is not None
+    books.service.stop()
+    assert await books.service.statistics(0, "critic") == [3.0]
+
+
+async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_others_have_by_then() -> None:
+    books = Service(num_ranks=3)
+    await books.service.open([meta(group) for group in range(7)])
+
+    def may_take() -> list[bool]:
+        return [books.ledger.book(0).may_take(rank, 2) for rank in range(3)]
+
+    assert may_take() == [True] * 3
+    for group, rank, expected in (
+        (0, 0, [True] * 3),
+        (1, 0, [False, True, True]),  # it is two ahead of both
+        (2, 1, [False, True, True]),
+        (3, 2, [True] * 3),
+        (4, 0, [False, True, True]),
+        (5, 1, [False, True, True]),
+    ):
+        await books.service.offer(0, rank, group, 9)
+        assert may_take() == expected, group
+    waiting = asyncio.create_task(books.service.may_take(0, 0, 2))
+    assert not await settled(waiting)  # 3 of 7 are its part, rounded up, however far the others get
+    await books.service.offer(0, 2, 6, 9)
+    await asyncio.wait_for(waiting, 1)  # nothing is left to take
+    assert not books.ledger.book(0).may_take(0, 9)
+    await asyncio.wait_for(books.service.may_take(5, 0, 2), 1)  # of a step that is over, neither
+
+    books = Service(num_ranks=2, trained=("train", "critic"))  # whose second model has one rank
+    await books.service.open([meta(group) for group in range(3)])
+    for group in range(3):
+        assert books.ledger.book(0).may_take(0, 1, "critic")
+        await books.service.offer(0, 0, group, 9, [], "critic")
+    assert [books.ledger.book(0).may_take(rank, 1) for rank in range(2)] == [True, True]

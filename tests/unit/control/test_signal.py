@@ -1,0 +1,79 @@
+"""Waiting for a condition, without polling."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncflow.control.signal import Signal
+from tests.builders import turns
+
+
+async def test_a_condition_that_holds_is_not_waited_for() -> None:
+    await asyncio.wait_for(Signal().until(lambda: True), 1)
+
+
+async def test_a_condition_is_looked_at_after_every_notice_and_at_no_other_time() -> None:
+    signal, looked, value = Signal(), 0, 0
+
+    def condition() -> bool:
+        nonlocal looked
+        looked += 1
+        return value == 2
+
+    waiting = asyncio.create_task(signal.until(condition))
+    await turns()
+    assert looked == 1
+    value = 1
+    signal.notify()
+    await turns()
+    assert looked == 2 and not waiting.done()
+    value = 2
+    await turns()
+    assert looked == 2 and not waiting.done()
+    signal.notify()
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_one_notice_wakes_all_whose_condition_holds() -> None:
+    signal, open_for = Signal(), set[int]()
+    waiting = [asyncio.create_task(signal.until(lambda i=i: i in open_for)) for i in range(4)]
+    await turns()
+    open_for |= {0, 2}
+    signal.notify()
+    await turns()
+    assert [task.done() for task in waiting] == [True, False, True, False]
+    open_for |= {1, 3}
+    signal.notify()
+    await asyncio.gather(*waiting)
+
+
+async def test_who_is_woken_looks_again_since_another_may_have_been_quicker() -> None:
+    signal, tickets, served = Signal(), 0, list[int]()
+
+    async def take(number: int) -> None:
+        nonlocal tickets
+        await signal.until(lambda: tickets > 0)
+        tickets -= 1
+        served.append(number)
+
+    waiting = [asyncio.create_task(take(i)) for i in range(2)]
+    await turns()
+    tickets = 1
+    signal.notify()
+    await turns()
+    assert served == [0] and tickets == 0
+    tickets = 1
+    signal.notify()
+    await asyncio.gather(*waiting)
+    assert served == [0, 1]
+
+
+async def test_who_stops_waiting_leaves_nothing_behind() -> None:
+    signal = Signal()
+    waiting = asyncio.create_task(signal.until(lambda: False))
+    await turns()
+    assert len(signal._waiting) == 1
+    waiting.cancel()
+    signal.notify()
+    await turns()
+    assert waiting.cancelled() and signal._waiting == []

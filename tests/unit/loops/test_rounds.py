@@ -1,0 +1,488 @@
+"""What a trainer works on, by a real queue and ledger: the groups of its step, or those that come first, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncflow.algorithms.grpo import GRPO
+from asyncflow.control.ledger import Consumed, Ledger, LedgerService, Update
+from asyncflow.control.modes import NEVER, Bounded, Synchronous
+from asyncflow.control.progress_view import ProgressView
+from asyncflow.control.schedule import Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
+from asyncflow.loops.rounds import Turn, Turns, Work, members
+from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
+from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.spans import Recorder, Span
+from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.leases import Want
+from asyncflow.transfer_queue.queue import TransferQueue
+from asyncflow.transfer_queue.schema import Schema
+from asyncflow.transfer_queue.storage.memory import MemoryStorage
+from asyncflow.types import Advantages, GroupMeta, Ragged, RunError, ScoredGroup
+from tests.builders import scored, turns
+
+BITS = 1
+
+
+class World:
+    """Steps of two groups of one row, begun by version 0; rollout is done by hand."""
+
+    def __init__(self, schedule: Schedule, lease_seconds: float, **ranks: Any) -> None:
+        self.schedule, self.ledger = schedule, Ledger(BITS, max_staleness=schedule.max_staleness, **ranks)
+        callbacks = {"rollout": {"on_done": self._done}}
+        self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], callbacks=callbacks)
+        books = ProgressView(self.ledger, self.queue.controllers)
+        self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
+        self.client = self.queue.client()
+        self.put_aside: dict[int, Leased] = {}
+
+    def _schema(self, lease_seconds: float) -> Schema:
+        """Only training's leases expire."""
+        declared = schema(BITS, 30.0, 2)
+        tasks = (msgspec.structs.replace(t, lease_seconds=lease_seconds if t.name == "train" else 30.0) for t in declared.tasks)
+        return Schema(declared.declared, tuple(tasks), BITS)
+
+    def _done(self, rows: list[int]) -> None:
+        self.service.done("rollout", rows)
+
+    def _end_step(self, purpose: str, step: int) -> None:
+        self.ending = asyncio.ensure_future(self.queue.client().end_step(purpose, step))
+
+    async def admit(self, num_steps: int, begun: Mapping[int, int] | None = None, each: int = 2) -> None:
+        """`begun`: groups that an older version has begun, or none (NEVER). `each`: groups of a step."""
+        metas = [GroupMeta(group, 1, group // each, self.schedule.interval(group // each)) for group in range(each * num_steps)]
+        await self.service.open(metas)
+        await self.client.put(metas, admission(metas, [Prompt(np.arange(2), {})] * len(metas), [1.0] * len(metas)))
+        leased = await self.client.lease("rollout", Want(groups=99))
+        assert leased is not None
+        self.rollout = leased.lease
+        for group in range(each * num_steps):
+            if (version := (begun or {}).get(group, 0)) != NEVER:
+                self.ledger.begun([group], version)
+
+    async def complete(self, *groups: int) -> None:
+        for group in groups:
+            response = Response(0, np.arange(2), -np.ones(2, np.float32), np.array([(0, 0)], np.int64), "stop")
+            (is_stored,) = await self.client.complete(self.rollout, outputs(group, [scored(group << BITS, response, 0.0)]))
+            assert is_stored
+            await turns()
+
+    def training(self, step: int, order: list[int]) -> asyncio.Task[list[Leased]]:
+        """Consumes what it is given until the step is over, and notes it."""
+
+        async def run() -> list[Leased]:
+            held: list[Leased] = []
+            async for leased in members(self.client, self.service, self.schedule, step, self.put_aside, at_once):
+                group = leased.lease.groups[0].group
+                order.append(group)
+                held.append(leased)
+                if len(set(order)) == len(order):
+                    await self.service.consume(step, consumed(group << BITS))
+            await self.service.commit(step, [Update(1.0, 1.0, 1, False)])
+            await self.client.complete_marks([held[order.index(group)].lease for group in dict.fromkeys(order)])
+            return held
+
+        return asyncio.create_task(run())
+
+
+@contextlib.asynccontextmanager
+async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: Any) -> AsyncIterator[World]:
+    world = World(schedule, lease_seconds, **ranks)
+    async with world.queue.running():
+        await turns()
+        yield world
+
+
+def consumed(row: int) -> Consumed:
+    ones = np.ones(1, np.int64)
+    return Consumed([row], [], 2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 2, 4, 4, {}, True)
+
+
+async def at_once() -> None:
+    """There is always room."""
+
+
+async def test_strictly_a_step_is_given_its_own_groups_as_they_come() -> None:
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(2)
+        order: list[int] = []
+        training = world.training(0, order)
+        await world.complete(3, 1)
+        assert order == [1]
+        await world.complete(0)
+        await asyncio.wait_for(training, 5)
+        assert order == [1, 0] and world.put_aside == {}
+        world.training(1, order)
+        await turns()
+        assert order == [1, 0, 3]
+
+
+async def test_where_the_first_may_come_first_a_later_group_takes_the_place_of_a_slow_one() -> None:
+    async with a_world(Bounded(max_staleness=2, membership="first_come")) as world:
+        await world.admit(3)
+        orders: list[list[int]] = [[], [], []]
+        training = world.training(0, orders[0])
+        await world.complete(0, 5)  # 5, of step 2, is due with 1 by then: neither may wait longer
+        assert orders[0] == [0, 5]
+        await asyncio.wait_for(training, 5)
+        training = world.training(1, orders[1])
+        await world.complete(4)
+        assert orders[1] == [4]
+        await world.complete(2)
+        await asyncio.wait_for(training, 5)
+        training = world.training(2, orders[2])
+        await world.complete(1, 3)
+        await asyncio.wait_for(training, 5)
+        assert orders[1:] == [[4, 2], [1, 3]] and world.ledger.missing() == [] and world.put_aside == {}
+
+
+async def test_one_that_comes_too_early_is_put_aside_and_is_first_in_its_own_step() -> None:
+    async with a_world(Bounded(max_staleness=1, membership="first_come")) as world:
+        await world.admit(2, begun={0: -1, 1: -1})  # step 1 would be too late for them
+        orders: list[list[int]] = [[], []]
+        training = world.training(0, orders[0])
+        await world.complete(2)
+        assert orders[0] == [] and [*world.put_aside] == [2]
+        await world.complete(0, 1)
+        await asyncio.wait_for(training, 5)
+        assert orders[0] == [0, 1] and [*world.put_aside] == [2]
+        training = world.training(1, orders[1])
+        await world.complete(3)
+        await asyncio.wait_for(training, 5)
+        assert orders[1] == [2, 3] and world.put_aside == {}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_one_that_was_put_aside_and_delivered_again_is_trained_once_under_its_last_lease(times: int) -> None:
+    """Nobody renews here, so that what was put aside expires."""
+    async with a_world(Bounded(max_staleness=1, membership="first_come"), lease_seconds=0.3) as world:
+        await world.admit(2, begun={0: -1, 1: -1})
+        orders: list[list[int]] = [[], []]
+        training = world.training(0, orders[0])
+        await world.complete(2)
+        leases = {world.put_aside[2].lease.token}
+        for _ in range(times):
+            await asyncio.sleep(0.35)
+            leases.add(world.put_aside[2].lease.token)
+        assert len(leases) == times + 1
+        await world.complete(0, 1)
+        await asyncio.wait_for(training, 5)
+        training = world.training(1, orders[1])
+        await turns()
+        assert orders[1] == [2]
+        await world.complete(3)
+        await asyncio.wait_for(training, 5)  # which acknowledges the leases: under an earlier one it could not
+        assert orders == [[0, 1], [2, 3]] and world.put_aside == {}
+
+
+async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_put_aside() -> None:
+    async with a_world(Bounded(max_staleness=1, membership="first_come"), lease_seconds=0.3) as world:
+        await world.admit(2, begun={0: NEVER, 1: -1})
+        orders: list[list[int]] = [[], []]
+        training = world.training(0, orders[0])
+        await world.complete(2)
+        assert orders[0] == [] and [*world.put_aside] == [2]
+        world.ledger.begun([0], 0)
+        await asyncio.sleep(0.35)
+        assert orders[0] == [2] and world.put_aside == {}
+        await world.complete(1)
+        await asyncio.wait_for(training, 5)
+        training = world.training(1, orders[1])
+        await world.complete(0, 3)
+        await asyncio.wait_for(training, 5)
+        assert orders == [[2, 1], [0, 3]]
+
+
+SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_turn=1, groups_ahead=1)
+
+
+class Ranks:
+    """Data-parallel ranks that train a step of two groups of one row; what each of them has trained, turn by turn."""
+
+    def __init__(self, world: World, count: int, shape: Shape = SHAPE) -> None:
+        self.world, self.shape, self.trained = world, shape, [list[list[int]]() for _ in range(count)]
+        self.ranks = [asyncio.create_task(self._train(rank)) for rank in range(count)]
+        self.barrier = asyncio.Barrier(count)
+        self.told: list[Span] = []
+        clock = partial(next, itertools.count(0.0))  # the loop's stands still while something is done
+        self.spans = Recorder("trainer/0", clock, self.told.append, "cpu")
+
+    async def _train(self, rank: int) -> None:
+        world = self.world
+        client = world.queue.client()
+        turns = Turns(client, world.service, world.schedule, GRPO(), self.shape, rank, 0, {})
+        async with turns:
+            async for turn in turns.of(0):
+                with turns.computing(turn, self.spans):
+                    await self.barrier.wait()  # as a collective would make them
+                self.trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
+                assert len(turn.micro_batches) == len(turn.works)
+                turns.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.micro_batches], FingerprintLog(None))
+        await turns.acknowledge()
+        await turns.drop()
+
+
+async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with_nothing() -> None:
+    async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
+        await world.admit(2)
+        ranks = Ranks(world, 2)
+        await world.complete(0)
+        assert ranks.trained == [[], []]  # the other one could still get group 1
+        await world.complete(1)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert sorted(group for rank in ranks.trained for turn in rank for group in turn) == [0, 1]
+        assert [len(rank) for rank in ranks.trained] == [1, 1]
+        assert world.ledger.totals(0).sequences == 2 and world.queue.controllers["train"].table.counts()["leased"] == 0
+
+
+async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_turn() -> None:
+    async with a_world(Bounded(max_staleness=2), num_ranks=3) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 3)
+        await world.complete(1, 0)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert sorted(map(len, (turn for rank in ranks.trained for turn in rank))) == [0, 1, 1]
+
+
+async def test_a_rank_holds_nothing_back_that_the_others_would_wait_for() -> None:
+    """What is leased is offered, and for what is not the others are asked first."""
+    async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
+        await world.admit(1)
+        first, second = (Turns(world.client, world.service, world.schedule, GRPO(), SHAPE, rank, 0, {}) for rank in range(2))
+        async with first:
+            await world.complete(0, 1)
+            assert world.queue.controllers["train"].table.counts()["ready"] == 1
+            async with second:
+                turn = [asyncio.create_task(world.service.turn(0, rank, 0)) for rank in range(2)]
+                assert await asyncio.wait_for(asyncio.gather(*turn), 5) == [[0], [1]]
+                world.service.stop()
+                world.queue.stop()
+
+
+async def test_a_group_that_is_delivered_again_to_another_rank_is_trained_once() -> None:
+    """Nobody renews here, so that the first rank's lease expires while it waits for the other's group."""
+    async with a_world(Bounded(max_staleness=2), num_ranks=2, lease_seconds=0.3) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 2)
+        await world.complete(0)
+        await asyncio.sleep(0.8)
+        assert ranks.trained == [[], []] and world.queue.controllers["train"].table.counts()["redelivered"] >= 1
+        await world.complete(1)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert sorted(group for rank in ranks.trained for turn in rank for group in turn) == [0, 1]
+        assert world.ledger.totals(0).sequences == 2
+        table = world.queue.controllers["train"].table.counts()
+        assert (table["ready"], table["leased"]) == (0, 0)
+
+
+async def test_a_group_that_is_delivered_again_to_its_own_rank_is_trained_once_under_its_last_lease() -> None:
+    async with a_world(Bounded(max_staleness=2), groups_per_turn=2, lease_seconds=0.3) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_turn=2, groups_ahead=2))
+        await world.complete(0)
+        await asyncio.sleep(0.8)
+        assert ranks.trained == [[]] and world.queue.controllers["train"].table.counts()["redelivered"] >= 1
+        await world.complete(1)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert ranks.trained == [[[0, 1]]] and world.ledger.totals(0).sequences == 2
+        table = world.queue.controllers["train"].table.counts()
+        assert (table["ready"], table["leased"]) == (0, 0)
+
+
+async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
+    async with a_world(Bounded(max_staleness=2), groups_per_turn=2) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_turn=2, groups_ahead=2))
+        await world.complete(1)
+        assert ranks.trained == [[]]
+        await world.complete(0)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert ranks.trained == [[[1, 0]]]
+        (turn,) = [span for span in ranks.told if span.task == "forward_backward"]
+        assert (turn.rows, turn.group, turn.is_lane) == (2, -1, True)
+        assert [(s.group, s.rows, s.is_lane) for s in ranks.told if s.task == "train_group"] == [(1, 1, False), (0, 1, False)]
+
+
+def a_work(group: int, *advantages: float) -> Work:
+    """A group whose rows are micro-batches of their own, of a prompt of two tokens and a response of two, one of them masked."""
+    tokens, mask = Ragged.from_arrays([np.arange(2)], "int64"), Ragged.from_arrays([np.array([1, 0], np.uint8)], "uint8")
+    log_probs, no_lag = Ragged.from_arrays([-np.ones(2, np.float32)], "float32"), np.zeros(1, np.int64)
+    pieces = [
+        MicroBatch(np.array([group << BITS | i]), np.arange(2), tokens, mask, log_probs, np.array([each], np.float32), no_lag)
+        for i, each in enumerate(advantages)
+    ]
+    return Work(None, np.array(advantages, np.float32), pieces)  # type: ignore[arg-type]
+
+
+def test_a_turn_leaves_out_what_has_no_advantages() -> None:
+    works = [a_work(0, 0.0, 0.5), a_work(1, 0.0, 0.0), a_work(2, -0.5, float("nan"))]
+    computed = [piece.indices[0] for piece in Turn.of(works, skips=False, is_first=True).micro_batches]
+    assert computed == [0, 1, 2, 3, 4, 5]
+    for is_first in (False, True):
+        turn = Turn.of(works, skips=True, is_first=is_first)
+        assert [piece.indices[0] for piece in turn.micro_batches] == [1, 4, 5]
+        results = turn.results([MicroBatchResult(loss, 1, 4) for loss in (0.1, 0.4, 0.5)])
+        assert [[result.loss_sum for result in of_work] for of_work in results] == [[0.0, 0.1], [0.0, 0.0], [0.4, 0.5]]
+        assert [[result.is_computed for result in of_work] for of_work in results] == [[False, True], [False] * 2, [True] * 2]
+        assert all(result.loss_tokens == 1 for of_work in results for result in of_work)  # all count in the normaliser
+
+
+def test_of_an_update_without_advantages_one_is_computed_and_told_of_as_if_it_had_not_been() -> None:
+    works = [a_work(1, 0.0, 0.0)]
+    assert Turn.of(works, skips=True, is_first=False).micro_batches == []
+    turn = Turn.of(works, skips=True, is_first=True)
+    assert turn.micro_batches == works[0].micro_batches[:1]
+    assert turn.results([MicroBatchResult(-0.0, 1, 4, {"policy/entropy": 3.0})]) == [[left_out(works[0].micro_batches[0])] * 2]
+    assert Turn.of([], skips=True, is_first=True).micro_batches == []  # a rank without data
+    with pytest.raises(RunError, match=r"a loss of 0\.25, so leaving such rows out changes"):
+        turn.results([MicroBatchResult(0.25, 1, 4)])
+
+
+async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(2)
+        turns = Turns(world.client, world.service, Synchronous(), GRPO(), SHAPE, 0, 1, {})
+
+        async def train() -> None:
+            async with turns:
+                async for _ in turns.of(0):
+                    raise AssertionError("it was given out")
+
+        training = asyncio.create_task(train())
+        await world.complete(2)  # made by version 0, and step 1 is trained by a schedule that promises version 1
+        with pytest.raises(ExceptionGroup) as failure:
+            await asyncio.wait_for(training, 5)
+        assert "row 4" in str(failure.value.exceptions[0])
+
+
+async def test_when_the_run_stops_no_turn_is_waited_for() -> None:
+    async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
+        await world.admit(1)
+        ranks = Ranks(world, 2)
+        await world.complete(0)
+        world.service.stop()
+        world.queue.stop()
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+        assert ranks.trained == [[], []]
+
+
+class Counted(GRPO):
+    """Advantages that are made from the whole step: what each group has over the sum of all."""
+
+    waits_for_batch = True
+
+    def advantages(self, group: ScoredGroup) -> np.ndarray:
+        return group.rewards + np.float32(1)
+
+    def statistics(self, group: ScoredGroup, advantages: Advantages) -> list[float]:
+        assert isinstance(advantages, np.ndarray)
+        return [float(advantages.sum()), 1.0]
+
+    def normalised(self, advantages: Advantages, sums: Sequence[float]) -> np.ndarray:
+        assert isinstance(advantages, np.ndarray)
+        return (advantages / sums[0] + sums[1]).astype(np.float32)
+
+
+async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(1)
+        turns_of = Turns(world.client, world.service, world.schedule, Counted(), SHAPE, 0, 0, {})
+        trained: list[float] = []
+
+        async def train() -> None:
+            async with turns_of:
+                async for turn in turns_of.of(0):
+                    trained.extend(turn.micro_batches[0].advantages.tolist())
+                    turns_of.trained(turn, [MicroBatchResult(0.5, 2, 4)], FingerprintLog(None))
+
+        training = asyncio.create_task(train())
+        await world.complete(1)
+        assert trained == []
+        await world.complete(0)
+        await asyncio.wait_for(training, 5)
+        assert trained == [2.5, 2.5]  # 1 / (1 + 1) + 2 groups
+        assert world.ledger.book(0).sums() == [2.0, 2.0]
+
+
+async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> None:
+    shape = replace(SHAPE, epochs=2, mini_batches=2)
+    async with a_world(Bounded(max_staleness=2), epochs=2, mini_batches=2) as world:
+        await world.admit(1)
+        turns_of = Turns(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        trained: list[list[int]] = [[], [], [], []]
+        asked: list[str] = []
+
+        async def train() -> None:
+            async with turns_of:
+                for number in range(4):
+                    async for turn in turns_of.of(number):
+                        trained[number] += [work.leased.lease.groups[0].group for work in turn.works]
+                        result = MicroBatchResult(0.5, 2, 4, {"mismatch/kl": 1.0, "policy/kl": 1.0})
+                        turns_of.trained(turn, [result], FingerprintLog(None))
+                    assert await world.service.totals(0, "train", number) is not None
+            await turns_of.acknowledge()
+            await turns_of.drop()
+
+        world.service.on_consumed = lambda task, step, update, group: asked.extend(sorted(group.metrics))
+        training = asyncio.create_task(train())
+        await world.complete(1)  # of the second mini-batch: it is held, and others may be
+        assert trained == [[], [], [], []]
+        await world.complete(0)
+        await asyncio.wait_for(training, 5)
+        assert trained == [[0], [1], [0], [1]] and world.ledger.closed() == [("train", 0)]
+        assert asked == ["mismatch/kl", *["policy/kl"] * 4]  # engines are compared under the version's own weights alone
+        counts = world.queue.controllers["train"].table.counts()
+        assert counts["ready"] == counts["leased"] == 0  # dropped
+
+
+@pytest.mark.parametrize("late", [0.0, 0.05])
+async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> None:
+    """All of it is there already, and the second rank comes to it later."""
+    shape = replace(SHAPE, epochs=2, num_ranks=2, groups_ahead=3)
+    async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
+        await world.admit(1, each=12)
+        await world.complete(*range(12))
+        trained: list[list[list[int]]] = [[], []]
+
+        async def train(rank: int) -> None:
+            await asyncio.sleep(rank * late)
+            client = world.queue.client()
+            turns_of = Turns(client, world.service, world.schedule, GRPO(), shape, rank, 0, {})
+            async with turns_of:
+                for number in range(2):
+                    async for turn in turns_of.of(number):
+                        trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
+                        turns_of.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.works], FingerprintLog(None))
+                    assert await world.service.totals(0, "train", number) is not None
+            await turns_of.acknowledge()
+            await turns_of.drop()
+
+        await asyncio.wait_for(asyncio.gather(*(train(rank) for rank in range(2))), 5)
+        assert [len(of_rank) for of_rank in trained] == [12, 12]  # 6 turns an epoch, each of a group of either rank
+        assert all(len(turn) == 1 for of_rank in trained for turn in of_rank)
+
+
+async def test_who_waits_for_its_part_is_not_waited_for_when_the_run_stops() -> None:
+    shape = replace(SHAPE, epochs=2, num_ranks=2)
+    async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
+        await world.admit(1, each=4)
+        await world.complete(*range(4))
+        turns_of = Turns(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        async with turns_of:
+            await turns()
+            assert world.queue.controllers["train"].table.counts()["leased"] == 1  # one ahead of the other rank, and no more
+            world.service.stop()
+            world.queue.stop()
+            await asyncio.wait_for(world.service.may_take(0, 0, 1), 5)

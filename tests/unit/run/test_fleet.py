@@ -1,0 +1,76 @@
+"""What a run's workers are, and how many devices they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.config import Config, parse
+from asyncflow.run.factories import num_devices
+from asyncflow.run.fleet import workers
+from asyncflow.types import UserError
+
+
+def config(**sections: Any) -> Config:
+    return parse({"model": {"path": "model"}, "data": {"path": "data"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("engine", "each"),
+    [
+        ("slots", (1, 1)),
+        ("my_engine.py:MyEngine", (1, 1)),
+        ("vllm", (1, 1)),
+        ({"name": "vllm", "instances": 3, "tensor_parallel": 2, "pause_mode": "wait"}, (6, 6)),
+        ({"name": "vllm", "addresses": ["unix:a", "unix:b"], "tensor_parallel": 4}, (8, 0)),  # others have started the servers
+        ({"name": "vllm", "addresses": ["unix:a", "unix:b"], "transfer": "nccl"}, (2, 1)),
+        ({"name": "vllm", "instances": 2, "transfer": "nccl"}, (2, 3)),  # and one that weights are sent from
+    ],
+)
+def test_a_rollout_worker_has_the_devices_of_all_that_its_engine_drives(engine: Any, each: tuple[int, int]) -> None:
+    rollout = {"engine": engine, "num_workers": 2, "device": "cuda", "num_threads": 3}
+    found = config(rollout=rollout, plan={"train": {"dp": 2, "tp": 2}}, train={"reference": "task", "device": "cuda:1"})
+    assert num_devices(found) == 2 * each[0] + 4 + 1
+    needs = {spec.name: spec.needs for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+    assert needs["rollout/0"] == needs["rollout/1"] == {"CPU": 3.0} | ({"GPU": float(each[1])} if each[1] else {})
+    assert [needs[name] for name in ("trainer/0", "trainer/1", "trainer/2", "trainer/3", "reference")] == [
+        {"CPU": 1.0, "GPU": 1.0}
+    ] * 5
+
+
+def test_evaluators_are_started_as_rollout_workers_are_on_devices_that_count() -> None:
+    rollout = {"num_workers": 2, "device": "cuda", "num_threads": 3, "max_restarts": 7}
+    held_out = {"path": "d", "num_workers": 2}
+    for device, needs in ((None, {"CPU": 3.0, "GPU": 1.0}), ("cuda:3", {"CPU": 3.0, "GPU": 1.0}), ("cpu", {"CPU": 3.0})):
+        found = config(rollout=rollout, eval={**held_out, "device": device})
+        specs = {spec.name: spec for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+        assert num_devices(found) == 2 + 2 + 1
+        assert [name for name in specs if name.startswith("evaluator")] == ["evaluator/0", "evaluator/1"]
+        one, other = specs["evaluator/0"], specs["rollout/0"]
+        assert (one.needs, one.max_restarts, one.environment) == (needs, 7, other.environment)
+        assert (one.entry, other.entry) == ("asyncflow.run.workers:evaluator", "asyncflow.run.workers:rollout_worker")
+
+
+def test_options_that_say_no_number_of_devices_are_refused() -> None:
+    with pytest.raises(UserError, match="does not take these options"):
+        num_devices(config(rollout={"engine": {"name": "vllm", "instances": "two", "addresses": 3}}))
+
+
+def test_each_worker_computes_with_as_many_threads_as_it_is_given() -> None:
+    found = config(rollout={"num_threads": 3}, train={"num_threads": 2, "reference": "task"}, reward={"place": "task"})
+    specs = {spec.name: spec.environment for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+    threads = {name: (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) for name, environment in specs.items()}
+    assert threads == {"rollout/0": ("3", "3"), "trainer/0": ("2", "2"), "reference": ("2", "2"), "reward": ("1", "1")}
+
+
+def test_what_may_be_imported_for_several_workers_is_imported_for_ours_on_a_cpu_alone() -> None:
+    def imports(**sections: Any) -> dict[str, bool]:
+        specs = workers(config(**sections), Path(), is_training=True, are_trainers_there=False)
+        return {spec.name: bool(spec.imports) for spec in specs}
+
+    assert imports() == {"rollout/0": True, "trainer/0": True}
+    assert imports(rollout={"device": "cuda"}, train={"device": "cuda"}) == {"rollout/0": False, "trainer/0": False}
+    own = {"engine": "my_engine.py:MyEngine"}
+    assert imports(rollout=own, train=own) == {"rollout/0": False, "trainer/0": False}

@@ -1,0 +1,217 @@
+"""The driver's end of a checkpoint: it becomes one when all parts are there, and none of them is left of one that is given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from asyncflow.checkpoint import folder
+from asyncflow.config import parse
+from asyncflow.control.modes import Delayed
+from asyncflow.loops.samples import Prompt
+from asyncflow.run import saving
+from asyncflow.run.record import RecordState
+from asyncflow.run.resume import SavedPrompt, read_driver
+from asyncflow.run.saving import Saves, checkpoints_of
+from asyncflow.run_dir import CRITIC_DIR
+from asyncflow.weight_sync.base import Manifest
+
+Made = Callable[..., Saves]
+
+
+class Record:
+    """Of a run whose critic commits after the policy."""
+
+    is_deterministic, critic_skipped_in_a_row, shape = True, 0, SimpleNamespace(group_size=4)
+
+    def state(self) -> RecordState:
+        return RecordState(critic_skipped_in_a_row=self.critic_skipped_in_a_row)
+
+    async def finished(self, version: int) -> None: ...
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def made(tmp_path: Path, said: list[str]) -> Made:
+    """`Saves` of a run that has a critic and has committed a step; what it asks the others is answered by the least there is, or by
+    what the test has."""
+
+    def make(**others: Any) -> Saves:
+        tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
+        parts: dict[str, Any] = {
+            "config": parse(tree),
+            "schedule": SimpleNamespace(max_staleness=0, interval=lambda step: SimpleNamespace(low=step, high=step)),
+            "ledger": SimpleNamespace(trained=("train", "critic_update"), committed=1, groups=dict),
+            "board": SimpleNamespace(kept=lambda versions: []),
+            "queue": SimpleNamespace(),
+            "evaluating": SimpleNamespace(waiting=lambda version: []),
+            "source": SimpleNamespace(position=0, pushed=[], items=[]),
+            "admissions": SimpleNamespace(prompts={}, waiting={}, forget=lambda groups: None),
+            "record": Record(),
+        }
+        return Saves(**(parts | others), says=said.append)
+
+    return make
+
+
+async def waits(saves: Saves) -> asyncio.Task[None]:
+    """The trainers' part is written, and that does not end before the critic has told of its own."""
+    writing = asyncio.ensure_future(saves.written(1))
+    await asyncio.sleep(0.05)
+    assert not writing.done()
+    return writing
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_deterministic", "is_whole"),
+    [({4, 5, 6, 7}, False, True), ({4, 5, 6}, False, False), (None, False, False), ({4, 5, 6, 7}, True, None)],
+)
+def test_a_run_that_ends_says_whether_its_last_checkpoint_has_all_that_was_begun(
+    made: Made, kept: set[int] | None, is_deterministic: bool, is_whole: bool | None
+) -> None:
+    """Where engines make rows again exactly, nobody has to know (None)."""
+
+    async def main() -> None:
+        saves = made()
+        await saves.begin(1)
+        await saves.critic_written(1, "")
+        await saves.written(1)
+        parts = cast(Any, saves)
+        parts._record = SimpleNamespace(is_deterministic=is_deterministic, shape=SimpleNamespace(group_size=4))
+        parts._queue = SimpleNamespace(schema=SimpleNamespace(group_bits=2))
+        parts._ledger, parts._kept = SimpleNamespace(groups_begun=lambda: [1]), kept
+        await saves.close()
+        checkpoints = checkpoints_of(saves._config)
+        assert checkpoints.added(1).exists() == bool(is_whole)
+        assert read_driver(checkpoints.path(1), checkpoints.added(1)).is_whole == bool(is_whole)
+
+    asyncio.run(main())
+
+
+def test_of_a_checkpoint_that_the_drivers_part_spoils_no_file_of_the_critic_stays(
+    made: Made, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "driver.msgpack")
+
+    async def main() -> None:
+        saves = made()
+        partial = checkpoints_of(saves._config).partial(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(saving, "write_driver", full)
+            await saves.begin(1)
+            writing = await waits(saves)
+        (partial / CRITIC_DIR).mkdir(parents=True)
+        (partial / CRITIC_DIR / "state").write_text("late")
+        await saves.critic_written(1, "")
+        await writing
+        assert not partial.exists() and saves.settled == 1
+        (sentence,) = said
+        assert "could not be written" in sentence and sentence.endswith("driver.msgpack: No space left on device")
+        await saves.begin(1)  # what the critic said of the other one says nothing of this
+        (await waits(saves)).cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("why", ["", "the critic's disk is full"])
+def test_a_checkpoint_has_the_critics_part_or_is_given_up(made: Made, said: list[str], why: str) -> None:
+    async def main() -> None:
+        saves = made()
+        checkpoints = checkpoints_of(saves._config)
+        await saves.begin(1)
+        writing = await waits(saves)
+        await saves.critic_written(1, why)
+        await writing
+        assert checkpoints.versions() == ([] if why else [1]) and not checkpoints.partial(1).exists()
+        assert [sentence.split(": ", 1)[1] for sentence in said] == ([why] if why else [])
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_holds_the_updates_that_the_critic_has_skipped_in_a_step_committed_after_the_policys(made: Made) -> None:
+    async def main() -> None:
+        saves = made()
+        cast(Any, saves._record).critic_skipped_in_a_row = 2
+        await saves.critic_written(1, "")
+        await saves.begin(1)
+        await saves.written(1)
+        folder = checkpoints_of(saves._config).path(1)
+        assert read_driver(folder).record.critic_skipped_in_a_row == 2
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_holds_every_step_that_is_open_and_the_older_weights_that_the_next_one_needs(made: Made) -> None:
+    """Step 3 is generated by version 2, and nothing else may make its rows again."""
+
+    async def main() -> None:
+        prompts = {group: Prompt(np.arange(group), {}) for group in (20, 30, 40)}
+        saves = made(
+            schedule=Delayed(),
+            ledger=SimpleNamespace(trained=("train",), committed=3, groups=lambda: {3: [30], 4: [40]}),
+            board=SimpleNamespace(kept=lambda versions: [Manifest("i", version, "", "", 0, {}) for version in versions]),
+            admissions=SimpleNamespace(prompts=prompts, waiting={2: {20: prompts[20]}}, forget=lambda groups: None),
+        )
+        assert [manifest.version for manifest in await saves.begin(3)] == [2]
+        await saves.written(3)
+        resumed = read_driver(checkpoints_of(saves._config).path(3))
+        assert {step: {g: len(p.ids) for g, p in groups.items()} for step, groups in resumed.steps.items()} == {
+            3: {30: 30},
+            4: {40: 40},
+        }
+
+    asyncio.run(main())
+
+
+def test_prompts_that_were_pushed_after_a_checkpoint_was_begun_are_kept_beside_it(made: Made) -> None:
+    async def main() -> None:
+        source = SimpleNamespace(position=6, pushed=[], items=[])
+        saves = made(
+            source=source,
+            ledger=SimpleNamespace(trained=("train",), committed=1, groups=dict, groups_begun=list),
+            queue=SimpleNamespace(schema=SimpleNamespace(group_bits=2)),
+        )
+        await saves.begin(1)
+        await saves.written(1)
+        source.position, source.pushed = 7, [Prompt(np.arange(3), {"answer": "1"})]
+        saves.pushed()
+        await saves.close()
+        checkpoints = checkpoints_of(saves._config)
+        alone, state = (read_driver(checkpoints.path(1), added).state for added in (None, checkpoints.added(1)))
+        assert (alone.position, alone.pushed) == (6, [])
+        assert (state.position, state.pushed) == (7, [SavedPrompt([0, 1, 2], {"answer": "1"})])
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_that_is_one_is_not_given_up_for_what_fails_afterwards(
+    made: Made, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        saves = made()
+        checkpoints = checkpoints_of(saves._config)
+        await saves.begin(1)
+        await saves.critic_written(1, "")
+
+        def fail(path: Path) -> None:
+            if not path.name.endswith(".partial"):
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(folder, "sync_folder", fail)
+        await saves.written(1)
+        assert checkpoints.newest(said.append) == 1 and saves.settled == 1
+        (sentence,) = said
+        assert "step-000001 is written, but" in sentence and "could not be written" not in sentence
+
+    asyncio.run(main())
