@@ -132,15 +132,15 @@ class Trainer:
         driver = self._started.driver
         if driver is None:
             raise RunError("this run has stopped")
-        version, board = driver.ledger.ledger.committed, driver.board
-        board.call_for(version)
+        version, versions = driver.ledger.ledger.committed, driver.versions
+        versions.call_for(version)
         try:
-            await asyncio.wait_for(board.all_serve(version), timeout_seconds)
+            await asyncio.wait_for(versions.all_serve(version), timeout_seconds)
         except TimeoutError as error:
-            serving, why = board.serving, []
-            for name in board.crew.working:
-                if name in board.stale:
-                    why.append(f"{name} could not get it ({board.stale[name]})")
+            serving, why = versions.serving, []
+            for name in versions.workers.working:
+                if name in versions.stale:
+                    why.append(f"{name} could not get it ({versions.stale[name]})")
                 elif serving.get(name, -1) < version:
                     why.append(f"{name} serves {serving[name]}" if name in serving else f"{name} is not there")
             told = "; ".join(why) or "it is not published yet"

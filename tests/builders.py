@@ -41,7 +41,7 @@ class Unmade:
         return self.num_ready
 
 
-async def turns(count: int = 60) -> None:
+async def loop_turns(count: int = 60) -> None:
     """So many of the event loop's, in which whoever can go on does."""
     for _ in range(count):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The board: which policy versions are published, and which worker serves which.
+"""Policy versions: which are published, and which worker serves which.
 
 A version is a step count: version v is what v committed steps have made. Version 0 is the model that the run started from: every
 worker has it from the same files. A run that is gone on with from version `first` begins when the trainer has published that
@@ -42,16 +42,16 @@ class PolicyVersions:
         progress: Progress,
         signal: Signal,
         clock: Callable[[], float],
-        crew: WorkerPool,
+        workers: WorkerPool,
         *,
         first: int = 0,
     ) -> None:
-        self.crew = crew
+        self.workers = workers
         self.published = -1 if first else 0
         self._serving: dict[str, int] = {}
         self._installing: dict[str, int] = {}
         self.stale: dict[str, str] = {}  # workers whose weights could not be brought up to date, and why
-        self.stale_since: dict[str, float] = {}  # by the board's clock
+        self.stale_since: dict[str, float] = {}  # by `PolicyVersions`'s clock
         self.step_seconds: float | None = None
         self.install_seconds: float | None = None
         self.called_for = -1
@@ -73,7 +73,7 @@ class PolicyVersions:
     async def publish(self, manifest: Manifest) -> list[int]:
         """The trainer has published a version. Versions only rise; anything else is a `ValueError`.
 
-        Returns the older ones that are to stay for others than the board's workers (see `WeightSender.retain`).
+        Returns the older ones that are to stay for workers of other `PolicyVersions` (see `WeightSender.retain`).
         """
         if manifest.version <= self.published:
             raise ValueError(f"version {manifest.version} was published after version {self.published}")
@@ -91,7 +91,7 @@ class PolicyVersions:
 
     @remote
     async def no_room(self) -> list[int] | None:
-        """The trainer has no room for another version. Returns the older ones that are to stay for others than the board's workers
+        """The trainer has no room for another version. Returns the older ones that are to stay for other workers than those here
         all the same, fewer than before; None: there are no fewer."""
         fewer = self.on_no_room()
         return None if fewer is None else sorted(fewer)
@@ -180,24 +180,24 @@ class PolicyVersions:
 
     def resize(self, size: int) -> tuple[list[str], list[str]]:
         """Have so many workers, see `WorkerPool.resize`. Who is to leave is told so."""
-        coming, going = self.crew.resize(size)
+        coming, going = self.workers.resize(size)
         self._signal.notify()
         return coming, going
 
     def never_came(self, workers: Sequence[str]) -> None:
         """They were to join, and could not be started: nobody waits for them."""
-        self.crew.never_came(workers)
+        self.workers.never_came(workers)
         self._signal.notify()
 
     def left(self, worker: str) -> None:
         """One that was to leave has gone."""
-        self.crew.left(worker)
+        self.workers.left(worker)
         self.forget(worker)
 
     def died(self, worker: str, is_given_up: bool) -> None:
         """A worker has died, and is started again or not."""
         if is_given_up:
-            self.crew.given_up.add(worker)
+            self.workers.failed.add(worker)
         self.forget(worker)
 
     def forget(self, worker: str) -> None:
@@ -215,7 +215,7 @@ class PolicyVersions:
         """Wait until every one of the run's workers, but for those that are given up, serves this version, or a later one."""
 
         def is_served() -> bool:
-            late = (w for w in self.crew.working if self._serving.get(w, -1) < version or w in self.stale)
+            late = (w for w in self.workers.working if self._serving.get(w, -1) < version or w in self.stale)
             return self.published >= version and not any(late)
 
         await self._signal.until(is_served)
@@ -252,7 +252,7 @@ class PolicyVersions:
         One that is silent may come back any moment; if nobody else can do its work, the run's watchdog notices.
         """
         stale = {worker for worker, since in self.stale_since.items() if self._clock() - since >= patience_seconds}
-        return sum(worker not in stale for worker in self.crew.working)
+        return sum(worker not in stale for worker in self.workers.working)
 
     def stop(self) -> None:
         """Nothing more is granted."""
@@ -265,13 +265,13 @@ class PolicyVersions:
         return self.published >= self._first and not is_coming
 
     def _is_over_for(self, worker: str) -> bool:
-        return self.is_stopping or worker in self.crew.leaving
+        return self.is_stopping or worker in self.workers.leaving
 
     def _is_counted_on(self, worker: str) -> bool:
-        return worker not in self.crew.leaving and not self.is_silent(worker)
+        return worker not in self.workers.leaving and not self.is_silent(worker)
 
     def _as_target(self, worker: str, version: int) -> Target:
-        return Target(version, self._kept.get(version), self.crew.place(worker), max(1, len(self.crew.working)))
+        return Target(version, self._kept.get(version), self.workers.place(worker), max(1, len(self.workers.working)))
 
     def _grant(self, worker: str, version: int) -> None:
         self._installing[worker] = version

@@ -15,28 +15,28 @@ class WorkerPool:
     def __init__(self, size: int, pool: str = "rollout") -> None:
         self.pool = pool
         self.members = [f"{pool}/{i}" for i in range(size)]
-        self.given_up: set[str] = set()  # those of them that have died for the last time
+        self.failed: set[str] = set()  # those of them that have died for the last time
         self.leaving: set[str] = set()  # members no longer, but not gone yet
 
     @property
     def working(self) -> list[str]:
         """The members that serve, or will again."""
-        return [name for name in self.members if name not in self.given_up]
+        return [name for name in self.members if name not in self.failed]
 
     def place(self, name: str) -> int:
         """How many of those that work have joined before it."""
         earlier = self.members[: self.members.index(name)] if name in self.members else self.members
-        return sum(other not in self.given_up for other in earlier)
+        return sum(other not in self.failed for other in earlier)
 
     def resize(self, size: int) -> tuple[list[str], list[str]]:
         """Have so many that work. Returns who is to be started, and who is to leave: those that came last, and all that are given
         up."""
         working = self.working
-        going = [name for name in self.members if name in self.given_up or name in working[size:]]
+        going = [name for name in self.members if name in self.failed or name in working[size:]]
         self.leaving |= set(going)
         free = (name for i in count() if (name := f"{self.pool}/{i}") not in self.leaving and name not in working)
         coming = list(islice(free, max(0, size - len(working))))
-        self.members, self.given_up = working[:size] + coming, set()
+        self.members, self.failed = working[:size] + coming, set()
         return coming, going
 
     def never_came(self, names: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ from asyncflow.engines.base import (
     TrainEngine,
 )
 from asyncflow.loops.admissions import Admissions
-from asyncflow.loops.rounds import Turns
+from asyncflow.loops.rounds import Rounds
 from asyncflow.loops.samples import (
     GroupRequest,
     Prompt,
@@ -134,7 +134,7 @@ async def feed(
         await queue.put(metas, batch, row_bytes=shape.row_bytes)
         while (candidates := await ledger.wanted(step)) is not None:
             metas, batch = admissions.more(step, candidates)
-            await ledger.widen(metas)
+            await ledger.add_candidates(metas)
             await queue.put(metas, batch, row_bytes=shape.row_bytes)
         if ledger.is_stopping:
             return
@@ -190,7 +190,7 @@ async def _score_and_enqueue(
 async def train(
     queue: TransferQueueClient,
     ledger: LedgerService,
-    board: PolicyVersions,
+    versions: PolicyVersions,
     schedule: Schedule,
     engine: TrainEngine,
     algorithm: Algorithm,
@@ -209,7 +209,7 @@ async def train(
     rank = engine.data_parallel_rank or 0
     put_aside: dict[int, Leased] = {}
     async with asyncio.TaskGroup() as beside:
-        publishing = Publishing(sender, board, spans, beside)
+        publishing = Publishing(sender, versions, spans, beside)
         for step in itertools.count(first):
             spans.waiting("batch")
             may_start = await ledger.may_start("train", step)
@@ -217,11 +217,11 @@ async def train(
             if not may_start:
                 return step
             spans.waiting("rows")
-            async with Turns(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as turns:
+            async with Rounds(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as rounds:
                 compute = partial(engine.forward_backward, objective=algorithm)
                 held, may_change = step < algorithm.held_steps, publishing.ended
                 updates = await update(
-                    turns, ledger, engine, algorithm, compute, spans, fingerprints, may_change, is_held=held
+                    rounds, ledger, engine, algorithm, compute, spans, fingerprints, may_change, is_held=held
                 )  # 11-18, 21
             if not updates:
                 return step
@@ -230,16 +230,16 @@ async def train(
                 await ledger.commit(step, updates, "train")
             await publishing.begin(step, await engine.export_weights())  # 3: the weights of the next step
             await ledger.released(step)
-            await turns.acknowledge()
-            await turns.drop()
-            if keeper.is_due(step + 1):  # the board knows which older versions are still needed once this one is published
+            await rounds.acknowledge()
+            await rounds.drop()
+            if keeper.is_due(step + 1):  # `PolicyVersions` knows which older versions are still needed once this one is published
                 await publishing.ended()
             await keeper.committed(step + 1)
     raise AssertionError("steps do not end")
 
 
 async def update(
-    turns: Turns,
+    rounds: Rounds,
     ledger: LedgerService,
     engine: Updated,
     objective: ModelObjective,
@@ -256,17 +256,17 @@ async def update(
     are changed. `is_held`: the model is to stay as it is.
     """
     updates: list[Update] = []
-    for number in range(turns.num_updates):
-        async for turn in turns.of(number):  # 11-12: dequeue
-            with turns.computing(turn, spans):
-                results = await compute(turn.micro_batches)  # 13-18: O += gradient
-            turns.trained(turn, results, fingerprints)
-        totals = await ledger.totals(turns.step, turns.task, number)
+    for number in range(rounds.num_updates):
+        async for current in rounds.of(number):  # 11-12: dequeue
+            with rounds.computing(current, spans):
+                results = await compute(current.micro_batches)  # 13-18: O += gradient
+            rounds.trained(current, results, fingerprints)
+        totals = await ledger.totals(rounds.step, rounds.task, number)
         if totals is None:
             return []
         if may_change is not None:
             await may_change()
-        with turns.updating(spans):
+        with rounds.updating(spans):
             updates.append(await apply(engine, objective, totals, is_held=is_held))  # 21
     return updates
 
@@ -275,13 +275,13 @@ class Publishing:
     """The weights of one step after another, published beside the computation of the next one, which may not change them until
     that has ended.
 
-        |-- gather --|- copy, hash, tell the board -|            `publish`, beside the lane
+        |-- gather --|- copy, hash, tell `PolicyVersions` -|            `publish`, beside the lane
          the trainer | computes the next step ...  | updates      gathers only if the weights lie on several ranks
     """
 
-    def __init__(self, sender: WeightSender | None, board: PolicyVersions, spans: Recorder, beside: asyncio.TaskGroup) -> None:
+    def __init__(self, sender: WeightSender | None, versions: PolicyVersions, spans: Recorder, beside: asyncio.TaskGroup) -> None:
         """`beside`: what fails there ends whoever trains."""
-        self._sender, self._board, self._spans, self._beside = sender, board, spans, beside
+        self._sender, self._versions, self._spans, self._beside = sender, versions, spans, beside
         self._under_way: asyncio.Task[None] | None = None
 
     async def begin(self, step: int, weights: WeightSource) -> None:
@@ -298,11 +298,11 @@ class Publishing:
 
     async def _publish(self, step: int, weights: WeightSource) -> None:
         began = self._spans.clock()
-        await publish(step + 1, weights, self._sender, self._board)
+        await publish(step + 1, weights, self._sender, self._versions)
         self._spans.beside("publish", began, step=step, version=step + 1)
 
 
-async def publish(version: int, weights: WeightSource, sender: WeightSender | None, board: PolicyVersions) -> None:
+async def publish(version: int, weights: WeightSource, sender: WeightSender | None, versions: PolicyVersions) -> None:
     """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather.
 
     Where there is no room for it, older ones that stay for evaluations make room, if they can.
@@ -316,10 +316,10 @@ async def publish(version: int, weights: WeightSource, sender: WeightSender | No
         try:
             manifest = await sender.publish(version, weights)
         except NoRoom:
-            if (fewer := await board.no_room()) is None:
+            if (fewer := await versions.no_room()) is None:
                 raise
             sender.retain(fewer)
-    sender.retain(await board.publish(manifest))
+    sender.retain(await versions.publish(manifest))
 
 
 async def apply(engine: Updated, objective: ModelObjective, totals: StepTotals, *, is_held: bool = False) -> Update:

@@ -23,7 +23,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import CriticEngine
 from asyncflow.loops.algorithm1 import Keeper, update
-from asyncflow.loops.rounds import Turns
+from asyncflow.loops.rounds import Rounds
 from asyncflow.loops.samples import VALUES_COLUMN, Shape, pieces, token_outputs
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder
@@ -89,12 +89,12 @@ async def train_critic(
             return step
         spans.waiting("rows")
         compute = partial(engine.forward_backward, objective=critic)
-        async with Turns(queue, ledger, schedule, critic, shape, 0, step, {}, UPDATE_TASK) as turns:
-            updates = await update(turns, ledger, engine, critic, compute, spans, fingerprints)
+        async with Rounds(queue, ledger, schedule, critic, shape, 0, step, {}, UPDATE_TASK) as rounds:
+            updates = await update(rounds, ledger, engine, critic, compute, spans, fingerprints)
         if not updates:
             return step
         await fingerprints.step(step, engine)
-        await turns.acknowledge()  # the policy's training drops the rows when it, too, has done with them
+        await rounds.acknowledge()  # the policy's training drops the rows when it, too, has done with them
         await ledger.commit(step, updates, UPDATE_TASK)
         version.rise()
         await keeper.committed(step + 1)

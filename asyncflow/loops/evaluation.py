@@ -2,7 +2,7 @@
 
 By the rollout workers, behind training's rows; or by evaluators, workers of their own, while training goes on (`Evaluations`):
 
-    trainer --publish--> board --on_published--> Evaluations: one version under way, one waits --publish--> the evaluators' board
+    trainer --publish--> versions --on_published--> Evaluations: one version under way, one waits --publish--> evaluators' versions
             <--retain: their weights stay------'
 """
 
@@ -111,7 +111,7 @@ class HeldOut:
         ]
         return metas, self._prompts * len(kinds), [temperature for _, temperature in kinds for _ in range(count)]
 
-    def gave_up(self, dead: Sequence[DeadRow]) -> None:
+    def rows_died(self, dead: Sequence[DeadRow]) -> None:
         """Rows that could not be generated or scored. Those that a scorer had nothing to say about are no failures."""
         self._unscored.update(row.group for row in dead if row.group >= EVALUATION_GROUPS and not row.error.startswith(SKIPPED))
 
@@ -134,7 +134,7 @@ class HeldOut:
         self._on_row(row)
 
 
-class EvaluatorsBooks(ProgressView):
+class EvaluatorsProgress(ProgressView):
     """What evaluators' schedule (`Periodic`) sees: they are shown a version when nothing is left of the one before, and its weights
     stay, whatever is committed."""
 
@@ -162,14 +162,14 @@ class Evaluations:
         queue: TransferQueueClient,
         ledger: LedgerService,
         held_out: HeldOut,
-        board: PolicyVersions,
+        versions: PolicyVersions,
         shape: Shape,
         signal: Signal,
         *,
         says: Callable[[str], None],
     ) -> None:
-        """`board`: the evaluators' own, on which a version is published when its turn has come."""
-        self._queue, self._ledger, self._held_out, self._board = queue, ledger, held_out, board
+        """`versions`: the evaluators' own, on which a version is published when its turn has come."""
+        self._queue, self._ledger, self._held_out, self._versions = queue, ledger, held_out, versions
         self._shape, self._signal, self._says = shape, signal, says
         self._under_way: int | None = None
         self._waiting: dict[int, Manifest | None] = {0: None} if held_out.is_due(0) else {}  # at most one with weights
@@ -204,7 +204,7 @@ class Evaluations:
     def kept(self) -> list[Manifest]:
         """The versions whose weights are to stay, oldest first: the one that evaluators serve, also when it is evaluated, for they
         may be started again; and the one that waits."""
-        shown = self._board.newest
+        shown = self._versions.newest
         return [each for each in (shown, *self._waiting.values()) if each is not None]
 
     async def run(self) -> None:
@@ -216,10 +216,10 @@ class Evaluations:
                 return
             self._under_way = version = min(self._waiting)
             if (manifest := self._waiting.pop(version)) is not None:
-                await self._board.publish(manifest)
+                await self._versions.publish(manifest)
             await admit_evaluation(self._queue, self._ledger, self._held_out, version, self._shape)
             await evaluate(self._queue, self._ledger, self._held_out, version)
-        self._board.stop()  # so that no death of theirs is the run's
+        self._versions.stop()  # so that no death of theirs is the run's
 
 
 async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int) -> None:

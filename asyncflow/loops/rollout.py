@@ -1,15 +1,15 @@
 """A rollout worker: which groups it takes, which weights it serves.
 
 consumes: admitted groups that its installed version may generate, at most its free slots and its share of a step
-waits for: groups; another version to serve and the board's leave to install it
+waits for: groups; another version to serve and the leave of `PolicyVersions` to install it
 is unblocked by: the feed, its own responses (which free slots), the trainer's publishing, the end of the other workers' rows, the
 stop of the run
 
-Weights are fetched in the background as soon as they are published. Once the board grants it, the worker takes nothing more, ends
-what it may not end under the new version (everything, unless the schedule installs in flight), installs, and goes on. One that is
-to leave takes nothing more, ends what it has, and goes.
+Weights are fetched in the background as soon as they are published. Once `PolicyVersions` grants it, the worker takes nothing more,
+ends what it may not end under the new version (everything, unless the schedule installs in flight), installs, and takes groups
+again. One that is to leave takes nothing more, ends what it has, and leaves.
 
-An evaluator is the same with groups of evaluations, and a board of its own (evaluation.py).
+An evaluator is the same with groups of evaluations, and `PolicyVersions` of its own (evaluation.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rollout:
     def __init__(
         self,
         queue: TransferQueueClient,
-        board: PolicyVersions,
+        versions: PolicyVersions,
         schedule: Schedule,
         engine: RolloutEngine,
         receiver: WeightReceiver,
@@ -73,13 +73,13 @@ class Rollout:
     ) -> None:
         """`original()` are the tensors of the worker's own files. Without `score`, rewards are another task's. `task`: whose groups
         are taken."""
-        self._queue, self._board, self._schedule = queue, board, schedule
+        self._queue, self._versions, self._schedule = queue, versions, schedule
         self._engine, self._receiver, self._original = engine, receiver, original
         self._shape, self._spans, self._task = shape, spans, task
         self._producer = Producer(queue, engine, score, decode, shape, self._responded, self._scored, keep_sample)
-        self._share = 0  # rows of a step, by what the board last said: which of how many workers this one is
+        self._share = 0  # rows of a step, by what `PolicyVersions` last said: which of how many workers this one is
         self._installed = 0
-        self._is_installing = True  # until the board has said which version to begin with
+        self._is_installing = True  # until `PolicyVersions` has said which version to begin with
         self._is_stale = self._is_leaving = False
         self._retry_seconds = RETRY_SECONDS[0]
         self._has_served = False  # anything since the last installation
@@ -96,7 +96,7 @@ class Rollout:
 
     async def run(self) -> None:
         """Until the worker is to leave, or the run is stopping; what is unfinished then is abandoned."""
-        while (target := await self._board.join()) is not None:
+        while (target := await self._versions.join()) is not None:
             if target.manifest is None:  # what the engine was built with
                 await self._serve(target)
                 break
@@ -118,7 +118,7 @@ class Rollout:
 
     async def _unless_stopped(self, task: asyncio.Future[None]) -> None:
         """Wait until the task is done, or the run stops. Raises what the task raises."""
-        stopped = asyncio.ensure_future(self._board.stopped())
+        stopped = asyncio.ensure_future(self._versions.stopped())
         try:
             for ended in (await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED))[0]:
                 ended.result()
@@ -178,13 +178,13 @@ class Rollout:
         self._show_lane()
 
     async def _follow_weights(self) -> None:
-        while (target := await self._board.next_target(self._installed)) is not None:
+        while (target := await self._versions.next_target(self._installed)) is not None:
             if target.version == self._installed:  # what could not be fetched is not needed any more
                 await self._serve(target)
                 continue
             if (tensors := await self._fetched(target)) is None:
                 continue
-            if not await self._board.may_install(target.version, self._installed):
+            if not await self._versions.may_install(target.version, self._installed):
                 await self._receiver.release()  # it is to serve another: whoever publishes need not wait for this one's file
                 continue
             self._is_installing = True
@@ -215,14 +215,14 @@ class Rollout:
 
     async def _fetched(self, target: Target) -> Mapping[str, Tensor] | None:
         """The tensors of a version, in host memory. None, after a pause, if they could not be had: the worker is stale
-        then, takes nothing, and asks the board again, for which they may be too old by now."""
+        then, takes nothing, and asks `PolicyVersions` again, for which they may be too old by now."""
         start, manifest = self._spans.clock(), target.manifest
         try:
             tensors = self._original() if manifest is None else await self._receiver.fetch(manifest)
         except WeightSyncError as error:
             self._is_stale = True
             await self._queue.withdraw(self._task)
-            await self._board.failed(str(error))
+            await self._versions.failed(str(error))
             await asyncio.sleep(self._retry_seconds)
             self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS[1])
             return None
@@ -247,7 +247,7 @@ class Rollout:
         self._installed, self._is_installing, self._is_stale, self._has_served = target.version, False, False, False
         prompts = share_of(self._shape.prompts_at_first, target.place, target.num_workers, target.version)
         self._share = prompts * self._shape.group_size
-        await self._board.installed(target.version)
+        await self._versions.installed(target.version)
         self._changed.notify()
 
     def _show_lane(self) -> None:

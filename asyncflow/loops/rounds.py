@@ -44,7 +44,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Round:
     """What one rank trains at the same time as the others: a group or some, or none where only the others have any left.
 
     `micro_batches`: those to compute, in order: all, or, with `skips`, those that have advantages. Of an update's first turn one is
@@ -56,12 +56,12 @@ class Turn:
     micro_batches: list[MicroBatch]
 
     @staticmethod
-    def of(works: list[Work], *, skips: bool, is_first: bool) -> Turn:
+    def of(works: list[Work], *, skips: bool, is_first: bool) -> Round:
         """A turn of these groups."""
         pieces = [piece for work in works for piece in work.micro_batches]
         if skips:
             pieces = [piece for piece in pieces if piece.has_advantages] or (pieces[:1] if is_first else [])
-        return Turn(works, skips, pieces)
+        return Round(works, skips, pieces)
 
     def results(self, of_engine: Sequence[MicroBatchResult]) -> list[list[MicroBatchResult]]:
         """Those of each group's micro-batches, from those that were computed. One that could have been skipped is told of as if it
@@ -83,7 +83,7 @@ class Turn:
         ]
 
 
-class Turns:
+class Rounds:
     """The turns of one step of one rank, by update. A context, within which groups are taken; at its end all are accounted for."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Turns:
         self._changed, self._is_over = Signal(), False
         self._beside = asyncio.TaskGroup()
 
-    async def __aenter__(self) -> Turns:
+    async def __aenter__(self) -> Rounds:
         await self._beside.__aenter__()
         self._beside.create_task(self._take())
         return self
@@ -121,10 +121,10 @@ class Turns:
         self._changed.notify()
         await self._beside.__aexit__(*error)
 
-    async def of(self, update: int) -> AsyncIterator[Turn]:
+    async def of(self, update: int) -> AsyncIterator[Round]:
         """Those of one of the step's updates. The next turn is asked for while this one is computed."""
         self._update, of_update = update, (self.task, update)
-        asking = self._beside.create_task(self._ledger.turn(self.step, self._rank, 0, *of_update))
+        asking = self._beside.create_task(self._ledger.round_of_rank(self.step, self._rank, 0, *of_update))
         for number in itertools.count(1):
             if (groups := await asking) is None:
                 return
@@ -132,15 +132,15 @@ class Turns:
                 self._sums = await self._ledger.statistics(self.step, self.task)
                 if self._sums is None:
                     return
-            asking = self._beside.create_task(self._ledger.turn(self.step, self._rank, number, *of_update))
+            asking = self._beside.create_task(self._ledger.round_of_rank(self.step, self._rank, number, *of_update))
             works = [self._work(group) for group in groups]
-            turn = Turn.of(works, skips=self._skips, is_first=number == 1)
+            current = Round.of(works, skips=self._skips, is_first=number == 1)
             self._changed.notify()
-            yield turn
+            yield current
 
-    def trained(self, turn: Turn, results: list[MicroBatchResult], fingerprints: StepLog) -> None:
+    def trained(self, current: Round, results: list[MicroBatchResult], fingerprints: StepLog) -> None:
         """The turn's gradients have been added: its figures, for the books."""
-        for work, of_work in zip(turn.works, turn.results(results), strict=True):
+        for work, of_work in zip(current.works, current.results(results), strict=True):
             fingerprints.group(work.leased.batch, of_work)
             if self._update:  # the weights are not the version's any more: what differs now is no mismatch of the engines
                 of_work = [replace(result, metrics=_without_mismatch(result.metrics)) for result in of_work]
@@ -148,11 +148,11 @@ class Turns:
             self._beside.create_task(self._ledger.consume(self.step, figures, self.task, self._update))
 
     @contextmanager
-    def computing(self, turn: Turn, spans: Recorder) -> Iterator[None]:
+    def computing(self, current: Round, spans: Recorder) -> Iterator[None]:
         """The lane shows the turn; where it has several groups, each is told of as well."""
-        began, groups = spans.clock(), [work.leased.lease.groups[0].group for work in turn.works]
-        rows = [len(work.leased.batch) for work in turn.works]
-        tokens = sum(piece.logical_tokens for piece in turn.micro_batches)
+        began, groups = spans.clock(), [work.leased.lease.groups[0].group for work in current.works]
+        rows = [len(work.leased.batch) for work in current.works]
+        tokens = sum(piece.logical_tokens for piece in current.micro_batches)
         of_one, of_step = {"group": groups[0]} if len(groups) == 1 else {}, {"step": self.step, "version": self.step}
         name = "forward_backward" if self.task == "train" else self.task
         with spans.busy(name, **of_step, rows=sum(rows), tokens=tokens, **of_one):

@@ -131,7 +131,7 @@ class Shape:
     temperature: float
     max_new_tokens: int
     rows_per_micro_batch: int
-    groups_per_turn: int
+    groups_per_round: int
     groups_ahead: int
     epochs: int = 1
     mini_batches: int = 1

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncflow.control.ledger import LedgerService, Sifted
+from asyncflow.control.ledger import Decided, LedgerService
 from asyncflow.loops.samples import MEMBER_COLUMN, SELECT_TASK
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, Batch, Values
@@ -49,18 +49,18 @@ class Selection:
                     self._start(self._tell(leased))
                     continue
                 self._held[group] = leased
-                self._ledger.judge(group, is_varied=is_varied(leased.batch.dense("reward")))
+                self._ledger.decide(group, is_varied=is_varied(leased.batch.dense("reward")))
         finally:
             renewing.cancel()
 
-    def sifted(self, sifted: Sifted) -> None:
+    def decided(self, decided: Decided) -> None:
         """What the ledger has found out."""
-        for group in sifted.members:
+        for group in decided.members:
             self._start(self._tell(self._held.pop(group)))
-        for group in (*sifted.degenerate, *sifted.surplus):
+        for group in (*decided.degenerate, *decided.surplus):
             self._held.pop(group, None)
-        if sifted.left:
-            self._start(self._queue.drop(sifted.left))
+        if decided.left:
+            self._start(self._queue.drop(decided.left))
 
     async def _tell(self, leased: Leased) -> None:
         batch = leased.batch

@@ -38,8 +38,8 @@ from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.directory import Places, remote_directory
 from asyncflow.transport import Credentials, Peer, proxy
 
-EVALUATORS_BOARD = f"board/{EVALUATORS}"
-"""The service of theirs; the rollout workers' and the trainer's is `board`."""
+EVALUATORS_VERSIONS = f"versions/{EVALUATORS}"
+"""The service of theirs; the rollout workers' and the trainer's is `versions`."""
 S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
 
 
@@ -70,7 +70,7 @@ class RunConnection:
     shape: Shape
     queue: TransferQueueClient
     ledger: LedgerService
-    board: PolicyVersions
+    versions: PolicyVersions
     saves: Saves
     reporter: Reporter
     rendezvous: Rendezvous
@@ -130,9 +130,9 @@ async def joined(
     try:
         async with beside(reporter.run(), queue.renew_held()):
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
-            board = proxy(PolicyVersions, peer, EVALUATORS_BOARD if name.startswith(f"{EVALUATORS}/") else "board")
+            versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
             rendezvous, rescue = proxy(Rendezvous, peer, "rendezvous"), proxy(Rescue, peer, "rescue")
-            yield RunConnection(config, job, shape_of(config), queue, ledger, board, saves, reporter, rendezvous, rescue)
+            yield RunConnection(config, job, shape_of(config), queue, ledger, versions, saves, reporter, rendezvous, rescue)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()

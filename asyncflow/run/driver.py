@@ -13,7 +13,7 @@ from typing import Any, Final
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
-from asyncflow.control.ledger import Ledger, LedgerService, Sifted, StepTotals, Update
+from asyncflow.control.ledger import Decided, Ledger, LedgerService, StepTotals, Update
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
@@ -28,7 +28,7 @@ from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.loops.selection import Selection
 from asyncflow.registry import build
 from asyncflow.run.background import BackgroundTasks
-from asyncflow.run.connection import EVALUATORS_BOARD
+from asyncflow.run.connection import EVALUATORS_VERSIONS
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_storage,
@@ -42,7 +42,7 @@ from asyncflow.run.factories import (
 from asyncflow.run.health import Health
 from asyncflow.run.model_files import ModelFiles
 from asyncflow.run.prepare import Prepared
-from asyncflow.run.record import RecordState, RunRecord, Told
+from asyncflow.run.record import Observer, RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.resume import Resumed, as_prompt
 from asyncflow.run.saving import Saves
@@ -60,8 +60,8 @@ UNITS_SECONDS: Final = 60.0
 class Driver:
     """A run's, from the step on that it has been `resumed` at, or from the start."""
 
-    def __init__(self, config: Config, prepared: Prepared, told: Told, resumed: Resumed | None = None) -> None:
-        self.config, self._says = config, told.says
+    def __init__(self, config: Config, prepared: Prepared, observer: Observer, resumed: Resumed | None = None) -> None:
+        self.config, self._says = config, observer.says
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
         self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
@@ -78,15 +78,17 @@ class Driver:
         books = ProgressView(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
         self._selection = Selection(self.queue, self.ledger, self.beside.start)
-        self.board = PolicyVersions(self.schedule, books, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first)
+        self.versions = PolicyVersions(
+            self.schedule, books, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first
+        )
         self.devices = Devices(num_devices(config), self._clock)
-        self.record = self._make_record(ledger, told, resumed)
+        self.record = self._make_record(ledger, observer, resumed)
         self.hub = self.record.hub
         self.evaluating = Evaluating(
             config,
             self.schedule,
             self.ledger,
-            self.board,
+            self.versions,
             self.queue,
             self.transfer_queue.controllers,
             self.record,
@@ -94,34 +96,34 @@ class Driver:
             prepared.held_out,
             resumed,
             start=self.beside.start,
-            says=told.says,
+            says=observer.says,
         )
         evaluators = self.evaluating.evaluators
-        self.boards = [self.board, *([evaluators] if evaluators is not None else [])]
-        self.health = Health(config, self.boards, self.hub, signal, says=told.says, fails=self.beside.fail)
+        self.all_versions = [self.versions, *([evaluators] if evaluators is not None else [])]
+        self.health = Health(config, self.all_versions, self.hub, signal, says=observer.says, fails=self.beside.fail)
         self.source, self._admissions = self._make_order(prepared, resumed)
         self.saves = Saves(
             config,
             self.schedule,
             ledger,
-            self.board,
+            self.versions,
             self.transfer_queue,
             self.evaluating,
             self.source,
             self._admissions,
             self.record,
-            says=told.says,
+            says=observer.says,
         )
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
-            "board": self.board,
+            "versions": self.versions,
             "hub": self.hub,
             "saves": self.saves,
             "model": ModelFiles(prepared.model, self.progress),
             "rendezvous": Rendezvous(),
         }
         if evaluators is not None:
-            self._own_services[EVALUATORS_BOARD] = evaluators
+            self._own_services[EVALUATORS_VERSIONS] = evaluators
         self._connect()
 
     # -- its parts ----------------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ class Driver:
             tasks,
             self.schedule.max_staleness,
             num_ranks=config.layout.dp,
-            groups_per_turn=self.shape.groups_per_turn,
+            groups_per_round=self.shape.groups_per_round,
             first=self._first,
             trained=("train", UPDATE_TASK) if has_critic else ("train",),
             by_step=(VALUES_TASK,) if has_critic else (),
@@ -166,14 +168,14 @@ class Driver:
             has_evaluators=config.eval.num_workers > 0,
         )
 
-    def _make_record(self, ledger: Ledger, told: Told, resumed: Resumed | None) -> RunRecord:
+    def _make_record(self, ledger: Ledger, observer: Observer, resumed: Resumed | None) -> RunRecord:
         return RunRecord(
             self.config,
             self.schedule,
             ledger,
             self.queue,
             self.transfer_queue.controllers,
-            told,
+            observer,
             start=self.beside.start,
             fails=self.beside.fail,
             now=self._clock,
@@ -197,9 +199,9 @@ class Driver:
     def _connect(self) -> None:
         """Have the books tell one another."""
         self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
-        self.ledger.on_committed, self.ledger.on_sifted = self._committed, self._sifted
+        self.ledger.on_committed, self.ledger.on_decided = self._committed, self._decided
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
-        self.board.on_installed = self.record.installed
+        self.versions.on_installed = self.record.installed
 
     # -- what it serves -----------------------------------------------------------------------------------------------------
 
@@ -222,8 +224,8 @@ class Driver:
         """A client has gone: what it held is handed out again, and nothing is waited for on its behalf."""
         worker = client_key.partition("@")[0]
         self.transfer_queue.abandon(client_key)
-        for board in self.boards:
-            board.forget(worker)
+        for versions in self.all_versions:
+            versions.forget(worker)
         self.hub.left(worker)
         is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
         if worker.startswith("trainer/") and launch_of(os.environ) and is_needed:
@@ -242,7 +244,7 @@ class Driver:
     @property
     def has_begun(self) -> bool:
         """Whether the trainer serves weights: one that goes on has read its checkpoint then."""
-        return self.board.published >= self._first
+        return self.versions.published >= self._first
 
     async def begun(self) -> None:
         """See `has_begun`."""
@@ -251,8 +253,8 @@ class Driver:
     async def stop(self) -> None:
         """Tell every loop, here and in the workers, that the run is over."""
         self.ledger.stop()
-        for board in self.boards:
-            board.stop()
+        for versions in self.all_versions:
+            versions.stop()
         self.transfer_queue.stop()
 
     async def settle(self) -> None:
@@ -306,10 +308,10 @@ class Driver:
         self.progress()
         self.ledger.done(task, rows)
 
-    def _sifted(self, step: int, sifted: Sifted) -> None:
-        self._selection.sifted(sifted)
-        self._admissions.put_back(sifted.surplus)
-        self.record.sifted(step, sifted)
+    def _decided(self, step: int, decided: Decided) -> None:
+        self._selection.decided(decided)
+        self._admissions.put_back(decided.surplus)
+        self.record.decided(step, decided)
 
     def _gave_up(self, dead: list[DeadRow]) -> None:
         self.progress()
@@ -318,7 +320,7 @@ class Driver:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
             self._says(f"row {letter.row} is given up{attempts}: {letter.error}")
         self.record.rows_died(dead)
-        self.evaluating.held_out.gave_up(dead)
+        self.evaluating.held_out.rows_died(dead)
         self.beside.start(self.queue.drop([letter.row for letter in dead]))
         self.ledger.give_up(dead)
 

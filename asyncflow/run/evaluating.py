@@ -21,7 +21,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
-from asyncflow.loops.evaluation import EVALUATORS, Evaluations, EvaluatorsBooks, HeldOut, Row, evaluate
+from asyncflow.loops.evaluation import EVALUATORS, Evaluations, EvaluatorsProgress, HeldOut, Row, evaluate
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.run.factories import shape_of
 from asyncflow.run.record import RunRecord
@@ -32,14 +32,14 @@ from asyncflow.weight_sync.base import Manifest
 
 
 class Evaluating:
-    """One run's. `held_out`: which versions, on what; `evaluators`: the board of workers that evaluate alone, if there are any."""
+    """Evaluations of one run. `held_out`: which versions, on what; `evaluators`: policy versions of workers that only evaluate."""
 
     def __init__(
         self,
         config: Config,
         schedule: Schedule,
         ledger: LedgerService,
-        board: PolicyVersions,
+        versions: PolicyVersions,
         queue: TransferQueueClient,
         controllers: Mapping[str, Controller],
         record: RunRecord,
@@ -50,21 +50,21 @@ class Evaluating:
         start: Callable[[Coroutine[Any, Any, None]], None],
         says: Callable[[str], None],
     ) -> None:
-        """`board`: the rollout workers', on which the trainer publishes. `prompts`: those held out. `start` runs work beside the
+        """`versions`: the rollout workers', on which the trainer publishes. `prompts`: those held out. `start` runs work beside the
         run."""
-        self._config, self._schedule, self._ledger, self._board = config, schedule, ledger, board
+        self._config, self._schedule, self._ledger, self._versions = config, schedule, ledger, versions
         self._queue, self._record, self._start, self._says = queue, record, start, says
         self._written = evaluated_versions(config.run_dir)
         self.held_out = self._make_held_out(prompts, resumed)
         self.evaluators: PolicyVersions | None = None
         self._by_evaluators: Evaluations | None = None
         if size := config.eval.num_workers:
-            books = EvaluatorsBooks(ledger.ledger, controllers, EVALUATE_TASK)
+            books = EvaluatorsProgress(ledger.ledger, controllers, EVALUATE_TASK)
             self.evaluators = PolicyVersions(
                 Periodic(), books, signal, asyncio.get_running_loop().time, WorkerPool(size, EVALUATORS)
             )
             self._by_evaluators = Evaluations(queue, ledger, self.held_out, self.evaluators, shape_of(config), signal, says=says)
-            board.on_published, board.on_no_room = self._by_evaluators.published, self._by_evaluators.no_room
+            versions.on_published, versions.on_no_room = self._by_evaluators.published, self._by_evaluators.no_room
 
     @property
     def for_feed(self) -> HeldOut | None:
@@ -85,7 +85,7 @@ class Evaluating:
             return [each for each in self._by_evaluators.kept() if each.version < version and each.version not in self._written]
         oldest = max(0, version - self._schedule.max_staleness)
         planned = {v for v in range(oldest, version) if self.held_out.is_planned(v)}
-        return self._board.kept(planned - self._written)
+        return self._versions.kept(planned - self._written)
 
     def _make_held_out(self, prompts: Sequence[Prompt], resumed: Resumed | None) -> HeldOut:
         """The evaluations, but for those of earlier lives, and those that nobody can make any more."""

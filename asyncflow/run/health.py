@@ -20,12 +20,12 @@ from asyncflow.types import RunError
 
 
 class Health:
-    """One run's. `boards`: of each pool; `signal`: theirs. `fails` ends the run, if it has not ended for another reason."""
+    """One run's. `all_versions`: of each pool; `signal`: theirs. `fails` ends the run, if it has not ended for another reason."""
 
     def __init__(
         self,
         config: Config,
-        boards: Sequence[PolicyVersions],
+        all_versions: Sequence[PolicyVersions],
         hub: Hub,
         signal: Signal,
         *,
@@ -34,19 +34,19 @@ class Health:
     ) -> None:
         self._config, self._hub, self._signal, self._says, self._fails = config, hub, signal, says, fails
         self._silent_seconds = config.queue.lease_seconds / 2
-        self._boards = {board.crew.pool: board for board in boards}
+        self._boards = {versions.workers.pool: versions for versions in all_versions}
         self._silent: set[str] = set()
         self._told: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
         self._patience_seconds = config.weight_sync.deadline_seconds
-        for board in boards:
-            board.is_silent, board.on_stale = self._is_silent, self._stale
+        for versions in all_versions:
+            versions.is_silent, versions.on_stale = self._is_silent, self._stale
 
     def died(self, worker: str, why: str, is_given_up: bool) -> None:
         """A worker's process has ended, and is started again or given up."""
         self._says(f"worker {worker} {why}")
-        if (board := self._board(worker)) is not None:
-            board.died(worker, is_given_up)
-            self._judge(board, worker, why)
+        if (versions := self._versions(worker)) is not None:
+            versions.died(worker, is_given_up)
+            self._judge(versions, worker, why)
         elif is_given_up:  # the others are needed, all of them
             self._fails(RunError(f"worker {worker} {why}"))
 
@@ -55,8 +55,8 @@ class Health:
 
         Not while it is being brought up: what nobody has got past is what is wrong with the run. Later it is with a worker's node.
         """
-        board = self._board(worker)
-        return board is not None and board.has_been_served
+        versions = self._versions(worker)
+        return versions is not None and versions.has_been_served
 
     async def run(self) -> None:
         """For ever. Who has become silent is told of, and nobody waits for its turn to be over: it may hold no rows, whose lease
@@ -66,14 +66,14 @@ class Health:
             self._look_around()
 
     def _look_around(self) -> None:
-        silent = {worker for worker in self._hub.states if self._board(worker) is not None and self._is_silent(worker)}
+        silent = {worker for worker in self._hub.states if self._versions(worker) is not None and self._is_silent(worker)}
         for worker in silent - self._silent:
             self._says(f"worker {worker} says nothing any more: what it holds is given to others")
         if silent != self._silent:
             self._silent = silent
             self._signal.notify()
 
-    def _board(self, worker: str) -> PolicyVersions | None:
+    def _versions(self, worker: str) -> PolicyVersions | None:
         """That of its pool; None for a pool that has none."""
         return self._boards.get(worker.partition("/")[0])
 
@@ -82,35 +82,35 @@ class Health:
 
     def _stale(self, worker: str, why: str) -> None:
         """A worker could not get its weights. It tries again every other second: a reason is said once, until it has them."""
-        board = self._board(worker)
-        assert board is not None, "it is one of a board's"
-        since = board.stale_since[worker]
+        versions = self._versions(worker)
+        assert versions is not None, "it is one that some versions know"
+        since = versions.stale_since[worker]
         if worker not in self._told or self._told[worker][0] != since:
             self._told[worker] = since, set()
-            self._look_later(board, worker, since)
+            self._look_later(versions, worker, since)
         reasons = self._told[worker][1]
         if why not in reasons:
             reasons.add(why)
             self._says(f"worker {worker} has no weights to serve, and tries again: {why}")
 
-    def _look_later(self, board: PolicyVersions, worker: str, since: float) -> None:
+    def _look_later(self, versions: PolicyVersions, worker: str, since: float) -> None:
         """Judge one that has had no weights since then, in a while, and again for as long as it has none."""
 
         def look_again() -> None:
-            if board.stale_since.get(worker) == since and not board.is_stopping:
-                why = f"has had no weights to serve for {self._patience_seconds:g} s: {board.stale[worker]}"
-                self._judge(board, worker, why)
-                self._look_later(board, worker, since)
+            if versions.stale_since.get(worker) == since and not versions.is_stopping:
+                why = f"has had no weights to serve for {self._patience_seconds:g} s: {versions.stale[worker]}"
+                self._judge(versions, worker, why)
+                self._look_later(versions, worker, since)
 
         asyncio.get_running_loop().call_later(self._patience_seconds, look_again)
 
-    def _judge(self, board: PolicyVersions, worker: str, why: str) -> None:
+    def _judge(self, versions: PolicyVersions, worker: str, why: str) -> None:
         """With too few others the run stops."""
-        workers, healthy = len(board.crew.members), board.num_healthy(self._patience_seconds)
+        workers, healthy = len(versions.workers.members), versions.num_healthy(self._patience_seconds)
         needed, needs = self._config.weight_sync.min_healthy_workers, "weight_sync.min_healthy_workers is"
-        if board.crew.pool == EVALUATORS:
+        if versions.workers.pool == EVALUATORS:
             needed, needs = 1, "evaluations need"
-        if healthy < needed and not board.is_stopping:
-            who = "evaluators" if board.crew.pool == EVALUATORS else "rollout workers"
+        if healthy < needed and not versions.is_stopping:
+            who = "evaluators" if versions.workers.pool == EVALUATORS else "rollout workers"
             numbers = f"{healthy} of {workers} {who} are left, and {needs} {needed}"
             self._fails(RunError(f"worker {worker} {why}; {numbers}"))

@@ -37,7 +37,7 @@ from asyncflow.run.factories import advice
 from asyncflow.run.fleet import rollout_worker, workers
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
-from asyncflow.run.record import Told
+from asyncflow.run.record import Observer
 from asyncflow.run.rescue import Rescue
 from asyncflow.run.resume import Resumed
 from asyncflow.run.running import Running
@@ -106,8 +106,8 @@ class Job:
         num_kept = len(prepared.prompts), len(prepared.held_out)
         for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *advice(config)]:
             listener.says(line)
-        told = Told(listener.group, self._on_step, self._on_evaluation, listener.says)
-        driver = Driver(config, begun.prepared, told, begun.resumed)
+        observer = Observer(listener.group, self._on_step, self._on_evaluation, listener.says)
+        driver = Driver(config, begun.prepared, observer, begun.resumed)
         driver.saves.on_settled = self._changed.notify
         watch = Watch(driver)
         driver.serve("status", watch)
@@ -115,7 +115,7 @@ class Job:
         self._running = Running(driver, self._cluster, self._interrupted, listener.says)
         self.scaling = Scaling(
             config,
-            driver.board,
+            driver.versions,
             self._cluster,
             driver.devices,
             spec=partial(rollout_worker, config),
@@ -125,7 +125,7 @@ class Job:
         driver.serve("scaling", self.scaling)
         self._rescue = Rescue(
             life.weights_dir,
-            driver.board,
+            driver.versions,
             driver.hub,
             config.checkpoint.stop_grace_seconds,
             has_failed=lambda: self._running.has_failed,
@@ -265,7 +265,7 @@ class Job:
     def _rescue_model(self, driver: Driver) -> None:
         self._rescue.close()
         committed = driver.ledger.ledger.committed
-        self._life.rescue_model(driver.board.newest, self._rescue.published, self._prepared.model, committed)
+        self._life.rescue_model(driver.versions.newest, self._rescue.published, self._prepared.model, committed)
 
     def _write_report(self) -> None:
         write_trace(self.config.run_dir)

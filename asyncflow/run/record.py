@@ -1,6 +1,6 @@
 """What a run has been so far: its files, its metrics, its certificate.
 
-books (ledger, board, controllers), workers' reports --> RunRecord --> metrics.jsonl eval.jsonl samples.jsonl spans.jsonl
+books (ledger, versions, controllers), workers' reports --> RunRecord --> metrics.jsonl eval.jsonl samples.jsonl spans.jsonl
                                                              |     --> trackers, the terminal, certificate.json
                                                              +-----> a checkpoint (`RecordState`), and back from it
 """
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.config import Config
-from asyncflow.control.ledger import Consumed, Ledger, Sifted, StepTotals, Update
+from asyncflow.control.ledger import Consumed, Decided, Ledger, StepTotals, Update
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.loops.evaluation import EVALUATORS, Row
@@ -42,7 +42,7 @@ from asyncflow.types import RunError
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Observer:
     """Who is told: of every trained group by its step, of every committed step with its metrics, of every evaluation; and of what
     is odd."""
 
@@ -82,7 +82,7 @@ class RunRecord:
         ledger: Ledger,
         queue: TransferQueueClient,
         controllers: Mapping[str, Controller],
-        told: Told,
+        observer: Observer,
         *,
         start: Callable[[Coroutine[Any, Any, None]], None],
         fails: Callable[[RunError], None],
@@ -92,7 +92,7 @@ class RunRecord:
         before: RecordState,
     ) -> None:
         """Opens the run's files. `num_devices`: between two moments, on average. `before`: of the lives before this one."""
-        self._config, self._schedule, self._ledger, self._told = config, schedule, ledger, told
+        self._config, self._schedule, self._ledger, self._observer = config, schedule, ledger, observer
         self._queue, self._controllers = queue, controllers
         self._start, self._now, self._progress, self._num_devices = start, now, progress, num_devices
         self.shape = shape_of(config)
@@ -124,7 +124,7 @@ class RunRecord:
             skipped_in_a_row=dict(zip(ledger.trained, in_a_row, strict=False)),
             has_said_unshared=before.has_said_unshared,
             reward_failures=self._reward_failures,
-            says=told.says,
+            says=observer.says,
             fails=fails,
         )
 
@@ -198,7 +198,7 @@ class RunRecord:
         async with self._evaluating:
             await self.hub.settle(self._now())
             self._evaluations.write(json.dumps(row) + "\n")
-        self._told.evaluation(row)
+        self._observer.evaluation(row)
 
     def rows_died(self, dead: Sequence[DeadRow]) -> None:
         """Rows are given up. Those of evaluations are of no step."""
@@ -214,12 +214,12 @@ class RunRecord:
                 metrics.count_rows(unscored=1)
                 self._soundness.not_scored(step, 1, letter.error)
 
-    def sifted(self, step: int, sifted: Sifted) -> None:
+    def decided(self, step: int, decided: Decided) -> None:
         """Some of a step's candidates are decided."""
         self._progress()
-        if sifted.is_settled:
+        if decided.is_settled:
             metrics = self._metrics.setdefault(step, StepMetrics())
-            metrics.count_rows(degenerate=sifted.num_degenerate_rows, surplus=sifted.num_surplus_rows)
+            metrics.count_rows(degenerate=decided.num_degenerate_rows, surplus=decided.num_surplus_rows)
 
     def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
         """A group's gradient has been added."""
@@ -244,7 +244,7 @@ class RunRecord:
         self._add_parts(step, metrics, group)
         metrics.count_rows(empty=len(group.empty_rows), zero_advantage=group.left_out)
         self._soundness.look_at_group(group)
-        self._told.group(step)
+        self._observer.group(step)
 
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
         """A step is final for one of the models. Its row of metrics is begun when it is for all of them."""
@@ -354,7 +354,7 @@ class RunRecord:
                 tracker.log(step, row)
             self._num_finished = step + 1
             self._finished.notify()
-            self._told.step(step, row)
+            self._observer.step(step, row)
 
     def _note(self, what: str, number: int) -> None:
         self._progress()

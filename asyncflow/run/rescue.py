@@ -41,7 +41,7 @@ class Rescue:
     def __init__(
         self,
         folder: Path,
-        board: PolicyVersions,
+        versions: PolicyVersions,
         hub: Hub,
         seconds: float,
         *,
@@ -52,14 +52,14 @@ class Rescue:
         """`folder`: for the weights, private, in memory. `has_failed()`: whether the run ends since something has gone wrong, and
         `has_saved()`: whether the trainer has saved the model all the same."""
         self.published: Manifest | None = None
-        self._folder, self._board, self._hub, self._seconds = folder, board, hub, seconds
+        self._folder, self._versions, self._hub, self._seconds = folder, versions, hub, seconds
         self._has_failed, self._has_saved, self._says = has_failed, has_saved, says
         self._giver: str | None = None
         self._fds: list[int] = []  # the last one is being written
 
     def may_be_needed(self) -> bool:
         """Whether the newest weights are nowhere but in rollout workers, and perhaps in trainers that are about to end."""
-        newest = self._board.newest
+        newest = self._versions.newest
         is_lost = newest is not None and bool(newest.address) and not Path(newest.address).is_file()  # simulated ones have none
         return is_lost and self._has_failed() and not self._has_saved()
 
@@ -108,7 +108,7 @@ class Rescue:
         self._fds.clear()
 
     def _is_wanted(self, version: int) -> bool:
-        newest = self._board.newest
+        newest = self._versions.newest
         return self.may_be_needed() and newest is not None and version == newest.version and self.published is None
 
     def _path(self, version: int) -> Path:

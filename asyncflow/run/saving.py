@@ -70,7 +70,7 @@ class Saves:
         config: Config,
         schedule: Schedule,
         ledger: Ledger,
-        board: PolicyVersions,
+        versions: PolicyVersions,
         queue: TransferQueue,
         evaluating: Evaluating,
         source: SeededOrder[Prompt],
@@ -79,7 +79,7 @@ class Saves:
         *,
         says: Callable[[str], None],
     ) -> None:
-        self._config, self._schedule, self._ledger, self._board, self._queue = config, schedule, ledger, board, queue
+        self._config, self._schedule, self._ledger, self._versions, self._queue = config, schedule, ledger, versions, queue
         self._evaluating, self._source, self._admissions, self._record = evaluating, source, admissions, record
         self._says = says
         self._checkpoints = checkpoints_of(config)
@@ -137,7 +137,9 @@ class Saves:
         self._own[version] = own = asyncio.ensure_future(self._write_own(version))
         own.add_done_callback(_seen)  # by a trainer that is there to say `written`, too
         first = self._schedule.interval(version).high
-        manifests = {each.version: each for each in [*self._evaluating.waiting(version), *self._board.kept(range(first, version))]}
+        manifests = {
+            each.version: each for each in [*self._evaluating.waiting(version), *self._versions.kept(range(first, version))]
+        }
         return [manifests[each] for each in sorted(manifests)]
 
     @remote

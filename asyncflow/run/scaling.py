@@ -1,7 +1,7 @@
 """Rollout workers that join and leave a run: `asyncflow cluster scale rollout=4 --run RUN`.
 
-    scale --> Board.resize: who comes, who goes --> Cluster.start: they load the model, join the board, take prompts
-                                               '--> Cluster.end: told by the board, they end what they hold, or are killed
+    scale --> PolicyVersions.resize: who comes, who goes --> Cluster.start: they load the model, join `PolicyVersions`, take prompts
+                                               '--> Cluster.end: told by `PolicyVersions`, they end what they hold, or are killed
 
 consumes: how many there are to be
 waits for: leavers, for as long as they may take
@@ -58,7 +58,7 @@ class Scaling:
     def __init__(
         self,
         config: Config,
-        board: PolicyVersions,
+        versions: PolicyVersions,
         cluster: Cluster,
         devices: Devices,
         *,
@@ -66,7 +66,7 @@ class Scaling:
         start: Callable[[Coroutine[Any, Any, None]], None],
         says: Callable[[str], None],
     ) -> None:
-        self._config, self._board, self._cluster, self._devices = config, board, cluster, devices
+        self._config, self._versions, self._cluster, self._devices = config, versions, cluster, devices
         self._spec, self._start, self._says = spec, start, says
         self._one_by_one = asyncio.Lock()
         self._is_open = False
@@ -125,17 +125,17 @@ class Scaling:
 
     async def _resize(self, size: int, grace_seconds: float) -> str:
         async with self._one_by_one:
-            if self._board.is_stopping:
+            if self._versions.is_stopping:
                 raise RunError(_ENDING)
-            before = len(self._board.crew.working)
-            coming, going = self._board.resize(size)
+            before = len(self._versions.workers.working)
+            coming, going = self._versions.resize(size)
             for name in going:
                 self._start(self._end(name, grace_seconds))
             for number, name in enumerate(coming):
                 try:
                     await self._cluster.start([self._spec(name)])
                 except (OSError, UserError, RunError) as error:  # no room: the run goes on with those that it has
-                    self._board.never_came(coming[number:])
+                    self._versions.never_came(coming[number:])
                     why = error.strerror if isinstance(error, OSError) else error
                     raise RunError(f"worker {name} could not be started: {why or error}") from error
                 self._devices.change(devices_each(self._config))
@@ -149,9 +149,9 @@ class Scaling:
 
     async def _end(self, name: str, grace_seconds: float) -> None:
         is_in_time = await self._cluster.end(name, grace_seconds)
-        self._board.left(name)
+        self._versions.left(name)
         self._devices.change(-devices_each(self._config))
-        if not self._board.is_stopping:
+        if not self._versions.is_stopping:
             self._says(
                 f"worker {name} has left"
                 if is_in_time

@@ -39,10 +39,10 @@ class Watch:
     async def status(self) -> Status:
         """Who does what, and what waits for what."""
         driver, now = self._driver, asyncio.get_running_loop().time()
-        workers, serving = [], {name: version for board in driver.boards for name, version in board.serving.items()}
+        workers, serving = [], {name: version for versions in driver.all_versions for name, version in versions.serving.items()}
         for name, state in sorted(driver.hub.states.items()):
             what = f"{state.task}{f' for {state.cause}' if state.cause else ''} since {now - state.since:.1f} s"
-            leaves = ", to leave" if name in driver.board.crew.leaving else ""
+            leaves = ", to leave" if name in driver.versions.workers.leaving else ""
             version = serving.get(name, "-")
             workers.append(f"{name} (process {state.pid}): {what}, {state.rss_bytes / 1e6:.0f} MB, version {version}{leaves}")
         waits = driver.ledger.ledger.missing()

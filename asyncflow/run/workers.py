@@ -91,7 +91,7 @@ async def roll_out(
     await run.reporter.flush()  # what a checkpoint holds depends on it
     loop = Rollout(
         run.queue,
-        run.board,
+        run.versions,
         schedule,
         engine,
         receiver,
@@ -213,7 +213,7 @@ async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSen
     version = await train(
         run.queue,
         run.ledger,
-        run.board,
+        run.versions,
         schedule_of(run),
         engine,
         make_algorithm(run.config),
@@ -236,8 +236,8 @@ async def _go_on(run: RunConnection, engine: TrainEngine, sender: WeightSender |
     with spans.held("publish"):
         for path in sorted((folder / VERSIONS_DIR).glob("*")) if sender is not None else ():
             weights = HeldWeights(tensors_of(path) if (path / "model.safetensors").stat().st_size else {})
-            await publish(version_of(path), weights, sender, run.board)
-        await publish(run.job.first, await engine.export_weights(), sender, run.board)
+            await publish(version_of(path), weights, sender, run.versions)
+        await publish(run.job.first, await engine.export_weights(), sender, run.versions)
 
 
 async def reference_worker(name: str, run_dir: Path) -> None:

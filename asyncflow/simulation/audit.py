@@ -71,9 +71,9 @@ class Audit:
                 self._consumed(*arguments)
             case "ledger", "commit":
                 self._committed(*arguments)
-            case "board", "installed":
+            case "versions", "installed":
                 self.counts["installations"] += 1
-            case "board", "failed":
+            case "versions", "failed":
                 self.counts["failed fetches"] += 1
 
     def _leased(self, worker: str, want: Want, handed: Handed) -> None:

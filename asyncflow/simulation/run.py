@@ -266,10 +266,10 @@ class SimulatedJob(Job):
             return  # over already
 
         async def change(driver: Driver) -> None:
-            before = set(driver.board.crew.members)
+            before = set(driver.versions.workers.members)
             with contextlib.suppress(RunError):  # it is ending
                 await self.scaling.scale("rollout", resize.size, resize.grace_seconds)
-            after = set(driver.board.crew.members)
+            after = set(driver.versions.workers.members)
             self.audit.counts["joined"] += len(after - before)
             self.audit.counts["left"] += len(before - after)
 
@@ -277,7 +277,7 @@ class SimulatedJob(Job):
 
     def _call_for_weights(self) -> None:
         if self.driver is not None:
-            self.driver.board.call_for(self.driver.ledger.ledger.committed)
+            self.driver.versions.call_for(self.driver.ledger.ledger.committed)
 
     # -- workers ------------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Requests and frames between processes.
 
-    proxy(Board, peer, "board").publish(...)  --frame-->  Server: services["board"].publish(...)  --frame-->  the answer
+    proxy(PolicyVersions, peer, "versions").publish(...) --frame--> Server: services["versions"].publish(...) --frame--> the answer
 
 A service is a plain object whose remote methods are marked `@remote`; a proxy has the same type, so a loop cannot tell whether its
-queue, ledger or board is in this process or in another one. A request may be parked: its handler simply awaits.
+queue, ledger or versions are in this process or in another one. A request may be parked: its handler simply awaits.
 
     frames.py       what a message looks like in a stream of bytes
     codec.py        messages, and values with numpy arrays in them

@@ -1,6 +1,6 @@
 """The calling side.
 
-    proxy(Board, peer, "board").publish(...) --> Peer.call --frame--> a Server's services["board"].publish(...) --> the answer
+    proxy(LedgerService, peer, "ledger").commit(...) --> Peer.call --frame--> Server: services["ledger"].commit(...) --> answer
 
 consumes: calls, and the replies to them
 waits for: the reply, and for the server to read while much is unsent

@@ -1,13 +1,13 @@
 """How new weights travel from the trainer to the rollout workers.
 
     trainer                                          rollout worker
-    export_weights -> publish(version) -> manifest   (by way of the board, which knows no weights)
+    export_weights -> publish(version) -> manifest   (by way of `PolicyVersions`, which knows no weights)
                            |                  |
                            v                  v
                   the last versions ----> fetch(manifest) -> whole and verified in host memory, in the background
                                               |
                                               v
-                                         install, when the board grants it (the rollout engine's work)
+                                         install, when `PolicyVersions` grants it (the rollout engine's work)
 
     files.py            the versions that are retained: files in memory
     staging.py          casting, copying and hashing; the copy of a worker that reads no file

@@ -50,7 +50,7 @@ def test_a_call_waits_until_all_workers_serve_the_newest_weights(small: Callable
                 version = trainer.weight_sync_notify()
                 driver = trainer._started.driver
                 assert driver is not None and version > step
-                assert len(served := driver.board.serving) == 2 and all(each >= version for each in served.values())
+                assert len(served := driver.versions.serving) == 2 and all(each >= version for each in served.values())
 
 
 def test_workers_join_and_leave_a_run_by_hand(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -59,13 +59,13 @@ def test_workers_join_and_leave_a_run_by_hand(small: Callable[..., dict[str, Any
         assert "rollout/1 joins" in trainer.scale_rollout(2)
         assert trainer.weight_sync_notify() == 1  # the joiner serves it too
         driver = trainer._started.driver
-        assert driver is not None and driver.board.serving == {"rollout/0": 1, "rollout/1": 1}
+        assert driver is not None and driver.versions.serving == {"rollout/0": 1, "rollout/1": 1}
         assert trainer.step() is not None
         with pytest.raises(UserError, match=r"rollout=5 is more than train\.prompts_per_step=4"):
             trainer.scale_rollout(5)
         assert "rollout/1 leaves" in trainer.scale_rollout(1, 0.0)
         assert trainer.step() is not None and trainer.step() is not None
-        assert driver.board.serving.keys() == {"rollout/0"} and driver.board.crew.leaving == set()
+        assert driver.versions.serving.keys() == {"rollout/0"} and driver.versions.workers.leaving == set()
         assert "rollout/1 joins" in trainer.scale_rollout(2)
         assert trainer.step() is not None and trainer.step() is None
     lanes = {span.worker for span in read_spans(tmp_path / "runs" / "test" / "spans.jsonl")}

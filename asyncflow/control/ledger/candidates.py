@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Sifted:
+class Decided:
     """What has become certain of a step. `members`: groups, with their places among the members where mini-batches are cut by them
     (else 0); `degenerate`: groups that never train; `left`: rows that nobody needs any more. When the last member is known
     (`is_settled`): the `surplus` behind it, and how many rows its degenerate groups and its surplus had in all."""
@@ -43,7 +43,7 @@ class Candidates:
         """One more. Their numbers rise."""
         self.rows[group], self._is_varied[group] = set(rows), None
 
-    def judge(self, group: int, *, is_varied: bool) -> None:
+    def decide(self, group: int, *, is_varied: bool) -> None:
         """Its rewards are known. What is decided stays so."""
         if self._is_varied[group] is None:
             self._is_varied[group] = is_varied
@@ -55,7 +55,7 @@ class Candidates:
             return False
         rows.remove(row)
         if not rows:
-            self.judge(group, is_varied=False)
+            self.decide(group, is_varied=False)
         return True
 
     @property
@@ -73,7 +73,7 @@ class Candidates:
         """So many candidates are too few, even if all that are undecided vary."""
         return max(0, self._wanted - sum(is_varied is not False for is_varied in self._is_varied.values()))
 
-    def sift(self) -> Sifted | None:
+    def newly_decided(self) -> Decided | None:
         """What has become certain since the last time. None: nothing."""
         if not self.num_left:
             return None
@@ -83,7 +83,7 @@ class Candidates:
         self._dropped.update(degenerate)
         if not self.num_left:
             return self._settled(members, degenerate)
-        return Sifted(members, degenerate, self._rows_of(degenerate)) if members or degenerate else None
+        return Decided(members, degenerate, self._rows_of(degenerate)) if members or degenerate else None
 
     def _new_members(self) -> dict[int, int]:
         """Those of which it is certain by now, with their places."""
@@ -96,11 +96,11 @@ class Candidates:
                 break
         return members
 
-    def _settled(self, members: dict[int, int], degenerate: list[int]) -> Sifted:
+    def _settled(self, members: dict[int, int], degenerate: list[int]) -> Decided:
         last = max(self.members)
         surplus = [group for group in self.rows if group > last]
         before = [group for group in self.rows if group < last and group not in self.members]
-        return Sifted(
+        return Decided(
             members,
             [group for group in degenerate if group < last],
             self._rows_of([*degenerate, *(group for group in surplus if group not in self._dropped)]),

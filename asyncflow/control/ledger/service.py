@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from asyncflow.control.ledger.candidates import Candidates, Sifted
+from asyncflow.control.ledger.candidates import Candidates, Decided
 from asyncflow.control.ledger.messages import Consumed, StepTotals, Update
 from asyncflow.control.ledger.steps import Ledger
 from asyncflow.control.schedule import Progress, Schedule
@@ -32,7 +32,7 @@ class LedgerService:
         self.is_stopping = False
         self.on_opened: Callable[[int], None] = lambda step: None
         self.on_consumed: Callable[[str, int, int, Consumed], None] = lambda task, step, update, group: None
-        self.on_sifted: Callable[[int, Sifted], None] = lambda step, sifted: None
+        self.on_decided: Callable[[int, Decided], None] = lambda step, decided: None
         self.on_committed: Callable[[str, list[StepTotals], list[Update]], None] = lambda task, totals, updates: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
         self._ended: set[tuple[str, int]] = set()
@@ -49,9 +49,9 @@ class LedgerService:
             self.on_opened(step)
         self.changed()
 
-    async def widen(self, metas: list[GroupMeta]) -> None:
+    async def add_candidates(self, metas: list[GroupMeta]) -> None:
         """More candidates of their step."""
-        self.ledger.widen(metas)
+        self.ledger.add_candidates(metas)
         self.changed()
 
     async def wanted(self, step: int) -> Candidates | None:
@@ -59,10 +59,10 @@ class LedgerService:
         await self._until(lambda: self.ledger.is_settled(step) or self.ledger.lacking(step) is not None)
         return None if self.is_stopping else self.ledger.lacking(step)
 
-    def judge(self, group: int, *, is_varied: bool) -> None:
+    def decide(self, group: int, *, is_varied: bool) -> None:
         """See `Ledger.judge`."""
-        self.ledger.judge(group, is_varied=is_varied)
-        self._sift()
+        self.ledger.decide(group, is_varied=is_varied)
+        self._decide_candidates()
 
     def begun(self, versions: Mapping[int, int]) -> None:
         """See `Ledger.begun`: the version by group, of groups with rows that came with them."""
@@ -114,8 +114,8 @@ class LedgerService:
         def may_it() -> bool:
             if not self.ledger.is_open(step):
                 return True
-            book = self.ledger.book(step)
-            return book.is_taken(task) or book.may_take(rank, ahead, task)
+            step_state = self.ledger.step_state(step)
+            return step_state.is_taken(task) or step_state.may_take(rank, ahead, task)
 
         await self._until(may_it)
 
@@ -127,7 +127,7 @@ class LedgerService:
 
         `statistics`: what of the group goes into a statistic of the step.
         """
-        is_taken = self.ledger.is_open(step) and self.ledger.book(step).offer(rank, group, tokens, statistics or [], task)
+        is_taken = self.ledger.is_open(step) and self.ledger.step_state(step).offer(rank, group, tokens, statistics or [], task)
         self.changed()
         return is_taken
 
@@ -140,46 +140,48 @@ class LedgerService:
         """
         key = task, step
         is_there = await self._until(
-            lambda: key in self._has_sums or step in self._is_final or self.ledger.book(step).is_taken(task)
+            lambda: key in self._has_sums or step in self._is_final or self.ledger.step_state(step).is_taken(task)
         )
         if key not in self._has_sums:
             before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
             self._has_sums = before | {key: is_there or self._is_final.get(step, False)}
-        return self.ledger.book(step).sums(task) if self._has_sums[key] else None
+        return self.ledger.step_state(step).sums(task) if self._has_sums[key] else None
 
     @remote
-    async def turn(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
+    async def round_of_rank(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
         """Wait until a rank's groups of the update's turn of this number are known. None: the update has no more turns.
 
         Ranks step together: a turn that one of them was given is given to all, also when the run is stopping.
         """
 
         def known() -> bool:
-            return not self.ledger.is_open(step) or self.ledger.book(step).turn(rank, number, task, update) is not None
+            return (
+                not self.ledger.is_open(step) or self.ledger.step_state(step).round_of_rank(rank, number, task, update) is not None
+            )
 
         def is_known() -> bool:
             if known():
                 return True
             is_stopping = self.is_stopping and not self._is_final.get(step)
             if not is_stopping:
-                self.ledger.book(step).ask_turn(rank, number, task, update)
+                self.ledger.step_state(step).ask_round(rank, number, task, update)
             return is_stopping or self.ledger.is_consumed(step, task, update) or known()
 
         await self._signal.until(is_known)
         self._signal.notify()  # the others, whose turn it is, too
-        return self.ledger.book(step).turn(rank, number, task, update) if self.ledger.is_open(step) else None
+        return self.ledger.step_state(step).round_of_rank(rank, number, task, update) if self.ledger.is_open(step) else None
 
     @remote
     async def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added a group's gradient."""
-        self.ledger.book(step).consume(group, task, update)
+        self.ledger.step_state(step).consume(group, task, update)
         self.on_consumed(task, step, update, group)
         self.changed()
 
     @remote
     async def consume_evaluation(self, version: int, rows: list[int]) -> None:
         """An evaluation has read these rows."""
-        self.ledger.book(version, "eval").consume_evaluation(rows)
+        self.ledger.step_state(version, "eval").consume_evaluation(rows)
         self.changed()
 
     @remote
@@ -194,7 +196,7 @@ class LedgerService:
 
         def may_be_made() -> bool:
             return not self._progress.unfinished(displaced) and all(
-                self.ledger.book(step).is_taken(each) for each in self.ledger.trained
+                self.ledger.step_state(step).is_taken(each) for each in self.ledger.trained
             )
 
         may_go_on = await self._until(lambda: step in self._is_final or may_be_made())
@@ -226,12 +228,12 @@ class LedgerService:
     def give_up(self, dead: list[DeadRow]) -> None:
         """Told by the rollout task's controller."""
         self.ledger.give_up(dead)
-        self._sift()
+        self._decide_candidates()
 
-    def _sift(self) -> None:
+    def _decide_candidates(self) -> None:
         """Some candidates may be decided."""
-        for step, sifted in self.ledger.sift():
-            self.on_sifted(step, sifted)
+        for step, decided in self.ledger.newly_decided():
+            self.on_decided(step, decided)
         self.changed()
 
     def allow(self, steps: int, of: int) -> None:

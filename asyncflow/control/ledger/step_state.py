@@ -15,16 +15,19 @@ from asyncflow.control.ledger.update_progress import UpdateProgress
 
 @dataclass(slots=True)
 class StepState:
-    """`passes`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_turn`: how many a rank
-    trains in a turn, at most. `todo`: the rows that each task before training has yet to do. `candidates`: where members are chosen
-    from them. `part`: the mini-batch of each member. `statistics`: of the groups that were offered, by task and group. `taken`: how
-    many each rank has offered, by task."""
+    """One step's members, and how far each task is with them.
+
+    `updates`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_round`: groups that a
+    rank trains in a round, at most. `todo`: rows that each task before training has yet to do. `candidates`: groups that members
+    are chosen from, if they are. `part`: the mini-batch of each member. `statistics`: figures of the groups that were offered, by
+    task and group. `taken`: groups that each rank has offered, by task.
+    """
 
     step: int
     group_bits: int
     mini_batches: int
-    groups_per_turn: int
-    passes: dict[str, list[UpdateProgress]]
+    groups_per_round: int
+    updates: dict[str, list[UpdateProgress]]
     todo: dict[str, set[int]]
     candidates: Candidates | None = None
     part: dict[int, int] = field(default_factory=dict)
@@ -42,7 +45,7 @@ class StepState:
     def members(self) -> dict[int, set[int]]:
         """Rows that some update has yet to consume, by group."""
         open_rows: dict[int, set[int]] = {}
-        for one in chain(*self.passes.values()):
+        for one in chain(*self.updates.values()):
             for group, rows in one.members.items():
                 open_rows.setdefault(group, set()).update(rows)
         return open_rows
@@ -58,8 +61,8 @@ class StepState:
     def join(self, group: int, part: int, rows: Iterable[int]) -> None:
         """A group becomes a member, in this mini-batch."""
         self.part[group] = part
-        for passes in self.passes.values():
-            for one in passes[part :: self.mini_batches]:
+        for updates in self.updates.values():
+            for one in updates[part :: self.mini_batches]:
                 one.members[group] = set(rows)
 
     def exchange(self, mine: int, other: StepState, theirs: int) -> None:
@@ -70,8 +73,8 @@ class StepState:
 
     def _move(self, group: int, to: StepState, part: int) -> None:
         rows: set[int] = set()
-        for task, passes in to.passes.items():
-            for one, entered in zip(self._updates(task, group), passes[part :: to.mini_batches], strict=True):
+        for task, updates in to.updates.items():
+            for one, entered in zip(self._updates(task, group), updates[part :: to.mini_batches], strict=True):
                 entered.members[group] = rows = one.members.pop(group)
         for task, todo in self.todo.items():
             to.todo[task].update(todo & rows)
@@ -83,9 +86,9 @@ class StepState:
         """It will never train: it leaves the step, and is counted."""
         group = row >> self.group_bits
         is_candidates = self.candidates is not None and self.candidates.give_up(group, row)
-        if not is_candidates and not any(row in one.members.get(group, ()) for one in chain(*self.passes.values())):
+        if not is_candidates and not any(row in one.members.get(group, ()) for one in chain(*self.updates.values())):
             return
-        for one in chain(*self.passes.values()):
+        for one in chain(*self.updates.values()):
             one.remove(group, [row])
         for rows in self.todo.values():
             rows.discard(row)
@@ -109,30 +112,30 @@ class StepState:
     def may_take(self, rank: int, ahead: int, task: str = "train") -> bool:
         """Whether a rank may have one more group of the step: its part is not full, nor has it so many more than any other. Who
         keeps what it takes would have most of the step if it were there first, and the others would wait for it in every turn."""
-        ranks, taken = range(len(self.passes[task][0].offered)), self.taken.get(task, Counter[int]())
+        ranks, taken = range(len(self.updates[task][0].offered)), self.taken.get(task, Counter[int]())
         return taken[rank] * len(ranks) < len(self.part) and taken[rank] < min(taken[each] for each in ranks) + ahead
 
     def is_taken(self, task: str = "train") -> bool:
         """Whether every group that is left of the step is in the hands of those who train it, or has been."""
-        return not self.num_left and all(one.members.keys() <= one.order.keys() for one in self.passes[task])
+        return not self.num_left and all(one.members.keys() <= one.order.keys() for one in self.updates[task])
 
     def sums(self, task: str = "train") -> list[float]:
         """Over the groups of the step, of the statistics that they were offered with: exact, but for one rounding."""
         of_groups = self.statistics.get(task, {})
         return [math.fsum(each) for each in zip(*of_groups.values(), strict=True)]
 
-    def ask_turn(self, rank: int, number: int, task: str = "train", update: int = 0) -> None:
+    def ask_round(self, rank: int, number: int, task: str = "train", update: int = 0) -> None:
         """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
-        self.passes[task][update].ask_turn(rank, number, most=self.groups_per_turn, is_all=not self.num_left)
+        self.updates[task][update].ask_round(rank, number, most=self.groups_per_round, is_all=not self.num_left)
 
-    def turn(self, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
+    def round_of_rank(self, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
         """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
-        turns = self.passes[task][update].turns
-        return turns[number][rank] if number < len(turns) else None
+        rounds = self.updates[task][update].rounds
+        return rounds[number][rank] if number < len(rounds) else None
 
     def consume(self, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""
-        one = self.passes[task][update]
+        one = self.updates[task][update]
         if foreign := set(group.rows).difference(*one.members.values()):
             raise ValueError(f"row {min(foreign)} is not an open member of step {self.step}")
         self._remove(one, group.rows)
@@ -143,15 +146,15 @@ class StepState:
 
     def consume_evaluation(self, rows: Iterable[int]) -> None:
         """An evaluation has read these rows."""
-        self._remove(self.passes["eval"][0], rows)
+        self._remove(self.updates["eval"][0], rows)
 
     def is_consumed(self, task: str = "train", update: int = 0) -> bool:
         """Whether nothing of the update is left to consume."""
-        return not self.num_left and not self.passes[task][update].members
+        return not self.num_left and not self.updates[task][update].members
 
     def totals(self, task: str = "train", update: int = 0) -> StepTotals:
         """The figures of an update that is closed; a `ValueError` while members are missing."""
-        one = self.passes[task][update]
+        one = self.updates[task][update]
         if self.num_left:
             raise ValueError(f"step {self.step} still waits for {self.num_left} of its members")
         if one.members:
@@ -161,7 +164,7 @@ class StepState:
 
     def _updates(self, task: str, group: int) -> list[UpdateProgress]:
         """Those that train a member, one of each epoch."""
-        return self.passes[task][self.part[group] :: self.mini_batches]
+        return self.updates[task][self.part[group] :: self.mini_batches]
 
     def _remove(self, one: UpdateProgress, rows: Iterable[int]) -> None:
         for row in rows:

@@ -12,8 +12,8 @@ Each update has its own members, turns and normaliser; a group stays with the ra
 epochs. Several models may be trained on the same rows (policy and critic), each by a task of its own, which has its own updates and
 commits.
 
-A step may want groups whose rewards vary (`candidates.py`): it is opened with candidates then, which may become more (`widen`), and
-gets its members from them, one by one. Until it has all of them nothing of it closes.
+A step may want groups whose rewards vary (`candidates.py`): it is opened with candidates then, to which more may be added
+(`add_candidates`), and gets its members from them, one by one. Until it has all of them nothing of it closes.
 
 Where membership is `first_come`, a complete group may take the place of an incomplete one in an earlier step (`claim`): the two
 change steps, so that each step keeps as many groups, and the other one only if it will not be too old by then.
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from asyncflow.control.ledger.candidates import Candidates, Sifted
+from asyncflow.control.ledger.candidates import Candidates, Decided
 from asyncflow.control.ledger.messages import StepTotals
 from asyncflow.control.ledger.step_state import StepState
 from asyncflow.control.ledger.update_progress import UpdateProgress
@@ -41,7 +41,7 @@ class Ledger:
         tasks: Sequence[str] = ("rollout",),
         max_staleness: int = 0,
         num_ranks: int = 1,
-        groups_per_turn: int = 1,
+        groups_per_round: int = 1,
         first: int = 0,
         *,
         trained: Sequence[str] = ("train",),
@@ -53,7 +53,7 @@ class Ledger:
         has_evaluators: bool = False,
     ) -> None:
         """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
-        train, each of them up to `groups_per_turn` groups of rows in a turn.
+        train, each of them up to `groups_per_round` groups of rows in a turn.
 
         `trained`: the tasks that train a model each, the policy's first; the others have one rank. `by_step`: those of `tasks`,
         the last ones, that such a model does under the version of each step: they end with a step, and a run that is gone on with
@@ -69,11 +69,11 @@ class Ledger:
         at = self.tasks.index(chosen_by) if chosen_by else len(self.tasks)
         self._of_candidates, self._of_members = self.tasks[:at], self.tasks[at + 1 :]  # all that is opened passes them; members do
         self._epochs, self._mini_batches = epochs, mini_batches
-        self._num_ranks, self._groups_per_turn = num_ranks, groups_per_turn
+        self._num_ranks, self._groups_per_turn = num_ranks, groups_per_round
         self._has_evaluators = has_evaluators
         self._group_bits, self._max_staleness = group_bits, max_staleness
-        self._books: dict[tuple[str, int], StepState] = {}
-        self._book_of_group: dict[int, tuple[str, int]] = {}
+        self._steps: dict[tuple[str, int], StepState] = {}
+        self._step_of_group: dict[int, tuple[str, int]] = {}
         self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
         self._committed = dict.fromkeys(self.trained, first)
         self._last_totals: dict[str, list[StepTotals]] = {task: [] for task in self.trained}
@@ -102,13 +102,13 @@ class Ledger:
         return self.tasks[self.tasks.index(task) - 1] if task in self.tasks else self.tasks[-1]
 
     def is_open(self, step: int) -> bool:
-        return ("train", step) in self._books
+        return ("train", step) in self._steps
 
-    def book(self, step: int, purpose: str = "train") -> StepState:
+    def step_state(self, step: int, purpose: str = "train") -> StepState:
         """What there is to be asked, and to be said, of a step or evaluation while it is open. A `ValueError` where it is not."""
-        if (purpose, step) not in self._books:
+        if (purpose, step) not in self._steps:
             raise ValueError(f"{purpose} step {step} is not open")
-        return self._books[purpose, step]
+        return self._steps[purpose, step]
 
     # -- what belongs to which step ---------------------------------------------------------------------------------------
 
@@ -116,15 +116,15 @@ class Ledger:
         """The groups of a training step, all at once, or of an evaluation. Opening one twice is a `ValueError`."""
         metas = list(metas)
         for key in sorted({(m.purpose, m.step) for m in metas}):
-            if key in self._books:
+            if key in self._steps:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
-            self._books[key] = self._new_book(*key)
+            self._steps[key] = self._new_step(*key)
         self._enter(metas)
-        for key, of_book in _by_book(metas).items():
-            if self._books[key].candidates is None:
-                self._books[key].cut({meta.group: self._rows(meta) for meta in of_book})
+        for key, of_step in _by_step_state(metas).items():
+            if self._steps[key].candidates is None:
+                self._steps[key].cut({meta.group: self._rows(meta) for meta in of_step})
 
-    def widen(self, metas: Iterable[GroupMeta]) -> None:
+    def add_candidates(self, metas: Iterable[GroupMeta]) -> None:
         """More candidates of a step that is open. A `ValueError` where it has its members."""
         metas = list(metas)
         for step in {meta.step for meta in metas}:
@@ -135,16 +135,16 @@ class Ledger:
     def _enter(self, metas: Iterable[GroupMeta]) -> None:
         for meta in metas:
             rows = self._rows(meta)
-            self._book_of_group[meta.group] = key = (meta.purpose, meta.step)
-            book = self._books[key]
-            if book.candidates is not None:
-                book.candidates.add(meta.group, rows)
-            for task, todo in book.todo.items():
-                if book.candidates is None or task not in self._of_members:
+            self._step_of_group[meta.group] = key = (meta.purpose, meta.step)
+            state = self._steps[key]
+            if state.candidates is not None:
+                state.candidates.add(meta.group, rows)
+            for task, todo in state.todo.items():
+                if state.candidates is None or task not in self._of_members:
                     todo.update(rows)
-            book.last_version = max(book.last_version, meta.interval.high)
+            state.last_version = max(state.last_version, meta.interval.high)
 
-    def _new_book(self, purpose: str, step: int) -> StepState:
+    def _new_step(self, purpose: str, step: int) -> StepState:
         is_training = purpose == "train"
         updates = dict.fromkeys(self.trained, self.num_updates) if is_training else {purpose: 1}
         ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
@@ -155,7 +155,7 @@ class Ledger:
             self._group_bits,
             mini_batches,
             self._groups_per_turn,
-            passes={
+            updates={
                 t: [UpdateProgress([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()
             },
             todo={task: set() for task in self.tasks},
@@ -168,20 +168,20 @@ class Ledger:
 
     def step_of(self, group: int) -> int:
         """The step that a group is a member of."""
-        return self._book_of_group[group][1]
+        return self._step_of_group[group][1]
 
     def knows(self, group: int) -> bool:
         """Whether it is of an open step or evaluation."""
-        return group in self._book_of_group
+        return group in self._step_of_group
 
     def num_groups(self, step: int) -> int:
         """How many groups the step has, or has had: its members, and candidates that are no surplus."""
-        return sum(key == ("train", step) for key in self._book_of_group.values())
+        return sum(key == ("train", step) for key in self._step_of_group.values())
 
     def groups(self) -> dict[int, list[int]]:
         """By open step, the groups that it has had as members, in the order of their numbers."""
         steps: dict[int, list[int]] = {}
-        for group, (purpose, step) in sorted(self._book_of_group.items()):
+        for group, (purpose, step) in sorted(self._step_of_group.items()):
             if purpose == "train":
                 steps.setdefault(step, []).append(group)
         return steps
@@ -195,70 +195,70 @@ class Ledger:
         later = self.step_of(group)
         if later <= step:
             return group if later == step else None
-        book = self._books["train", step]
-        waiting = {row >> self._group_bits for row in book.todo[self.tasks[-1]]}
+        state = self._steps["train", step]
+        waiting = {row >> self._group_bits for row in state.todo[self.tasks[-1]]}
         movable = [g for g in waiting if g in self._begun and self._begun[g] + self._max_staleness >= later]
         if not movable:
             return None
         other = max(movable, key=lambda g: (self._begun[g], g))
-        self._books["train", later].exchange(group, book, other)
-        self._book_of_group[group], self._book_of_group[other] = ("train", step), ("train", later)
+        self._steps["train", later].exchange(group, state, other)
+        self._step_of_group[group], self._step_of_group[other] = ("train", step), ("train", later)
         return other
 
     def give_up(self, dead: Iterable[DeadRow]) -> None:
         """These rows will never train: they leave their step, and are counted."""
         for letter in dead:
-            if (book := self._book_with(letter.row)) is not None:
-                book.give_up(letter.row)
+            if (state := self._state_of_row(letter.row)) is not None:
+                state.give_up(letter.row)
 
     def forget(self, purpose: str, step: int) -> None:
         """Keep nothing of it."""
-        self._books.pop((purpose, step), None)
-        for group in [g for g, key in self._book_of_group.items() if key == (purpose, step)]:
-            del self._book_of_group[group]
+        self._steps.pop((purpose, step), None)
+        for group in [g for g, key in self._step_of_group.items() if key == (purpose, step)]:
+            del self._step_of_group[group]
             self._begun.pop(group, None)
 
     # -- members that are chosen among candidates -------------------------------------------------------------------------
 
     def is_settled(self, step: int) -> bool:
         """Whether the members of the step are known."""
-        return not self.is_open(step) or not self._books["train", step].num_left
+        return not self.is_open(step) or not self._steps["train", step].num_left
 
     def lacking(self, step: int) -> Candidates | None:
         """The candidates of a step that has too few of them."""
-        book = self._books.get(("train", step))
-        candidates = book.candidates if book is not None else None
+        state = self._steps.get(("train", step))
+        candidates = state.candidates if state is not None else None
         return candidates if candidates is not None and candidates.num_missing else None
 
-    def judge(self, group: int, *, is_varied: bool) -> None:
+    def decide(self, group: int, *, is_varied: bool) -> None:
         """The rewards of a candidate are there. Of one that is none any more nothing is taken note of."""
-        book = self._book_with(group << self._group_bits)
-        if book is not None and book.candidates is not None:
-            book.candidates.judge(group, is_varied=is_varied)
+        state = self._state_of_row(group << self._group_bits)
+        if state is not None and state.candidates is not None:
+            state.candidates.decide(group, is_varied=is_varied)
 
     def is_member(self, group: int) -> bool:
         """Whether it has been chosen from the candidates of an open step."""
-        book = self._book_with(group << self._group_bits)
-        return book is not None and book.candidates is not None and group in book.candidates.members
+        state = self._state_of_row(group << self._group_bits)
+        return state is not None and state.candidates is not None and group in state.candidates.members
 
-    def sift(self) -> list[tuple[int, Sifted]]:
+    def newly_decided(self) -> list[tuple[int, Decided]]:
         """By step, what has become certain of its candidates since the last time: members are members from now on, what is
         degenerate has nothing left to be done to it, and surplus has left its step."""
         found = []
-        for (_, step), book in self._books.items():
-            if book.candidates is None or (sifted := book.candidates.sift()) is None:
+        for (_, step), state in self._steps.items():
+            if state.candidates is None or (decided := state.candidates.newly_decided()) is None:
                 continue
-            for group, place in sifted.members.items():
-                rows = book.candidates.rows[group]
-                book.join(group, place * self._mini_batches // self._num_members, rows)
+            for group, place in decided.members.items():
+                rows = state.candidates.rows[group]
+                state.join(group, place * self._mini_batches // self._num_members, rows)
                 for task in self._of_members:
-                    book.todo[task].update(rows)
-            for todo in book.todo.values():
-                todo.difference_update(sifted.left)
-            for group in sifted.surplus:
-                del self._book_of_group[group]
+                    state.todo[task].update(rows)
+            for todo in state.todo.values():
+                todo.difference_update(decided.left)
+            for group in decided.surplus:
+                del self._step_of_group[group]
                 self._begun.pop(group, None)
-            found.append((step, sifted))
+            found.append((step, decided))
         return found
 
     # -- what is done, and what is left to do -----------------------------------------------------------------------------
@@ -271,61 +271,61 @@ class Ledger:
 
     def groups_begun(self) -> list[int]:
         """Groups of open steps that are being generated, or have been."""
-        return [group for group in self._begun if self._book_of_group[group][0] == "train"]
+        return [group for group in self._begun if self._step_of_group[group][0] == "train"]
 
     def done(self, task: str, rows: Iterable[int]) -> None:
         """These rows have what a task gives them."""
         for row in rows:
-            if (book := self._book_with(row)) is not None:
-                book.todo[task].discard(row)
+            if (state := self._state_of_row(row)) is not None:
+                state.todo[task].discard(row)
 
-    def _book_with(self, row: int) -> StepState | None:
-        key = self._book_of_group.get(row >> self._group_bits)
-        return self._books.get(key) if key is not None else None
+    def _state_of_row(self, row: int) -> StepState | None:
+        key = self._step_of_group.get(row >> self._group_bits)
+        return self._steps.get(key) if key is not None else None
 
     def is_done(self, task: str, step: int) -> bool:
         """Every row of the step has what the task gives it, or will never have it."""
         if not self.is_open(step):
             return step < self.committed
         is_all = task in self._of_candidates or self.is_settled(step)
-        return step < self.committed or (is_all and not self._books["train", step].todo[task])
+        return step < self.committed or (is_all and not self._steps["train", step].todo[task])
 
     def not_generated(self) -> set[int]:
         """Rows of open steps that lack something that comes before training, and that a run that is gone on with keeps."""
-        return {row for (purpose, _), book in self._books.items() if purpose == "train" for row in book.todo[self._last_kept]}
+        return {row for (purpose, _), state in self._steps.items() if purpose == "train" for row in state.todo[self._last_kept]}
 
     def unfinished(self, version: int) -> int:
         """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
         rows = sum(
-            len(book.todo[self.tasks[0]])
-            for (purpose, _), book in self._books.items()
-            if book.last_version <= version and not (purpose == "eval" and self._has_evaluators)
+            len(state.todo[self.tasks[0]])
+            for (purpose, _), state in self._steps.items()
+            if state.last_version <= version and not (purpose == "eval" and self._has_evaluators)
         )
         return rows + self.to_come(version)
 
     def to_come(self, version: int) -> int:
         """Members to be found for steps that no version after `version` may generate: perhaps among candidates to be admitted."""
-        return sum(book.num_left for book in self._books.values() if book.last_version <= version)
+        return sum(state.num_left for state in self._steps.values() if state.last_version <= version)
 
     def missing(self) -> list[str]:
         """What every open step and evaluation waits for, in words."""
         return [
-            f"{purpose} step {step}: {len(book.todo[self.tasks[0]])} rows without a response, {len(rows)} not consumed"
+            f"{purpose} step {step}: {len(state.todo[self.tasks[0]])} rows without a response, {len(rows)} not consumed"
             f" (first: {min(rows)})"
-            for (purpose, step), book in self._books.items()
-            if (rows := list(chain(*book.members.values())))
+            for (purpose, step), state in self._steps.items()
+            if (rows := list(chain(*state.members.values())))
         ] + [
-            f"train step {step}: {book.num_left} members are not found yet, among {len(book.candidates.rows)} candidates, with"
-            f" {len(book.todo[self.tasks[0]])} rows without a response"
-            for (_, step), book in self._books.items()
-            if book.candidates is not None and book.num_left
+            f"train step {step}: {state.num_left} members are not found yet, among {len(state.candidates.rows)} candidates, with"
+            f" {len(state.todo[self.tasks[0]])} rows without a response"
+            for (_, step), state in self._steps.items()
+            if state.candidates is not None and state.num_left
         ]
 
     # -- what has been trained --------------------------------------------------------------------------------------------
 
     def is_consumed(self, step: int, task: str = "train", update: int = 0) -> bool:
         """Whether nothing of the update is left to consume."""
-        return step < self._committed[task] or self.book(step).is_consumed(task, update)
+        return step < self._committed[task] or self.step_state(step).is_consumed(task, update)
 
     def totals(self, step: int, task: str = "train", update: int = 0) -> StepTotals:
         """The figures of an update that is closed; a `ValueError` while members are missing.
@@ -334,20 +334,20 @@ class Ledger:
         """
         if self._last_totals[task] and self._last_totals[task][0].step == step:
             return self._last_totals[task][update]
-        return self.book(step).totals(task, update)
+        return self.step_state(step).totals(task, update)
 
     def closed(self) -> list[tuple[str, int]]:
         """(task, step) of what is closed (every member has been consumed or given up, or has what a task gives it step by step)
         and not yet committed or forgotten."""
         consumed = [
             (task, step)
-            for (_, step), book in self._books.items()
-            for task, passes in book.passes.items()
-            if not book.num_left and not any(one.members for one in passes)
+            for (_, step), state in self._steps.items()
+            for task, updates in state.updates.items()
+            if not state.num_left and not any(one.members for one in updates)
         ]
-        steps = [(step, book) for (purpose, step), book in self._books.items() if purpose == "train"]
+        steps = [(step, state) for (purpose, step), state in self._steps.items() if purpose == "train"]
         return consumed + [
-            (task, step) for task in self._by_step for step, book in steps if not book.todo[task] and not book.num_left
+            (task, step) for task in self._by_step for step, state in steps if not state.todo[task] and not state.num_left
         ]
 
     def commit(self, step: int, task: str = "train") -> list[StepTotals]:
@@ -362,7 +362,7 @@ class Ledger:
         return totals
 
 
-def _by_book(metas: Iterable[GroupMeta]) -> dict[tuple[str, int], list[GroupMeta]]:
+def _by_step_state(metas: Iterable[GroupMeta]) -> dict[tuple[str, int], list[GroupMeta]]:
     books: dict[tuple[str, int], list[GroupMeta]] = {}
     for meta in metas:
         books.setdefault((meta.purpose, meta.step), []).append(meta)

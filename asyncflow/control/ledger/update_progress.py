@@ -14,7 +14,7 @@ from itertools import chain
 @dataclass(slots=True)
 class UpdateProgress:
     """`members`: rows not yet consumed or given up, by group. `offered`: the groups that each rank has ready to train, with their
-    tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `turns`: what all ranks
+    tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `rounds`: what all ranks
     train at the same time; `given`: the groups in them.
     """
 
@@ -22,7 +22,7 @@ class UpdateProgress:
     asked: list[int]
     members: dict[int, set[int]] = field(default_factory=dict)
     order: dict[int, int] = field(default_factory=dict)
-    turns: list[list[list[int]]] = field(default_factory=list)
+    rounds: list[list[list[int]]] = field(default_factory=list)
     given: set[int] = field(default_factory=set)
     tokens: int = 0
     sequences: int = 0
@@ -39,18 +39,18 @@ class UpdateProgress:
         """This rank has a group of so many tokens ready to train."""
         self.offered[rank][group], self.order[group] = tokens, len(self.order)
 
-    def ask_turn(self, rank: int, number: int, *, most: int, is_all: bool) -> None:
+    def ask_round(self, rank: int, number: int, *, most: int, is_all: bool) -> None:
         """This rank would take its part, up to `most` groups, of the turn of this number. When all would, and it is full, it is
         given out. `is_all`: no more groups become members."""
         self.asked[rank] = number + 1
-        if min(self.asked) == len(self.turns) + 1 and self._is_turn_full(most, is_all=is_all):
-            self.turns.append([self._alike(offered, most) for offered in self.offered])
-            for offered, given in zip(self.offered, self.turns[-1], strict=True):
+        if min(self.asked) == len(self.rounds) + 1 and self._is_round_full(most, is_all=is_all):
+            self.rounds.append([self._alike(offered, most) for offered in self.offered])
+            for offered, given in zip(self.offered, self.rounds[-1], strict=True):
                 self.given.update(given)
                 for group in given:
                     del offered[group]
 
-    def _is_turn_full(self, most: int, *, is_all: bool) -> bool:
+    def _is_round_full(self, most: int, *, is_all: bool) -> bool:
         """Whether every rank has what it can train in a turn, or what they have is all that is left."""
         if all(len(groups) >= most for groups in self.offered):
             return True

@@ -83,7 +83,7 @@ class LeaderEngine:
         if self._ranks is None or self.data_parallel_rank is not None:
             return
         written: Future[None] | None = None
-        while not isinstance(call := await self._thread.run(self._ranks.hear), calls.Close):
+        while not isinstance(call := await self._thread.run(self._ranks.receive), calls.Close):
             with busy(calls.name_of(call)):
                 done = await self._thread.run(self._do, call, objective)
                 if isinstance(call, calls.SaveState):
@@ -155,7 +155,7 @@ class LeaderEngine:
 
     def _tell_and_do(self, call: calls.Call, objective: Objective | None) -> Any:
         if self._ranks is not None and not self._end:
-            self._ranks.tell(call)
+            self._ranks.broadcast(call)
         return self._do(call, objective)
 
     def _do(self, call: calls.Call, objective: Objective | None) -> Any:
@@ -205,7 +205,7 @@ class LeaderEngine:
         self._end = "it was closed"
         if self.data_parallel_rank is not None:
             with suppress(RunError):  # who has gone already need not be told
-                ranks.tell(calls.Close())
+                ranks.broadcast(calls.Close())
         ranks.leave()
 
 

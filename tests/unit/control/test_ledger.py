@@ -44,12 +44,12 @@ def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0), meta(1)])
     assert ledger.is_open(0) and ledger.closed() == []
-    ledger.book(0).consume(consumed(0, 1, tokens=7))
+    ledger.step_state(0).consume(consumed(0, 1, tokens=7))
     ledger.give_up(dead(4))
     with pytest.raises(ValueError, match="step 0 still waits for 1 rows, the first of them 5"):
         ledger.totals(0)
     assert ledger.closed() == []
-    ledger.book(0).consume(consumed(5, tokens=4))
+    ledger.step_state(0).consume(consumed(5, tokens=4))
     assert ledger.closed() == [("train", 0)]
     assert ledger.totals(0) == StepTotals(0, tokens=11, sequences=3, dead=1, non_finite_rows=[])
 
@@ -57,13 +57,13 @@ def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
 def test_a_row_counts_once_however_often_it_is_given_up_or_consumed() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0, size=3)])
-    ledger.book(0).consume(consumed(0))
+    ledger.step_state(0).consume(consumed(0))
     ledger.give_up(dead(0, 1, 1))
     with pytest.raises(ValueError, match="row 0 is not an open member of step 0"):
-        ledger.book(0).consume(consumed(0, 2))
+        ledger.step_state(0).consume(consumed(0, 2))
     with pytest.raises(ValueError, match="row 1 is not"):
-        ledger.book(0).consume(consumed(1))
-    ledger.book(0).consume(consumed(2))
+        ledger.step_state(0).consume(consumed(1))
+    ledger.step_state(0).consume(consumed(2))
     assert ledger.totals(0) == StepTotals(0, 10, 2, 1, [])
 
 
@@ -72,11 +72,11 @@ def test_rows_of_another_step_and_of_no_step_are_refused() -> None:
     ledger.open([meta(0)])
     ledger.open([meta(1, step=1)])
     with pytest.raises(ValueError, match="row 4 is not an open member of step 0"):
-        ledger.book(0).consume(consumed(4))
+        ledger.step_state(0).consume(consumed(4))
     for question in (
-        lambda: ledger.book(7).consume(consumed(0)),
+        lambda: ledger.step_state(7).consume(consumed(0)),
         lambda: ledger.totals(7),
-        lambda: ledger.book(0, "eval").consume_evaluation([0]),
+        lambda: ledger.step_state(0, "eval").consume_evaluation([0]),
     ):
         with pytest.raises(ValueError, match="is not open"):
             question()
@@ -97,15 +97,15 @@ def test_a_step_is_opened_once() -> None:
 def test_rows_whose_loss_was_not_finite_are_named() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0), meta(1)])
-    ledger.book(0).consume(consumed(0, 1, is_finite=False))
-    ledger.book(0).consume(consumed(4, 5))
+    ledger.step_state(0).consume(consumed(0, 1, is_finite=False))
+    ledger.step_state(0).consume(consumed(4, 5))
     assert ledger.totals(0).non_finite_rows == [0, 1]
 
 
 def test_a_row_without_a_token_to_train_on_is_no_response_of_the_mean() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0)])
-    ledger.book(0).consume(consumed(0, 1, empty=[1]))
+    ledger.step_state(0).consume(consumed(0, 1, empty=[1]))
     assert ledger.totals(0).sequences == 1
 
 
@@ -113,17 +113,17 @@ def test_steps_commit_in_order_and_once_closed() -> None:
     ledger = Ledger(BITS)
     for step in (0, 1):
         ledger.open([meta(step, step=step)])
-    ledger.book(1).consume(consumed(4, 5))
+    ledger.step_state(1).consume(consumed(4, 5))
     with pytest.raises(ValueError, match="step 1 cannot be committed after 0 steps"):
         ledger.commit(1)
     with pytest.raises(ValueError, match="still waits"):
         ledger.commit(0)
-    ledger.book(0).consume(consumed(0, 1))
+    ledger.step_state(0).consume(consumed(0, 1))
     assert ledger.commit(0)[0].sequences == 2 and ledger.committed == 1
     assert not ledger.is_open(0)
     assert ledger.is_consumed(0) and ledger.totals(0).sequences == 2  # for a rank that asks when the first one has committed
     ledger.commit(1)
-    assert ledger.committed == 2 and ledger.missing() == [] and ledger._book_of_group == {}
+    assert ledger.committed == 2 and ledger.missing() == [] and ledger._step_of_group == {}
 
 
 def test_what_has_no_response_yet_is_known_by_the_last_version_that_may_make_it() -> None:
@@ -150,7 +150,7 @@ def test_every_task_has_its_own_rows_left_and_follows_another() -> None:
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, False, False]
     ledger.done("reward", [1])
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True, False]
-    ledger.book(0).consume(consumed(0, 1))
+    ledger.step_state(0).consume(consumed(0, 1))
     ledger.commit(0)
     assert all(ledger.is_done(task, 0) for task in ledger.tasks)
 
@@ -195,11 +195,11 @@ def test_a_complete_group_of_a_later_step_changes_places_with_the_one_begun_last
     complete(ledger, 3)
     complete(ledger, 2)
     assert ledger.claim(0, 3) not in (None, 3)
-    ledger.book(0).consume(consumed(12, 13))
+    ledger.step_state(0).consume(consumed(12, 13))
     assert ledger.claim(1, 0) == 0 and ledger.claim(0, 1) is not None  # the later step has group 0 now
-    ledger.book(0).consume(consumed(8, 9))
+    ledger.step_state(0).consume(consumed(8, 9))
     assert ledger.closed() == []  # group 1 remains
-    ledger.book(0).consume(consumed(4, 5))
+    ledger.step_state(0).consume(consumed(4, 5))
     assert ledger.closed() == [("train", 0)] and ledger.totals(0).sequences == 6
     assert ledger.commit(0) and ledger.missing() == ["train step 1: 6 rows without a response, 6 not consumed (first: 0)"]
 
@@ -212,8 +212,8 @@ def test_all_of_what_a_task_has_yet_to_do_moves_along() -> None:
     assert [ledger.is_done("rollout", step) for step in (0, 1)] == [True, False]
     assert ledger.claim(0, 2) is not None
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True]
-    ledger.book(0).consume(consumed(0, 1))
-    ledger.book(0).consume(consumed(8, 9))
+    ledger.step_state(0).consume(consumed(0, 1))
+    ledger.step_state(0).consume(consumed(8, 9))
     ledger.commit(0)
     complete(ledger, 3)
     assert [ledger.is_done(task, 1) for task in ledger.tasks] == [True, False]  # it waits for the rewards of group 1
@@ -278,7 +278,7 @@ class FirstCome:
                 if group is None:
                     continue
                 if self.ledger.claim(step, group) is not None:
-                    self.ledger.book(step).consume(consumed(*self.alive[group]))
+                    self.ledger.step_state(step).consume(consumed(*self.alive[group]))
                     assert group not in self.trained
                     self.trained[group] = step, step - self.oldest[group]
                 else:
@@ -410,55 +410,55 @@ async def test_a_step_waits_for_evaluations_whose_weights_its_own_would_displace
 async def test_turns_are_given_out_when_every_rank_has_a_group_or_nothing_is_left_to_wait_for() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(group) for group in range(3)])
-    first = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
+    first = [asyncio.create_task(books.service.round_of_rank(0, rank, 0)) for rank in range(2)]
     await books.service.offer(0, 0, 0, 9)
     await books.service.offer(0, 0, 1, 9)
     assert not await settled(first[0]) and not await settled(first[1])
     await books.service.offer(0, 1, 2, 9)
-    assert [await turn for turn in first] == [[0], [2]]
-    second = asyncio.create_task(books.service.turn(0, 0, 1))
+    assert [await current for current in first] == [[0], [2]]
+    second = asyncio.create_task(books.service.round_of_rank(0, 0, 1))
     assert not await settled(second)  # group 1 is all that is left, but rank 1 is not there yet
-    assert await asyncio.wait_for(books.service.turn(0, 1, 1), 1) == []
+    assert await asyncio.wait_for(books.service.round_of_rank(0, 1, 1), 1) == []
     assert await second == [1]
-    third = [asyncio.create_task(books.service.turn(0, rank, 2)) for rank in range(2)]
+    third = [asyncio.create_task(books.service.round_of_rank(0, rank, 2)) for rank in range(2)]
     for group in range(3):
         assert not await settled(third[0])
         await books.service.consume(0, consumed(group << BITS, (group << BITS) + 1))
-    assert [await asyncio.wait_for(turn, 1) for turn in third] == [None, None]
+    assert [await asyncio.wait_for(current, 1) for current in third] == [None, None]
 
 
 async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0), meta(1)])
-    turns = [asyncio.create_task(books.service.turn(0, rank, 0)) for rank in range(2)]
+    rounds = [asyncio.create_task(books.service.round_of_rank(0, rank, 0)) for rank in range(2)]
     await books.service.offer(0, 1, 0, 9)
-    assert not await settled(turns[0])
+    assert not await settled(rounds[0])
     books.service.give_up(dead(4, 5))
-    assert [await asyncio.wait_for(turn, 1) for turn in turns] == [[], [0]]
+    assert [await asyncio.wait_for(current, 1) for current in rounds] == [[], [0]]
 
 
 async def test_a_pipeline_takes_several_groups_at_a_time() -> None:
-    books = Service(groups_per_turn=2)
+    books = Service(groups_per_round=2)
     await books.service.open([meta(group) for group in range(3)])
-    turn = asyncio.create_task(books.service.turn(0, 0, 0))
+    current = asyncio.create_task(books.service.round_of_rank(0, 0, 0))
     await books.service.offer(0, 0, 1, 9)
-    assert not await settled(turn)
+    assert not await settled(current)
     await books.service.offer(0, 0, 2, 9)
-    assert await turn == [1, 2]
+    assert await current == [1, 2]
     await books.service.offer(0, 0, 0, 9)
-    assert await books.service.turn(0, 0, 1) == [0]
+    assert await books.service.round_of_rank(0, 0, 1) == [0]
 
 
 async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0)])
     await books.service.offer(0, 0, 0, 9)
-    first = asyncio.create_task(books.service.turn(0, 0, 0))
+    first = asyncio.create_task(books.service.round_of_rank(0, 0, 0))
     assert not await settled(first)
-    assert await books.service.turn(0, 1, 0) == []
+    assert await books.service.round_of_rank(0, 1, 0) == []
     books.service.stop()
     assert await first == [0]
-    assert await books.service.turn(0, 0, 1) is None
+    assert await books.service.round_of_rank(0, 0, 1) is None
     books.service.done("rollout", [0, 1])
     await books.service.consume(0, consumed(0, 1))
     assert await books.service.totals(0) is None and await books.service.totals(0) is None
@@ -477,10 +477,10 @@ async def test_the_groups_of_a_turn_are_of_about_one_length() -> None:
     await books.service.open([meta(group) for group in range(6)])
     for group, rank, tokens in ((0, 0, 100), (1, 0, 10), (2, 0, 11), (3, 1, 12), (4, 1, 9), (5, 1, 99)):
         await books.service.offer(0, rank, group, tokens)
-    turns = []
+    rounds = []
     for number in range(3):
-        turns.append(await asyncio.gather(*(books.service.turn(0, rank, number) for rank in range(2))))
-    assert turns == [[[0], [5]], [[1], [4]], [[2], [3]]]
+        rounds.append(await asyncio.gather(*(books.service.round_of_rank(0, rank, number) for rank in range(2))))
+    assert rounds == [[[0], [5]], [[1], [4]], [[2], [3]]]
 
 
 async def test_a_group_is_trained_by_the_rank_that_offered_it_first() -> None:
@@ -515,7 +515,7 @@ async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:
     await books.service.consume_evaluation(0, [36])
     assert books.told == []
     books.service.give_up(dead(37))
-    assert books.told == [("end", "eval", 0)] and books.ledger._books == {} and books.ledger._book_of_group == {}
+    assert books.told == [("end", "eval", 0)] and books.ledger._steps == {} and books.ledger._step_of_group == {}
 
 
 async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_schedule_lets() -> None:
@@ -619,7 +619,7 @@ def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() ->
     ledger.done("reward", rows[6])
     ledger.give_up(dead(rows[7][0]))
     assert ledger.not_generated() == {rows[7][1], *rows[8]}
-    ledger.book(3).consume(consumed(*rows[6], rows[7][1]))
+    ledger.step_state(3).consume(consumed(*rows[6], rows[7][1]))
     with pytest.raises(ValueError, match=r"is not open|cannot be committed"):
         ledger.commit(2)
     ledger.commit(3)
@@ -637,15 +637,15 @@ def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
     ledger = Ledger(BITS, epochs=2, mini_batches=2)
     ledger.open([meta(group) for group in (3, 0, 2, 1)])
     assert ledger.num_updates == 4
-    ledger.book(0).consume(consumed(*rows_of(0), tokens=3))
+    ledger.step_state(0).consume(consumed(*rows_of(0), tokens=3))
     with pytest.raises(ValueError, match="row 8 is not an open member"):
-        ledger.book(0).consume(consumed(*rows_of(2)))  # of the second mini-batch
-    ledger.book(0).consume(consumed(*rows_of(1), tokens=4))
+        ledger.step_state(0).consume(consumed(*rows_of(2)))  # of the second mini-batch
+    ledger.step_state(0).consume(consumed(*rows_of(1), tokens=4))
     assert ledger.is_consumed(0) and not ledger.is_consumed(0, "train", 1) and ledger.closed() == []
     assert ledger.totals(0) == StepTotals(0, 7, 4, 0, [])
     for update, groups in ((1, (2, 3)), (2, (0, 1)), (3, (2, 3))):
         assert ledger.closed() == []
-        ledger.book(0).consume(consumed(*rows_of(*groups), tokens=10 * update), update=update)
+        ledger.step_state(0).consume(consumed(*rows_of(*groups), tokens=10 * update), update=update)
     assert ledger.closed() == [("train", 0)]
     assert [totals.tokens for totals in ledger.commit(0)] == [7, 10, 20, 30] and ledger.committed == 1
 
@@ -656,7 +656,7 @@ def test_rows_that_are_given_up_leave_every_update() -> None:
     ledger.give_up(dead(0, 4, 5))
     for task in ("train", "critic"):
         for update in range(2):
-            ledger.book(0).consume(consumed(1), task, update)
+            ledger.step_state(0).consume(consumed(1), task, update)
             assert ledger.totals(0, task, update) == StepTotals(0, 5, 1, 3, [])
     assert ledger.closed() == [("train", 0), ("critic", 0)]
 
@@ -669,10 +669,10 @@ def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
     ledger.done("rollout", rows_of(2))
     assert ledger.claim(0, 2) == 1  # which was of step 0's second mini-batch, and is of step 1's first now
     for update in (1, 3):
-        ledger.book(0).consume(consumed(*rows_of(2)), update=update)
+        ledger.step_state(0).consume(consumed(*rows_of(2)), update=update)
     for update in (0, 2):
-        ledger.book(1).consume(consumed(*rows_of(1)), update=update)
-        ledger.book(0).consume(consumed(*rows_of(0)), update=update)
+        ledger.step_state(1).consume(consumed(*rows_of(1)), update=update)
+        ledger.step_state(0).consume(consumed(*rows_of(0)), update=update)
     assert ledger.closed() == [("train", 0)] and ledger.missing() == [
         "train step 1: 4 rows without a response, 2 not consumed (first: 12)"
     ]
@@ -688,13 +688,13 @@ def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
     assert ledger.closed() == []
     ledger.done("values", rows_of(0))
     assert ledger.closed() == [("values", 0)]
-    ledger.book(0).consume(consumed(*rows_of(0)))
+    ledger.step_state(0).consume(consumed(*rows_of(0)))
     assert ledger.closed() == [("train", 0), ("values", 0)]
     ledger.commit(0)
     assert ledger.committed == 1 and ledger.committed_by("critic") == 0 and ledger.is_open(0)
     with pytest.raises(ValueError, match="still waits for 2 rows"):
         ledger.commit(0, "critic")
-    ledger.book(0).consume(consumed(*rows_of(0)), "critic")
+    ledger.step_state(0).consume(consumed(*rows_of(0)), "critic")
     ledger.commit(0, "critic")
     assert ledger.committed_by("critic") == 1 and not ledger.is_open(0)
 
@@ -704,15 +704,15 @@ async def test_an_update_takes_turns_of_its_own_mini_batch_and_later_epochs_take
     await books.service.open([meta(group) for group in range(2)])
     books.service.done("rollout", rows_of(0, 1))
     assert await books.service.offer(0, 0, 1, 9)
-    early = asyncio.create_task(books.service.turn(0, 0, 0))
+    early = asyncio.create_task(books.service.round_of_rank(0, 0, 0))
     assert not await settled(early)  # group 1 is of the second mini-batch
     assert await books.service.offer(0, 0, 0, 9)
     assert await early == [0]
     for update, group in enumerate((0, 1, 0, 1)):
         if update:
-            assert await books.service.turn(0, 0, 0, "train", update) == [group]
+            assert await books.service.round_of_rank(0, 0, 0, "train", update) == [group]
         await books.service.consume(0, consumed(*rows_of(group)), "train", update)
-        assert await books.service.turn(0, 0, 1, "train", update) is None
+        assert await books.service.round_of_rank(0, 0, 1, "train", update) is None
         assert await books.service.totals(0, "train", update) is not None
     assert ("end", "train", 0) in books.told
 
@@ -730,7 +730,7 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
         if is_stopped:
             books.service.stop()
             assert await first is None
-            assert await books.service.turn(0, 0, 0, "train", 1) is None
+            assert await books.service.round_of_rank(0, 0, 0, "train", 1) is None
             continue
         await books.service.offer(0, 0, 1, 9)
         assert not books.service.is_finishing
@@ -738,7 +738,7 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
         books.service.stop()  # too late: the step is made to its end
         finished = asyncio.create_task(books.service.finished())
         assert books.service.is_finishing and not await settled(finished)
-        assert await books.service.turn(0, 0, 0, "train", 1) == [1]
+        assert await books.service.round_of_rank(0, 0, 0, "train", 1) == [1]
         await books.service.consume(0, consumed(*rows_of(1)), "train", 1)
         assert await books.service.totals(0, "train", 1) is not None
         await books.service.commit(0, [UPDATE, UPDATE])
@@ -761,7 +761,7 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     assert not await settled(released)
     books.service.stop()
     assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
-    assert await books.service.turn(0, 0, 0, "critic", 0) == [0]
+    assert await books.service.round_of_rank(0, 0, 0, "critic", 0) == [0]
     await books.service.consume(0, consumed(*rows_of(0)), "critic", 0)
     assert await books.service.totals(0, "critic", 0) is not None and books.service.is_finishing
     await books.service.commit(0, [UPDATE], "critic")
@@ -796,7 +796,7 @@ async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_s
         await books.service.open([meta(group) for group in range(num_groups)])
         for group in range(2):
             await books.service.offer(0, group, group, 9, [1.0])
-        assert await asyncio.gather(*(books.service.turn(0, rank, 0) for rank in range(2))) == [[0], [1]]
+        assert await asyncio.gather(*(books.service.round_of_rank(0, rank, 0) for rank in range(2))) == [[0], [1]]
         return books
 
     books = await begun(2)
@@ -828,7 +828,7 @@ async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_oth
     await books.service.open([meta(group) for group in range(7)])
 
     def may_take() -> list[bool]:
-        return [books.ledger.book(0).may_take(rank, 2) for rank in range(3)]
+        return [books.ledger.step_state(0).may_take(rank, 2) for rank in range(3)]
 
     assert may_take() == [True] * 3
     for group, rank, expected in (
@@ -845,12 +845,12 @@ async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_oth
     assert not await settled(waiting)  # 3 of 7 are its part, rounded up, however far the others get
     await books.service.offer(0, 2, 6, 9)
     await asyncio.wait_for(waiting, 1)  # nothing is left to take
-    assert not books.ledger.book(0).may_take(0, 9)
+    assert not books.ledger.step_state(0).may_take(0, 9)
     await asyncio.wait_for(books.service.may_take(5, 0, 2), 1)  # of a step that is over, neither
 
     books = Service(num_ranks=2, trained=("train", "critic"))  # whose second model has one rank
     await books.service.open([meta(group) for group in range(3)])
     for group in range(3):
-        assert books.ledger.book(0).may_take(0, 1, "critic")
+        assert books.ledger.step_state(0).may_take(0, 1, "critic")
         await books.service.offer(0, 0, group, 9, [], "critic")
-    assert [books.ledger.book(0).may_take(rank, 1) for rank in range(2)] == [True, True]
+    assert [books.ledger.step_state(0).may_take(rank, 1) for rank in range(2)] == [True, True]

@@ -1,4 +1,4 @@
-"""The board: which version each worker is to serve, and when it may be installed."""
+"""`PolicyVersions`: which version each worker is to serve, and when it may be installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncflow.registry import build
 from asyncflow.transport import client_name
 from asyncflow.types import Interval
 from asyncflow.weight_sync.base import Manifest
-from tests.builders import Unmade, turns
+from tests.builders import Unmade, loop_turns
 
 A, B = "rollout/0", "rollout/1"
 
@@ -40,12 +40,12 @@ class Rows(Unmade):
 
 
 class Books:
-    """A board over such books, and workers that ask it."""
+    """Policy versions over such books, and workers that ask it."""
 
     def __init__(self, mode: str = "periodic", **options: Any) -> None:
         self.rows, self.signal, self.now = Rows(), Signal(), 0.0
         self.schedule = build("schedule", mode, options, SCHEDULES)
-        self.board = PolicyVersions(self.schedule, self.rows, self.signal, lambda: self.now, WorkerPool(2))
+        self.versions = PolicyVersions(self.schedule, self.rows, self.signal, lambda: self.now, WorkerPool(2))
 
     def asks(self, worker: str, question: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """In the context of a worker."""
@@ -54,16 +54,16 @@ class Books:
         return asyncio.create_task(asyncio.wait_for(question, 5), context=context)
 
     async def serves(self, worker: str, version: int) -> None:
-        await self.asks(worker, self.board.installed(version))
+        await self.asks(worker, self.versions.installed(version))
 
     async def publish(self, *versions: int) -> None:
         for version in versions:
-            await self.board.publish(manifest(version))
+            await self.versions.publish(manifest(version))
 
     async def changes(self, change: Callable[[], object]) -> None:
         change()
         self.signal.notify()
-        await turns()
+        await loop_turns()
 
 
 def manifest(version: int) -> Manifest:
@@ -75,7 +75,7 @@ def target(version: int, worker: str = A) -> Target:
 
 
 async def waits(task: asyncio.Task[Any]) -> bool:
-    await turns()
+    await loop_turns()
     return not task.done()
 
 
@@ -88,7 +88,7 @@ async def test_versions_only_rise(version: int) -> None:
     await books.publish(2)
     with pytest.raises(ValueError, match=f"version {version} was published after version 2"):
         await books.publish(version)
-    assert books.board.published == 2 and books.board.newest == manifest(2)
+    assert books.versions.published == 2 and books.versions.newest == manifest(2)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ async def test_as_many_versions_are_kept_as_rows_may_still_need(mode: str, optio
     await books.publish(1, 2, 3, 4, 5)
     for version in range(1, 6):
         books.rows.waiting = [version]
-        called = await books.asks(A, books.board.join())
+        called = await books.asks(A, books.versions.join())
         assert called == target(max(version, oldest) if version >= oldest else 5), version
-        books.board.forget(A)
+        books.versions.forget(A)
 
 
 async def test_the_time_between_publications_is_that_of_a_step() -> None:
@@ -109,11 +109,11 @@ async def test_the_time_between_publications_is_that_of_a_step() -> None:
     for now, version, seconds in ((3.0, 1, None), (5.0, 2, 2.0), (9.0, 3, 4.0)):
         books.now = now
         await books.publish(version)
-        assert books.board.step_seconds == seconds
+        assert books.versions.step_seconds == seconds
 
 
 async def test_before_the_first_publication_nothing_is_newest() -> None:
-    assert Books().board.newest is None
+    assert Books().versions.newest is None
 
 
 # -- which version to serve -----------------------------------------------------------------------------------------------------
@@ -121,15 +121,15 @@ async def test_before_the_first_publication_nothing_is_newest() -> None:
 
 async def test_a_worker_waits_for_a_version_above_its_own() -> None:
     books = Books()
-    behind = books.asks(A, books.board.next_target(0))
+    behind = books.asks(A, books.versions.next_target(0))
     assert await waits(behind)
     await books.publish(1)
     assert await behind == target(1)
-    level = books.asks(A, books.board.next_target(1))
+    level = books.asks(A, books.versions.next_target(1))
     assert await waits(level)
     await books.publish(2)
     assert await level == target(2)
-    assert await books.asks(A, books.board.next_target(0)) == target(2)
+    assert await books.asks(A, books.versions.next_target(0)) == target(2)
 
 
 @pytest.mark.parametrize(("mode", "is_there"), [("periodic", False), ("synchronous", False), ("delayed", True)])
@@ -137,7 +137,7 @@ async def test_without_staleness_nobody_is_sent_for_weights_that_are_being_writt
     books = Books(mode)
     await books.publish(1)
     books.rows.committed = 2  # and the trainer publishes what came of it
-    begins, late = books.asks(A, books.board.join()), books.asks(B, books.board.next_target(0))
+    begins, late = books.asks(A, books.versions.join()), books.asks(B, books.versions.next_target(0))
     assert await waits(begins) is await waits(late) is not is_there
     await books.publish(2)
     version = 1 if is_there else 2
@@ -148,15 +148,15 @@ async def test_a_version_is_not_skipped_while_rows_in_nobodys_hands_need_it() ->
     books = Books("delayed")
     await books.publish(1, 2)
     books.rows.waiting = [1, 2]
-    assert await books.asks(A, books.board.next_target(0)) == target(1)
+    assert await books.asks(A, books.versions.next_target(0)) == target(1)
     books.rows.waiting, books.rows.held = [2], [1]
-    assert await books.asks(A, books.board.next_target(0)) == target(2)
+    assert await books.asks(A, books.versions.next_target(0)) == target(2)
 
 
 async def test_prompts_that_lie_ready_for_a_version_to_come_call_nobody_beyond_what_is_published() -> None:
     books = Books("delayed")
     books.rows.waiting = [3]
-    waiting = books.asks(A, books.board.next_target(1))
+    waiting = books.asks(A, books.versions.next_target(1))
     await books.publish(1)
     assert await waits(waiting)
     await books.publish(2)
@@ -165,12 +165,12 @@ async def test_prompts_that_lie_ready_for_a_version_to_come_call_nobody_beyond_w
 
 async def test_a_worker_joins_with_the_newest_version() -> None:
     books = Books()
-    assert await books.asks(A, books.board.join()) == target(0)
+    assert await books.asks(A, books.versions.join()) == target(0)
     await books.serves(A, 0)
     await books.publish(1, 2)
     books.rows.waiting = [2]
-    assert await books.asks(B, books.board.join()) == target(2, B)
-    assert books.board.installing == {B: 2} and books.board.serving == {A: 0}
+    assert await books.asks(B, books.versions.join()) == target(2, B)
+    assert books.versions.installing == {B: 2} and books.versions.serving == {A: 0}
 
 
 @pytest.mark.parametrize(("serving", "begins_with"), [(4, 3), (3, 4)], ids=["the other is past it", "the other serves it"])
@@ -179,33 +179,33 @@ async def test_one_that_joins_late_begins_with_what_nobody_else_can_make(serving
     await books.publish(1, 2, 3, 4)
     await books.serves(A, serving)
     books.rows.waiting = [3, 4]
-    assert await books.asks(B, books.board.join()) == target(begins_with, B)
+    assert await books.asks(B, books.versions.join()) == target(begins_with, B)
 
 
 async def test_of_two_that_join_only_one_begins_with_the_old_version() -> None:
     books = Books("delayed")
     await books.publish(1, 2)
     books.rows.waiting = [1]
-    assert [await books.asks(worker, books.board.join()) for worker in (A, B)] == [target(1), target(2, B)]
+    assert [await books.asks(worker, books.versions.join()) for worker in (A, B)] == [target(1), target(2, B)]
 
 
 async def test_version_0_is_the_workers_own_files_and_is_always_there() -> None:
     books = Books("delayed")
     await books.publish(1, 2, 3)
     books.rows.waiting = [0]
-    assert await books.asks(A, books.board.join()) == target(0)
+    assert await books.asks(A, books.versions.join()) == target(0)
 
 
 # -- called back ----------------------------------------------------------------------------------------------------------------
 
 
 async def called_back(mode: str = "delayed") -> tuple[Books, list[asyncio.Task[Any]]]:
-    """Two workers at version 2 that follow the board, when rows for version 1 come back from a dead one."""
+    """Two workers at version 2 that follow `PolicyVersions`, when rows for version 1 come back from a dead one."""
     books = Books(mode)
     await books.publish(1, 2)
     for worker in (A, B):
         await books.serves(worker, 2)
-    following = [books.asks(worker, books.board.next_target(2)) for worker in (A, B)]
+    following = [books.asks(worker, books.versions.next_target(2)) for worker in (A, B)]
     assert await waits(following[0]) and await waits(following[1])
     await books.changes(lambda: books.rows.waiting.append(1))
     return books, following
@@ -214,13 +214,13 @@ async def called_back(mode: str = "delayed") -> tuple[Books, list[asyncio.Task[A
 async def test_rows_of_an_older_version_call_one_of_those_that_are_past_it_back() -> None:
     books, following = await called_back()
     assert await asyncio.gather(*following) == [target(1), target(1, B)]
-    granted = [books.asks(worker, books.board.may_install(1, 2)) for worker in (A, B)]
+    granted = [books.asks(worker, books.versions.may_install(1, 2)) for worker in (A, B)]
     assert await asyncio.gather(*granted) == [True, False]  # one goes: the other has no other target than what it serves by now
-    assert books.board.installing == {A: 1}
-    assert await waits(books.asks(B, books.board.next_target(2)))
+    assert books.versions.installing == {A: 1}
+    assert await waits(books.asks(B, books.versions.next_target(2)))
     await books.serves(A, 1)
-    assert await books.asks(A, books.board.next_target(1)) == target(2)
-    forward = books.asks(A, books.board.may_install(2, 1))
+    assert await books.asks(A, books.versions.next_target(1)) == target(2)
+    forward = books.asks(A, books.versions.may_install(2, 1))
     assert await waits(forward)  # first what it was called back for
     await books.changes(books.rows.waiting.clear)
     assert await forward is True
@@ -230,11 +230,11 @@ async def test_to_be_called_back_is_not_to_wait_for_those_that_change_over() -> 
     books = Books("sub_step", max_installing=1)
     await books.publish(1, 2)
     await books.serves(A, 2)
-    await books.asks(B, books.board.join())
-    assert books.board.installing == {B: 2}
+    await books.asks(B, books.versions.join())
+    assert books.versions.installing == {B: 2}
     await books.changes(lambda: books.rows.waiting.append(1))
-    assert await books.asks(A, books.board.next_target(2)) == target(1)
-    assert await books.asks(A, books.board.may_install(1, 2)) is True
+    assert await books.asks(A, books.versions.next_target(2)) == target(1)
+    assert await books.asks(A, books.versions.may_install(1, 2)) is True
 
 
 @pytest.mark.parametrize("serving", [None, 0], ids=["one that begins", "one that lags"])
@@ -244,24 +244,24 @@ async def test_nobody_counts_on_an_older_version_that_is_still_to_be_fetched(ser
     await books.serves(A, 2)
     books.rows.waiting = [1]
     if serving is None:
-        assert await books.asks(B, books.board.join()) == target(1, B)
+        assert await books.asks(B, books.versions.join()) == target(1, B)
     else:
         await books.serves(B, serving)
-        assert await books.asks(B, books.board.next_target(serving)) == target(1, B)
-    assert await books.asks(A, books.board.next_target(2)) == target(1)  # B's fetch hangs
+        assert await books.asks(B, books.versions.next_target(serving)) == target(1, B)
+    assert await books.asks(A, books.versions.next_target(2)) == target(1)  # B's fetch hangs
     if serving is not None:
-        assert await books.asks(B, books.board.may_install(1, serving)) is True  # now it has come
-        assert await books.asks(A, books.board.may_install(1, 2)) is False
+        assert await books.asks(B, books.versions.may_install(1, serving)) is True  # now it has come
+        assert await books.asks(A, books.versions.may_install(1, 2)) is False
     await books.serves(B, 1)
-    assert await waits(books.asks(A, books.board.next_target(2)))
+    assert await waits(books.asks(A, books.versions.next_target(2)))
 
 
 async def test_one_that_dies_when_it_was_called_back_is_replaced() -> None:
     books, _ = await called_back()
-    assert await books.asks(A, books.board.may_install(1, 2))
-    other = books.asks(B, books.board.next_target(2))
+    assert await books.asks(A, books.versions.may_install(1, 2))
+    other = books.asks(B, books.versions.next_target(2))
     assert await waits(other)
-    books.board.forget(A)
+    books.versions.forget(A)
     assert await other == target(1, B)
 
 
@@ -270,7 +270,7 @@ async def test_nobody_is_called_back_for_a_version_that_is_not_kept() -> None:
     await books.publish(1, 2)
     await books.serves(A, 2)
     books.rows.waiting = [1]
-    assert await waits(books.asks(A, books.board.next_target(2)))
+    assert await waits(books.asks(A, books.versions.next_target(2)))
 
 
 async def test_a_worker_that_takes_nothing_does_not_keep_others_from_being_called_back() -> None:
@@ -279,9 +279,9 @@ async def test_a_worker_that_takes_nothing_does_not_keep_others_from_being_calle
     await books.serves(A, 1)
     await books.serves(B, 2)
     books.rows.waiting = [1]
-    following = books.asks(B, books.board.next_target(2))
+    following = books.asks(B, books.versions.next_target(2))
     assert await waits(following)  # A will make them
-    await books.asks(A, books.board.failed("the disk is gone"))
+    await books.asks(A, books.versions.failed("the disk is gone"))
     assert await following == target(1, B)
 
 
@@ -292,7 +292,7 @@ async def test_in_periodic_an_installation_waits_for_the_responses_that_only_old
     books = Books()
     books.rows.waiting, books.rows.held = [0], [0]
     await books.publish(1)
-    granted = books.asks(A, books.board.may_install(1, 0))
+    granted = books.asks(A, books.versions.may_install(1, 0))
     assert await waits(granted)
     await books.changes(books.rows.waiting.clear)
     assert await waits(granted)
@@ -304,7 +304,7 @@ async def test_in_delayed_it_waits_until_nothing_is_left_to_take() -> None:
     books = Books("delayed")
     books.rows.waiting, books.rows.held = [0], [0]
     await books.publish(1)
-    granted = books.asks(A, books.board.may_install(1, 0))
+    granted = books.asks(A, books.versions.may_install(1, 0))
     assert await waits(granted)
     await books.changes(books.rows.waiting.clear)
     assert await granted is True and books.rows.held
@@ -314,10 +314,10 @@ async def test_what_has_been_overtaken_is_not_granted() -> None:
     books = Books()
     books.rows.held = [0]
     await books.publish(1)
-    granted = books.asks(A, books.board.may_install(1, 0))
+    granted = books.asks(A, books.versions.may_install(1, 0))
     assert await waits(granted)
     await books.publish(2)
-    assert await granted is False and books.board.installing == {}
+    assert await granted is False and books.versions.installing == {}
 
 
 async def test_in_sub_step_so_many_workers_change_at_once_and_the_next_when_one_has() -> None:
@@ -325,11 +325,11 @@ async def test_in_sub_step_so_many_workers_change_at_once_and_the_next_when_one_
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
-    first, second = (books.asks(worker, books.board.may_install(1, 0)) for worker in (A, B))
+    first, second = (books.asks(worker, books.versions.may_install(1, 0)) for worker in (A, B))
     assert await first is True and await waits(second)
-    assert books.board.installing == {A: 1}
+    assert books.versions.installing == {A: 1}
     await books.serves(A, 1)
-    assert await second is True and books.board.installing == {B: 1}
+    assert await second is True and books.versions.installing == {B: 1}
 
 
 async def test_in_sub_step_all_change_at_once_to_a_version_that_is_called_for() -> None:
@@ -337,27 +337,27 @@ async def test_in_sub_step_all_change_at_once_to_a_version_that_is_called_for() 
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
-    first, second = (books.asks(worker, books.board.may_install(1, 0)) for worker in (A, B))
+    first, second = (books.asks(worker, books.versions.may_install(1, 0)) for worker in (A, B))
     assert await first is True and await waits(second)
-    books.board.call_for(1)
-    assert await second is True and books.board.installing == {A: 1, B: 1}
+    books.versions.call_for(1)
+    assert await second is True and books.versions.installing == {A: 1, B: 1}
     for worker in (A, B):
         await books.serves(worker, 1)
     await books.publish(2)
-    books.board.call_for(3)  # which is not there yet, and is not what they wait for
-    first, second = (books.asks(worker, books.board.may_install(2, 1)) for worker in (A, B))
+    books.versions.call_for(3)  # which is not there yet, and is not what they wait for
+    first, second = (books.asks(worker, books.versions.may_install(2, 1)) for worker in (A, B))
     assert await first is True and await waits(second)
     await books.publish(3)
     assert await second is False  # it has another target by now
-    assert await books.asks(B, books.board.may_install(3, 1)) is True
+    assert await books.asks(B, books.versions.may_install(3, 1)) is True
 
 
 async def test_in_sub_step_nobody_waits_for_the_first_weights_of_one_that_has_begun_again() -> None:
     books = Books("sub_step")
     await books.serves(A, 0)
     await books.publish(1)
-    assert await books.asks(B, books.board.join()) == target(1, B)  # and its fetch hangs
-    assert await books.asks(A, books.board.may_install(1, 0)) is True
+    assert await books.asks(B, books.versions.join()) == target(1, B)  # and its fetch hangs
+    assert await books.asks(A, books.versions.may_install(1, 0)) is True
 
 
 @pytest.mark.parametrize("end", ["forget", "failed"])
@@ -366,13 +366,13 @@ async def test_a_grant_ends_with_the_worker_that_had_it_and_with_its_weights(end
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
-    assert await books.asks(A, books.board.may_install(1, 0))
-    second = books.asks(B, books.board.may_install(1, 0))
+    assert await books.asks(A, books.versions.may_install(1, 0))
+    second = books.asks(B, books.versions.may_install(1, 0))
     assert await waits(second)
     if end == "forget":
-        books.board.forget(A)
+        books.versions.forget(A)
     else:
-        await books.asks(A, books.board.failed("the disk is gone"))
+        await books.asks(A, books.versions.failed("the disk is gone"))
     assert await second is True
 
 
@@ -381,10 +381,10 @@ async def test_a_grant_ends_with_the_worker_that_had_it_and_with_its_weights(end
 
 async def test_what_is_installed_is_kept_by_worker_and_told() -> None:
     books, told = Books(), list[int]()
-    books.board.on_installed = told.append
+    books.versions.on_installed = told.append
     for worker, version in ((A, 0), (B, 0), (A, 1)):
         await books.serves(worker, version)
-    assert books.board.serving == {A: 1, B: 0} and told == [0, 0, 1]
+    assert books.versions.serving == {A: 1, B: 0} and told == [0, 0, 1]
 
 
 async def test_a_swap_takes_from_the_grant_to_the_installation() -> None:
@@ -392,39 +392,39 @@ async def test_a_swap_takes_from_the_grant_to_the_installation() -> None:
     await books.serves(A, 0)
     await books.publish(1)
     books.now = 5.0
-    assert await books.asks(A, books.board.may_install(1, 0))
-    assert books.board.installing == {A: 1}
+    assert await books.asks(A, books.versions.may_install(1, 0))
+    assert books.versions.installing == {A: 1}
     books.now = 5.75
     await books.serves(A, 1)
-    assert books.board.install_seconds == 0.75 and books.board.installing == {}
+    assert books.versions.install_seconds == 0.75 and books.versions.installing == {}
 
 
 async def test_a_worker_without_its_weights_is_stale_until_it_serves_again() -> None:
     books, told = Books(), list[tuple[str, str]]()
-    books.board.on_stale = lambda worker, why: told.append((worker, why))
+    books.versions.on_stale = lambda worker, why: told.append((worker, why))
     for worker in (A, B):
         await books.serves(worker, 0)
     await books.publish(1)
-    assert books.board.num_healthy(0.0) == 2
-    await books.asks(A, books.board.failed("the hash is not the manifest's"))
-    await books.asks(A, books.board.failed("nor is it now"))
-    assert books.board.num_healthy(0.0) == 1 and books.board.stale == {A: "nor is it now"}
-    assert A in books.board.serving and A not in books.board.generating, "no supply is to be counted on it"
+    assert books.versions.num_healthy(0.0) == 2
+    await books.asks(A, books.versions.failed("the hash is not the manifest's"))
+    await books.asks(A, books.versions.failed("nor is it now"))
+    assert books.versions.num_healthy(0.0) == 1 and books.versions.stale == {A: "nor is it now"}
+    assert A in books.versions.serving and A not in books.versions.generating, "no supply is to be counted on it"
     assert told == [(A, "the hash is not the manifest's"), (A, "nor is it now")]
-    assert await books.asks(A, books.board.next_target(0)) == target(1)  # it is asked again, for what is newest by then
+    assert await books.asks(A, books.versions.next_target(0)) == target(1)  # it is asked again, for what is newest by then
     await books.serves(A, 1)
-    assert books.board.num_healthy(0.0) == 2 and books.board.stale == {}
+    assert books.versions.num_healthy(0.0) == 2 and books.versions.stale == {}
 
 
 async def test_one_without_its_weights_counts_as_lost_after_a_while() -> None:
     books = Books()
     await books.serves(A, 0)
-    await books.asks(A, books.board.failed("the hash is not the manifest's"))
+    await books.asks(A, books.versions.failed("the hash is not the manifest's"))
     books.now = 4.0
-    await books.asks(A, books.board.failed("nor is it now"))
-    assert books.board.num_healthy(5.0) == 2
+    await books.asks(A, books.versions.failed("nor is it now"))
+    assert books.versions.num_healthy(5.0) == 2
     books.now = 5.0
-    assert books.board.num_healthy(5.0) == 1
+    assert books.versions.num_healthy(5.0) == 1
 
 
 async def test_one_that_was_stale_for_the_sake_of_another_version_goes_on_with_what_it_serves() -> None:
@@ -433,14 +433,14 @@ async def test_one_that_was_stale_for_the_sake_of_another_version_goes_on_with_w
     await books.serves(B, 2)
     await books.publish(1, 2)
     books.rows.waiting = [1]
-    assert await books.asks(A, books.board.next_target(2)) == target(1)
-    await books.asks(A, books.board.failed("it did not come"))
+    assert await books.asks(A, books.versions.next_target(2)) == target(1)
+    await books.asks(A, books.versions.failed("it did not come"))
     books.rows.waiting, books.rows.held = [], [1]  # B has taken them
-    assert await books.asks(A, books.board.next_target(2)) == target(2)
+    assert await books.asks(A, books.versions.next_target(2)) == target(2)
     await books.serves(A, 2)
-    assert books.board.stale == {}
-    waiting = books.asks(A, books.board.next_target(2))
-    await turns(10)
+    assert books.versions.stale == {}
+    waiting = books.asks(A, books.versions.next_target(2))
+    await loop_turns(10)
     assert not waiting.done()
     waiting.cancel()
 
@@ -448,59 +448,61 @@ async def test_one_that_was_stale_for_the_sake_of_another_version_goes_on_with_w
 async def test_one_that_says_nothing_any_more_is_not_waited_for() -> None:
     """Its rows are given to others once their lease has expired, and some may be due under a version that all others are past."""
     books, silent = Books("delayed"), set[str]()
-    books.board.is_silent = silent.__contains__
+    books.versions.is_silent = silent.__contains__
     await books.publish(1, 2)
     await books.serves(A, 2)
     await books.serves(B, 1)
     books.rows.waiting = [1]
-    waiting = books.asks(A, books.board.next_target(2))
-    await turns(10)
+    waiting = books.asks(A, books.versions.next_target(2))
+    await loop_turns(10)
     assert not waiting.done()  # B serves it
     silent.add(B)
     books.signal.notify()
     assert await waiting == target(1)
-    assert books.board.serving == {A: 2}
+    assert books.versions.serving == {A: 2}
     silent.clear()
-    assert books.board.serving == {A: 2, B: 1}
+    assert books.versions.serving == {A: 2, B: 1}
 
 
 async def test_how_long_a_worker_takes_to_begin_is_not_what_a_swap_takes() -> None:
     books = Books()
-    await books.asks(A, books.board.join())
+    await books.asks(A, books.versions.join())
     books.now = 50.0
     await books.serves(A, 0)
-    assert books.board.install_seconds is None
+    assert books.versions.install_seconds is None
 
 
 async def test_all_serve_is_said_of_all_that_the_run_has() -> None:
     books = Books()
     await books.publish(1)
-    waiting = asyncio.create_task(books.board.all_serve(1))
+    waiting = asyncio.create_task(books.versions.all_serve(1))
     await books.serves(A, 1)
-    await turns(10)
+    await loop_turns(10)
     assert not waiting.done()  # nobody knows of B yet
-    await books.asks(B, books.board.failed("it did not come"))
-    await turns(10)
+    await books.asks(B, books.versions.failed("it did not come"))
+    await loop_turns(10)
     assert not waiting.done()
     await books.serves(B, 1)
     await asyncio.wait_for(waiting, 5)
-    books.board.died(B, is_given_up=True)
-    await asyncio.wait_for(books.board.all_serve(1), 5)
+    books.versions.died(B, is_given_up=True)
+    await asyncio.wait_for(books.versions.all_serve(1), 5)
 
 
 async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_starting_does_not() -> None:
     books = Books()
     await books.serves(A, 0)
-    await books.asks(A, books.board.failed("the hash is not the manifest's"))
-    books.board.forget(A)  # its connection has gone, before or after its process
-    books.board.died(A, is_given_up=False)
-    books.board.forget(A)
-    assert books.board.num_healthy(0.0) == 2 and books.board.serving == books.board.stale == books.board.installing == {}
-    await books.asks(A, books.board.join())
+    await books.asks(A, books.versions.failed("the hash is not the manifest's"))
+    books.versions.forget(A)  # its connection has gone, before or after its process
+    books.versions.died(A, is_given_up=False)
+    books.versions.forget(A)
+    assert (
+        books.versions.num_healthy(0.0) == 2 and books.versions.serving == books.versions.stale == books.versions.installing == {}
+    )
+    await books.asks(A, books.versions.join())
     await books.serves(A, 0)
-    assert books.board.num_healthy(0.0) == 2
-    books.board.died(A, is_given_up=True)
-    assert books.board.num_healthy(0.0) == 1 and books.board.serving == {}
+    assert books.versions.num_healthy(0.0) == 2
+    books.versions.died(A, is_given_up=True)
+    assert books.versions.num_healthy(0.0) == 1 and books.versions.serving == {}
 
 
 async def test_who_joins_begins_with_what_is_needed_and_shares_a_step_with_the_others() -> None:
@@ -509,13 +511,13 @@ async def test_who_joins_begins_with_what_is_needed_and_shares_a_step_with_the_o
     await books.serves(A, 3)
     await books.serves(B, 3)
     books.rows.waiting = [2, 3]
-    assert books.board.resize(4) == (["rollout/2", "rollout/3"], [])
-    assert await books.asks("rollout/2", books.board.join()) == Target(2, manifest(2), 2, 4)
-    assert await books.asks("rollout/3", books.board.join()) == Target(3, manifest(3), 3, 4)
-    assert (await books.asks(B, books.board.next_target(2))) == Target(3, manifest(3), 1, 4)
-    books.board.died(B, is_given_up=True)
-    assert (await books.asks(A, books.board.next_target(2))) == Target(3, manifest(3), 0, 3)
-    assert (await books.asks("rollout/2", books.board.next_target(2))) == Target(3, manifest(3), 1, 3)
+    assert books.versions.resize(4) == (["rollout/2", "rollout/3"], [])
+    assert await books.asks("rollout/2", books.versions.join()) == Target(2, manifest(2), 2, 4)
+    assert await books.asks("rollout/3", books.versions.join()) == Target(3, manifest(3), 3, 4)
+    assert (await books.asks(B, books.versions.next_target(2))) == Target(3, manifest(3), 1, 4)
+    books.versions.died(B, is_given_up=True)
+    assert (await books.asks(A, books.versions.next_target(2))) == Target(3, manifest(3), 0, 3)
+    assert (await books.asks("rollout/2", books.versions.next_target(2))) == Target(3, manifest(3), 1, 3)
 
 
 async def test_who_is_to_leave_is_told_wherever_it_waits_and_is_granted_nothing_more() -> None:
@@ -523,16 +525,16 @@ async def test_who_is_to_leave_is_told_wherever_it_waits_and_is_granted_nothing_
     books.rows.held = [0]
     await books.publish(1)
     await books.serves(B, 0)
-    newer, grant = books.asks(B, books.board.next_target(1)), books.asks(B, books.board.may_install(1, 0))
-    stopped = books.asks(B, books.board.stopped())
+    newer, grant = books.asks(B, books.versions.next_target(1)), books.asks(B, books.versions.may_install(1, 0))
+    stopped = books.asks(B, books.versions.stopped())
     assert await waits(newer) and await waits(grant)
-    assert books.board.resize(1) == ([], [B])
+    assert books.versions.resize(1) == ([], [B])
     assert await newer is None and await grant is False
-    assert await books.asks(B, books.board.join()) is None and await books.asks(B, books.board.next_target(0)) is None
+    assert await books.asks(B, books.versions.join()) is None and await books.asks(B, books.versions.next_target(0)) is None
     assert await waits(stopped)  # it may end what it has
     await books.changes(books.rows.held.clear)
-    assert await books.asks(A, books.board.may_install(1, 0)) is True  # it leaves alone
-    books.board.stop()
+    assert await books.asks(A, books.versions.may_install(1, 0)) is True  # it leaves alone
+    books.versions.stop()
     assert await stopped is None
 
 
@@ -541,37 +543,37 @@ async def test_nobody_counts_on_who_is_to_leave() -> None:
     await books.publish(1, 2)
     await books.serves(A, 2)
     await books.serves(B, 1)
-    following = books.asks(A, books.board.next_target(2))
+    following = books.asks(A, books.versions.next_target(2))
     await books.changes(lambda: books.rows.waiting.append(1))
     assert await waits(following)  # B will make them
-    books.board.resize(1)
-    assert books.board.serving == {A: 2}
+    books.versions.resize(1)
+    assert books.versions.serving == {A: 2}
     assert await following == Target(1, manifest(1), 0, 1)
-    assert books.board.num_healthy(0.0) == 1
-    await asyncio.wait_for(books.board.all_serve(2), 5)
-    await books.asks(B, books.board.failed("and it has no weights"))
-    assert books.board.num_healthy(0.0) == 1
+    assert books.versions.num_healthy(0.0) == 1
+    await asyncio.wait_for(books.versions.all_serve(2), 5)
+    await books.asks(B, books.versions.failed("and it has no weights"))
+    assert books.versions.num_healthy(0.0) == 1
 
 
 async def test_the_name_of_one_that_has_left_is_anothers() -> None:
     books = Books()
     await books.serves(B, 0)
-    books.board.resize(1)
-    books.board.left(B)
-    books.board.resize(2)
-    assert books.board.serving == {} and books.board.crew.leaving == set()
-    assert await books.asks(B, books.board.join()) == target(0, B)
+    books.versions.resize(1)
+    books.versions.left(B)
+    books.versions.resize(2)
+    assert books.versions.serving == {} and books.versions.workers.leaving == set()
+    assert await books.asks(B, books.versions.join()) == target(0, B)
 
 
 async def test_stopping_answers_everybody_who_waits() -> None:
     books = Books()
     books.rows.held = [0]
     await books.publish(1)
-    newer, grant = books.asks(A, books.board.next_target(1)), books.asks(A, books.board.may_install(1, 0))
+    newer, grant = books.asks(A, books.versions.next_target(1)), books.asks(A, books.versions.may_install(1, 0))
     assert await waits(newer) and await waits(grant)
-    books.board.stop()
+    books.versions.stop()
     assert await newer is None and await grant is False
-    assert await books.board.next_target(0) is None and await books.board.join() is None
+    assert await books.versions.next_target(0) is None and await books.versions.join() is None
 
 
 def test_the_interval_of_every_mode_lies_in_what_the_board_keeps() -> None:
@@ -587,25 +589,25 @@ def test_the_interval_of_every_mode_lies_in_what_the_board_keeps() -> None:
 
 async def test_nobody_joins_before_the_version_that_the_run_goes_on_from_is_published() -> None:
     books = Books("delayed")
-    books.board = board = PolicyVersions(books.schedule, books.rows, books.signal, lambda: books.now, WorkerPool(2), first=5)
-    joining = books.asks("rollout/0", board.join())
+    books.versions = versions = PolicyVersions(books.schedule, books.rows, books.signal, lambda: books.now, WorkerPool(2), first=5)
+    joining = books.asks("rollout/0", versions.join())
     await books.publish(4)
-    assert await waits(joining) and board.published == 4
+    assert await waits(joining) and versions.published == 4
     books.rows.waiting = [4]  # what lies ready may be made by the version before only
     books.now = 3.0
     await books.publish(5)
-    assert await joining == target(4) and board.step_seconds is None
-    assert board.kept([5, 4, 3, 0]) == [manifest(4), manifest(5)]
+    assert await joining == target(4) and versions.step_seconds is None
+    assert versions.kept([5, 4, 3, 0]) == [manifest(4), manifest(5)]
     books.now = 10.0
     await books.publish(6)
-    assert board.step_seconds == 7.0
-    board.stop()
+    assert versions.step_seconds == 7.0
+    versions.stop()
 
 
 async def test_whoever_waits_to_join_a_run_that_is_over_is_told() -> None:
     books = Books()
-    board = PolicyVersions(books.schedule, books.rows, books.signal, lambda: books.now, WorkerPool(2), first=2)
-    joining = books.asks("rollout/0", board.join())
+    versions = PolicyVersions(books.schedule, books.rows, books.signal, lambda: books.now, WorkerPool(2), first=2)
+    joining = books.asks("rollout/0", versions.join())
     assert await waits(joining)
-    board.stop()
+    versions.stop()
     assert await joining is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from asyncflow.control.signal import Signal
-from tests.builders import turns
+from tests.builders import loop_turns
 
 
 async def test_a_condition_that_holds_is_not_waited_for() -> None:
@@ -21,14 +21,14 @@ async def test_a_condition_is_looked_at_after_every_notice_and_at_no_other_time(
         return value == 2
 
     waiting = asyncio.create_task(signal.until(condition))
-    await turns()
+    await loop_turns()
     assert looked == 1
     value = 1
     signal.notify()
-    await turns()
+    await loop_turns()
     assert looked == 2 and not waiting.done()
     value = 2
-    await turns()
+    await loop_turns()
     assert looked == 2 and not waiting.done()
     signal.notify()
     await asyncio.wait_for(waiting, 1)
@@ -37,10 +37,10 @@ async def test_a_condition_is_looked_at_after_every_notice_and_at_no_other_time(
 async def test_one_notice_wakes_all_whose_condition_holds() -> None:
     signal, open_for = Signal(), set[int]()
     waiting = [asyncio.create_task(signal.until(lambda i=i: i in open_for)) for i in range(4)]
-    await turns()
+    await loop_turns()
     open_for |= {0, 2}
     signal.notify()
-    await turns()
+    await loop_turns()
     assert [task.done() for task in waiting] == [True, False, True, False]
     open_for |= {1, 3}
     signal.notify()
@@ -57,10 +57,10 @@ async def test_who_is_woken_looks_again_since_another_may_have_been_quicker() ->
         served.append(number)
 
     waiting = [asyncio.create_task(take(i)) for i in range(2)]
-    await turns()
+    await loop_turns()
     tickets = 1
     signal.notify()
-    await turns()
+    await loop_turns()
     assert served == [0] and tickets == 0
     tickets = 1
     signal.notify()
@@ -71,9 +71,9 @@ async def test_who_is_woken_looks_again_since_another_may_have_been_quicker() ->
 async def test_who_stops_waiting_leaves_nothing_behind() -> None:
     signal = Signal()
     waiting = asyncio.create_task(signal.until(lambda: False))
-    await turns()
+    await loop_turns()
     assert len(signal._waiting) == 1
     waiting.cancel()
     signal.notify()
-    await turns()
+    await loop_turns()
     assert waiting.cancelled() and signal._waiting == []

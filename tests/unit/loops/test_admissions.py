@@ -23,7 +23,7 @@ SHAPE = Shape(
     temperature=0.5,
     max_new_tokens=4,
     rows_per_micro_batch=2,
-    groups_per_turn=1,
+    groups_per_round=1,
     groups_ahead=2,
 )
 PROMPTS = [Prompt(np.array([n, n]), {"n": n}) for n in range(7)]
@@ -97,7 +97,7 @@ def lacking(count: int, *degenerate: int) -> Candidates:
     candidates = Candidates(2)
     for group in range(count):
         candidates.add(group, [group])
-        candidates.judge(group, is_varied=group not in degenerate)
+        candidates.decide(group, is_varied=group not in degenerate)
     return candidates
 
 

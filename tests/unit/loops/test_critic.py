@@ -15,7 +15,7 @@ from asyncflow.loops.samples import VALUES_COLUMN, Shape
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Array, Batch, Ragged
-from tests.builders import turns
+from tests.builders import loop_turns
 
 STEPS = 2
 
@@ -57,10 +57,10 @@ async def test_the_values_of_a_step_wait_for_the_critics_version_of_that_number(
     client: Any = queue
     shape, recorder = Shape(1, 2, 1, 0, 1.0, 8, 1, 1, 1), Recorder("critic", partial(next, count()), spans.append)
     adding = asyncio.create_task(add_values(client, ledger, engine, shape, recorder, version))
-    await turns()
+    await loop_turns()
     assert queue.values == {0: [[0.0], [0.0, 0.0]]}
     version.rise()
-    await turns()
+    await loop_turns()
     assert queue.values == {0: [[0.0], [0.0, 0.0]], 1: [[1.0], [1.0, 1.0]]}
     version.rise()
     await asyncio.wait_for(adding, 5)

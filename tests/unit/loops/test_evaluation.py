@@ -96,7 +96,7 @@ def test_what_could_not_be_scored_is_told_by_kind_and_version() -> None:
     groups = [[meta.group for meta in evaluation.admission(version)[0]] for version in (4, 10)]
     dead = [(groups[0][0], 0, NO_REWARD), (groups[0][0], 1, ""), (groups[0][2], 0, SKIPPED), (groups[0][4], 0, NO_REWARD)]
     dead += [(groups[1][1], 1, NO_REWARD), (7, 0, NO_REWARD)]  # the last one of training
-    evaluation.gave_up([DeadRow(group, (group << 1) | sample, f"{error}why") for group, sample, error in dead])
+    evaluation.rows_died([DeadRow(group, (group << 1) | sample, f"{error}why") for group, sample, error in dead])
     patched = replace(responses([1.0, 0.5], [4, 6], [False, False]), num_unscored=1)
     evaluation.finished(4, {groups[0][1]: patched})
     evaluation.finished(10, {})

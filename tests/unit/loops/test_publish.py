@@ -17,7 +17,7 @@ from tests.contract.weight_sources import Gathered
 
 
 class Noted:
-    """In place of a board."""
+    """In place of policy versions."""
 
     def __init__(self) -> None:
         self.versions: list[int] = []
@@ -29,17 +29,17 @@ class Noted:
 
 async def test_one_sends_and_the_others_help_to_gather_every_tensor() -> None:
     sync = SleepingWeightSync(keep=1, num_bytes=1, publish_seconds=0.0, fetch_seconds=0.0)
-    for sender, versions in ((sync.sender("first"), [3]), (None, [])):
-        source, board = Gathered({"a": torch.ones(2), "b": torch.ones(3)}), Noted()
-        await publish(3, source, sender, cast(PolicyVersions, board))
-        assert (source.num_made, source.num_alive, board.versions) == (2, 0, versions)
+    for sender, published in ((sync.sender("first"), [3]), (None, [])):
+        source, versions = Gathered({"a": torch.ones(2), "b": torch.ones(3)}), Noted()
+        await publish(3, source, sender, cast(PolicyVersions, versions))
+        assert (source.num_made, source.num_alive, versions.versions) == (2, 0, published)
 
 
 async def test_what_the_board_wants_to_stay_stays_with_the_sender() -> None:
-    sync, board = SleepingWeightSync(keep=1, num_bytes=1, publish_seconds=0.0, fetch_seconds=0.0), Noted()
+    sync, versions = SleepingWeightSync(keep=1, num_bytes=1, publish_seconds=0.0, fetch_seconds=0.0), Noted()
     sender = sync.sender("first")
     for version in range(1, 6):
-        await publish(version, Gathered({"a": torch.ones(2)}), sender, cast(PolicyVersions, board))
+        await publish(version, Gathered({"a": torch.ones(2)}), sender, cast(PolicyVersions, versions))
     assert [version for _, version in sync.kept] == [2, 4, 5]
 
 
@@ -62,13 +62,13 @@ class Full:
 
 async def test_what_may_go_makes_room_and_the_weights_are_gathered_once() -> None:
     for room in (2, 1, 0):
-        source, sender, board = Gathered({"a": torch.ones(2)}), Full(room, {2, 4, 6}), Noted()
+        source, sender, versions = Gathered({"a": torch.ones(2)}), Full(room, {2, 4, 6}), Noted()
         gone: list[list[int] | None] = [[2, 4], [2], None]
-        board.no_room = AsyncMock(side_effect=gone)  # type: ignore[attr-defined]
+        versions.no_room = AsyncMock(side_effect=gone)  # type: ignore[attr-defined]
         if not room:
             with pytest.raises(NoRoom):
-                await publish(8, source, cast(WeightSender, sender), cast(PolicyVersions, board))
-            assert (source.num_made, board.versions) == (0, [])
+                await publish(8, source, cast(WeightSender, sender), cast(PolicyVersions, versions))
+            assert (source.num_made, versions.versions) == (0, [])
             continue
-        await publish(8, source, cast(WeightSender, sender), cast(PolicyVersions, board))
-        assert (source.num_made, board.versions, sender.retained) == (1, [8], {8})
+        await publish(8, source, cast(WeightSender, sender), cast(PolicyVersions, versions))
+        assert (source.num_made, versions.versions, sender.retained) == (1, [8], {8})

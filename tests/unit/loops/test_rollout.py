@@ -1,4 +1,4 @@
-"""A rollout worker: which groups it takes, which weights it serves. Queue, board and ledger are real, the engine is the test's."""
+"""A rollout worker: which groups it takes, which weights it serves. Queue, versions and ledger are real, the engine is a test's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transport import client_name
 from asyncflow.types import Array, GroupMeta, Interval
 from asyncflow.weight_sync.base import Manifest, WeightSyncError
-from tests.builders import turns
+from tests.builders import loop_turns
 
 BITS = 2
 WORKER = "rollout/0"
@@ -122,14 +122,14 @@ class World:
         callbacks = {"on_done": self._done, "on_change": self.signal.notify}
         self.queue = TransferQueue(schema(BITS, 30.0, 3), [MemoryStorage()], callbacks={"rollout": callbacks})
         books = ProgressView(self.ledger, self.queue.controllers)
-        self.board = PolicyVersions(self.schedule, books, self.signal, lambda: 0.0, WorkerPool(workers))
+        self.versions = PolicyVersions(self.schedule, books, self.signal, lambda: 0.0, WorkerPool(workers))
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards
         self.shape = Shape(prompts, 2, BITS, 0, 1.0, 8, 2, 1, 1)
         recorder = Recorder(WORKER, lambda: 0.0, self.spans.append)
         self.loop = Rollout(
-            self.client, self.board, self.schedule, self.engine, self.receiver, lambda: {"of": 0}, self._score,
+            self.client, self.versions, self.schedule, self.engine, self.receiver, lambda: {"of": 0}, self._score,
             lambda ids: "", self.shape, recorder, lambda sample: None,
         )  # fmt: skip
 
@@ -149,23 +149,23 @@ class World:
         self.ledger.open(metas)
         batch = admission(metas, [Prompt(np.arange(2), {})] * len(metas), [1.0] * len(metas))
         await self.queue.client().put(list(metas), batch)
-        await turns()
+        await loop_turns()
 
     async def publish(self, version: int) -> None:
-        await self.board.publish(Manifest("i", version, "", "", 0, {}))
-        await turns()
+        await self.versions.publish(Manifest("i", version, "", "", 0, {}))
+        await loop_turns()
 
     async def end(self, group: int, *samples: int) -> None:
         """The responses end."""
         for sample in samples or (0, 1):
             self.engine.ended[group, sample].set()
-        await turns()
+        await loop_turns()
 
     @property
     def groups(self) -> list[int]:
         return sorted({group for group, _ in self.engine.under_way})
 
-    async def versions(self, group: int) -> list[list[int]]:
+    async def spans_of(self, group: int) -> list[list[int]]:
         """That made the responses of a group, by sample."""
         rows = np.array([group << BITS, (group << BITS) + 1])
         (batch,) = await self.client.read({0: rows}, ["version_spans"])
@@ -187,26 +187,26 @@ async def a_worker(
     workers: int = 1,
     **options: Any,
 ) -> AsyncIterator[World]:
-    """Running, in a world that `before` has prepared; it ends well when the board stops."""
+    """Running, in a world that `before` has prepared; it ends well when `PolicyVersions` stops."""
     world = World(mode, options, num_slots=num_slots, rewards=rewards, prompts=prompts, workers=workers)
     async with world.queue.running():
-        await turns()
+        await loop_turns()
         if before is not None:
             await before(world)
         running = world.start()
-        await turns()
+        await loop_turns()
         yield world
-        world.board.stop()
+        world.versions.stop()
         await asyncio.wait_for(running, 5)
 
 
 async def test_a_worker_takes_what_its_version_may_generate_and_stores_it_with_its_version() -> None:
     async with a_worker() as world:
-        assert world.board.serving == {WORKER: 0}
+        assert world.versions.serving == {WORKER: 0}
         await world.admit(meta(0, 0, 0, 0), meta(1, 0, 0, 0), meta(2, 2, 1, 1))
         assert world.groups == [0, 1]
         await world.end(0)
-        assert await world.versions(0) == [[0], [0]] and world.ledger.unfinished(9) == 4
+        assert await world.spans_of(0) == [[0], [0]] and world.ledger.unfinished(9) == 4
 
 
 async def test_it_takes_no_more_than_its_share_of_a_step_and_the_next_group_when_there_is_room_for_all_of_it() -> None:
@@ -242,7 +242,7 @@ async def test_the_larger_share_is_another_workers_with_each_version_and_follows
                 break
             for group in range(first, first + 4):
                 await world.end(group)
-        assert world.board.resize(4)[0] == ["rollout/3"]
+        assert world.versions.resize(4)[0] == ["rollout/3"]
         for group in range(first, first + 4):
             await world.end(group)
         await world.publish(6)
@@ -254,15 +254,15 @@ async def test_new_weights_are_fetched_at_once_and_installed_when_what_is_under_
     async with a_worker() as world:
         await world.admit(meta(0, 0, 0, 0), meta(1, 2, 1, 1))
         await world.publish(1)
-        assert world.engine.done == ["prepare 1"] and world.board.installing == {WORKER: 1}
+        assert world.engine.done == ["prepare 1"] and world.versions.installing == {WORKER: 1}
         await world.end(0, 0)
         assert world.engine.done == ["prepare 1"] and world.receiver.released == []
         await world.end(0, 1)
-        assert world.engine.done == ["prepare 1", "install 1"] and world.board.serving == {WORKER: 1}
+        assert world.engine.done == ["prepare 1", "install 1"] and world.versions.serving == {WORKER: 1}
         assert world.receiver.released == [1]
         assert world.groups == [1]
         await world.end(1)
-        assert await world.versions(0) == [[0], [0]] and await world.versions(1) == [[1], [1]]
+        assert await world.spans_of(0) == [[0], [0]] and await world.spans_of(1) == [[1], [1]]
 
 
 async def test_without_staleness_nothing_is_prepared_beside_generation_for_there_is_none() -> None:
@@ -276,13 +276,13 @@ async def test_without_staleness_nothing_is_prepared_beside_generation_for_there
 async def test_weights_that_are_not_to_be_installed_after_all_are_given_back() -> None:
     """Whoever publishes may be waiting for the file that they are in, and this worker for what is published."""
     async with a_worker() as world:
-        grant, released = world.board.may_install, world.receiver.released
+        grant, released = world.versions.may_install, world.receiver.released
 
         async def refuse_once(version: int, serving: int) -> bool:
-            world.board.may_install = grant  # type: ignore[method-assign]
+            world.versions.may_install = grant  # type: ignore[method-assign]
             return False
 
-        world.board.may_install = refuse_once  # type: ignore[method-assign]
+        world.versions.may_install = refuse_once  # type: ignore[method-assign]
         await world.admit(meta(0, 0, 0, 0))
         await world.publish(1)
         assert world.receiver.asked == [1, 1] and released == [1]
@@ -294,20 +294,20 @@ async def test_between_the_grant_and_the_installation_nothing_is_taken() -> None
     async with a_worker() as world:
         await world.admit(meta(0, 0, 0, 0))
         await world.publish(1)
-        assert world.board.installing == {WORKER: 1}
+        assert world.versions.installing == {WORKER: 1}
         await world.admit(meta(1, 3, 0, 1))  # this version may make it, and so may the next
         assert world.groups == [0]
         await world.end(0)
         assert world.groups == [1]
         await world.end(1)
-        assert await world.versions(1) == [[1], [1]]
+        assert await world.spans_of(1) == [[1], [1]]
 
 
 async def test_a_run_that_stops_waits_for_no_response_before_an_installation() -> None:
     async with a_worker() as world:
         await world.admit(meta(0, 0, 0, 0))
         await world.publish(1)
-        assert world.board.installing == {WORKER: 1} and world.groups == [0]
+        assert world.versions.installing == {WORKER: 1} and world.groups == [0]
     assert world.engine.done == ["prepare 1"]
 
 
@@ -327,13 +327,13 @@ async def test_a_group_on_its_way_to_the_worker_is_not_overtaken_by_an_installat
         await world.end(9)  # the first request was made before
         await world.admit(meta(0, 1, 0, 0))
         await world.publish(1)
-        assert world.board.installing == {WORKER: 1} and world.groups == []
+        assert world.versions.installing == {WORKER: 1} and world.groups == []
         assert world.engine.done == ["prepare 1"]
         arrived.set()
-        await turns()
+        await loop_turns()
         assert world.groups == [0] and world.engine.done == ["prepare 1"]
         await world.end(0)
-        assert await world.versions(0) == [[0], [0]] and world.engine.version == 1
+        assert await world.spans_of(0) == [[0], [0]] and world.engine.version == 1
 
 
 async def test_all_of_a_group_that_was_taken_twice_is_waited_for() -> None:
@@ -353,7 +353,7 @@ async def test_all_of_a_group_that_was_taken_twice_is_waited_for() -> None:
         await world.end(0, 0)
         assert world.engine.done == ["prepare 1"] and world.engine.version == 0
         await world.end(0, 1)
-        assert world.engine.version == 1 and await world.versions(0) == [[0], [0]]
+        assert world.engine.version == 1 and await world.spans_of(0) == [[0], [0]]
 
 
 # -- in flight ------------------------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ async def test_in_flight_a_response_goes_on_under_the_new_weights() -> None:
         await world.end(0)
         await world.publish(2)
         await world.end(1)
-        assert await world.versions(0) == [[0, 1], [0, 1]] and await world.versions(1) == [[0, 1, 2], [0, 1, 2]]
+        assert await world.spans_of(0) == [[0, 1], [0, 1]] and await world.spans_of(1) == [[0, 1, 2], [0, 1, 2]]
 
 
 async def test_in_flight_too_a_response_that_the_new_weights_may_not_end_is_waited_for() -> None:
@@ -375,11 +375,11 @@ async def test_in_flight_too_a_response_that_the_new_weights_may_not_end_is_wait
         await world.admit(meta(1 << 20, 0, 0, 0, "eval"), meta(1, 2, 0, 2))
         assert world.groups == [1, 1 << 20]
         await world.publish(1)
-        assert world.engine.done == ["prepare 1"] and world.board.installing == {WORKER: 1}
+        assert world.engine.done == ["prepare 1"] and world.versions.installing == {WORKER: 1}
         await world.end(1 << 20)
         assert world.engine.done == ["prepare 1", "pause", "install 1", "resume"]
         await world.end(1)
-        assert await world.versions(1) == [[0, 1], [0, 1]] and await world.versions(1 << 20) == [[0], [0]]
+        assert await world.spans_of(1) == [[0, 1], [0, 1]] and await world.spans_of(1 << 20) == [[0], [0]]
 
 
 async def test_one_that_is_called_back_ends_all_first() -> None:
@@ -389,15 +389,15 @@ async def test_one_that_is_called_back_ends_all_first() -> None:
         await world.publish(1)
 
     async with a_worker("bounded", max_staleness=2, before=at_version_1) as world:
-        assert world.board.serving == {WORKER: 1}
+        assert world.versions.serving == {WORKER: 1}
         await world.admit(meta(1, 2, 0, 2))
         await world.admit(meta(1 << 20, 0, 0, 0, "eval"))
-        assert world.board.installing == {WORKER: 0} and world.engine.version == 1
+        assert world.versions.installing == {WORKER: 0} and world.engine.version == 1
         await world.end(1)
         assert world.engine.version == 0 and world.groups == [1 << 20]
         await world.end(1 << 20)
         assert world.engine.version == 1
-        assert await world.versions(1) == [[1], [1]] and await world.versions(1 << 20) == [[0], [0]]
+        assert await world.spans_of(1) == [[1], [1]] and await world.spans_of(1 << 20) == [[0], [0]]
 
 
 # -- weights that cannot be had -------------------------------------------------------------------------------------------------
@@ -413,14 +413,14 @@ async def test_without_its_weights_a_worker_takes_nothing_and_asks_again_for_wha
     async with a_worker() as world:
         world.receiver.lacks = {1}
         await world.publish(1)
-        assert world.board.stale == {WORKER: "version 1 is no longer kept"}
+        assert world.versions.stale == {WORKER: "version 1 is no longer kept"}
         await world.admit(meta(0, 1, 0, 0), meta(1, 3, 2, 2))
         assert world.groups == []
         await world.queue.client().drop([0, 1])  # somebody else has made them
         await world.publish(2)
         await asyncio.sleep(0.1)
         assert world.receiver.asked[0] == 1 and world.receiver.asked[-1] == 2
-        assert world.board.stale == {} and world.board.serving == {WORKER: 2} and world.groups == [1]
+        assert world.versions.stale == {} and world.versions.serving == {WORKER: 2} and world.groups == [1]
 
 
 @pytest.mark.usefixtures("soon")
@@ -430,7 +430,7 @@ async def test_a_worker_that_was_busy_when_its_weights_could_not_be_had_takes_no
         assert world.groups == [0, 1]
         world.receiver.lacks = {1}
         await world.publish(1)
-        assert world.board.stale
+        assert world.versions.stale
         await world.end(0)
         assert world.groups == [1]
 
@@ -440,13 +440,13 @@ async def test_one_that_was_called_back_in_vain_goes_on_with_the_version_that_it
     async with a_worker() as world:
         for version in (1, 2):
             await world.publish(version)
-        assert world.board.serving == {WORKER: 2}
+        assert world.versions.serving == {WORKER: 2}
         world.receiver.lacks = {1}
         await world.admit(meta(0, 2, 1, 1))
-        assert world.board.stale
+        assert world.versions.stale
         await world.queue.client().drop([0, 1])  # somebody else has made them
         await asyncio.sleep(0.1)
-        assert world.board.stale == {} and world.board.serving == {WORKER: 2}
+        assert world.versions.stale == {} and world.versions.serving == {WORKER: 2}
         await world.admit(meta(1, 3, 2, 2))
         assert world.groups == [1]
 
@@ -488,7 +488,7 @@ async def test_a_worker_begins_with_the_newest_version() -> None:
 
     async with a_worker(before=at_version_2) as world:
         assert world.receiver.asked == [2] and world.engine.done == ["prepare 2", "install 2"]
-        assert world.board.serving == {WORKER: 2} and world.board.installing == {}
+        assert world.versions.serving == {WORKER: 2} and world.versions.installing == {}
 
 
 async def test_a_worker_begins_with_an_older_version_if_nobody_else_can_make_what_is_left() -> None:
@@ -501,7 +501,7 @@ async def test_a_worker_begins_with_an_older_version_if_nobody_else_can_make_wha
         assert world.receiver.asked[0] == 1 and world.groups == [0]
         await world.end(0)
         assert world.engine.version == 2 and world.groups == [1]
-        assert await world.versions(0) == [[1], [1]]
+        assert await world.spans_of(0) == [[1], [1]]
 
 
 @pytest.mark.usefixtures("soon")
@@ -511,10 +511,10 @@ async def test_one_that_cannot_begin_tries_again() -> None:
         await world.publish(1)
 
     async with a_worker(before=lacks_version_1) as world:
-        assert world.board.serving == {} and world.board.num_healthy(0.0) == 0
+        assert world.versions.serving == {} and world.versions.num_healthy(0.0) == 0
         await world.publish(2)  # the first one is never there again
         await asyncio.sleep(0.1)
-        assert world.board.serving == {WORKER: 2} and world.board.num_healthy(0.0) == 1
+        assert world.versions.serving == {WORKER: 2} and world.versions.num_healthy(0.0) == 1
 
 
 @contextlib.asynccontextmanager
@@ -523,17 +523,17 @@ async def a_leaver(
 ) -> AsyncIterator[tuple[World, asyncio.Task[None]]]:
     """A worker with these groups that has been told to leave; another one is in the run."""
     world = World("periodic", {}, num_slots=8, rewards=rewards)
-    world.board.crew = WorkerPool(2)
-    world.board.crew.members.reverse()  # so that this one came last
+    world.versions.workers = WorkerPool(2)
+    world.versions.workers.members.reverse()  # so that this one came last
     async with world.queue.running():
         running = world.start()
-        await turns()
+        await loop_turns()
         await world.admit(*(meta(group, 0, 0, 0) for group in groups))
         assert world.groups == [*groups]
-        assert world.board.resize(1) == ([], [WORKER])
-        await turns()
+        assert world.versions.resize(1) == ([], [WORKER])
+        await loop_turns()
         yield world, running
-        world.board.stop()
+        world.versions.stop()
         await asyncio.wait_for(running, 5)
 
 
@@ -544,7 +544,7 @@ async def test_one_that_is_to_leave_takes_nothing_more_ends_what_it_has_and_goes
         assert not running.done() and world.groups == [0]
         await world.end(0, 1)
         await asyncio.wait_for(running, 5)
-        assert await world.versions(0) == [[0], [0]] and world.ledger.unfinished(0) == 2
+        assert await world.spans_of(0) == [[0], [0]] and world.ledger.unfinished(0) == 2
         assert world.queue.controllers["rollout"].holders() == {}
         assert [(span.task, span.group) for span in world.spans if span.task == "generate_group"] == [("generate_group", 0)]
 
@@ -559,7 +559,7 @@ async def test_one_that_waits_for_prompts_when_it_is_to_leave_goes_at_once() -> 
 async def test_one_that_is_to_leave_ends_at_once_when_the_run_does() -> None:
     async with a_leaver() as (world, running):
         assert not running.done()
-        world.board.stop()
+        world.versions.stop()
         await asyncio.wait_for(running, 5)
         assert world.groups == [0]
 
@@ -577,7 +577,7 @@ async def test_what_fails_while_it_leaves_is_for_others() -> None:
 async def test_its_share_of_a_step_follows_the_number_of_workers_with_its_next_version() -> None:
     async with a_worker("bounded", num_slots=99) as world:
         assert world.loop._share == 4
-        world.board.resize(2)
+        world.versions.resize(2)
         assert world.loop._share == 4
         await world.publish(1)
         assert world.loop._installed == 1 and world.loop._share == 2
@@ -585,7 +585,7 @@ async def test_its_share_of_a_step_follows_the_number_of_workers_with_its_next_v
 
 async def test_a_worker_that_joins_when_the_run_is_stopping_ends() -> None:
     async def stopping(world: World) -> None:
-        world.board.stop()
+        world.versions.stop()
 
     async with a_worker(before=stopping) as world:
-        assert world.board.serving == {}
+        assert world.versions.serving == {}

@@ -21,7 +21,7 @@ from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
-from asyncflow.loops.rounds import Turn, Turns, Work, members
+from asyncflow.loops.rounds import Round, Rounds, Work, members
 from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder, Span
@@ -31,7 +31,7 @@ from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Advantages, GroupMeta, Ragged, RunError, ScoredGroup
-from tests.builders import scored, turns
+from tests.builders import loop_turns, scored
 
 BITS = 1
 
@@ -77,7 +77,7 @@ class World:
             response = Response(0, np.arange(2), -np.ones(2, np.float32), np.array([(0, 0)], np.int64), "stop")
             (is_stored,) = await self.client.complete(self.rollout, outputs(group, [scored(group << BITS, response, 0.0)]))
             assert is_stored
-            await turns()
+            await loop_turns()
 
     def training(self, step: int, order: list[int]) -> asyncio.Task[list[Leased]]:
         """Consumes what it is given until the step is over, and notes it."""
@@ -101,7 +101,7 @@ class World:
 async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: Any) -> AsyncIterator[World]:
     world = World(schedule, lease_seconds, **ranks)
     async with world.queue.running():
-        await turns()
+        await loop_turns()
         yield world
 
 
@@ -125,7 +125,7 @@ async def test_strictly_a_step_is_given_its_own_groups_as_they_come() -> None:
         await asyncio.wait_for(training, 5)
         assert order == [1, 0] and world.put_aside == {}
         world.training(1, order)
-        await turns()
+        await loop_turns()
         assert order == [1, 0, 3]
 
 
@@ -180,7 +180,7 @@ async def test_one_that_was_put_aside_and_delivered_again_is_trained_once_under_
         await world.complete(0, 1)
         await asyncio.wait_for(training, 5)
         training = world.training(1, orders[1])
-        await turns()
+        await loop_turns()
         assert orders[1] == [2]
         await world.complete(3)
         await asyncio.wait_for(training, 5)  # which acknowledges the leases: under an earlier one it could not
@@ -205,7 +205,7 @@ async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_p
         assert orders == [[2, 1], [0, 3]]
 
 
-SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_turn=1, groups_ahead=1)
+SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_round=1, groups_ahead=1)
 
 
 class Ranks:
@@ -222,16 +222,16 @@ class Ranks:
     async def _train(self, rank: int) -> None:
         world = self.world
         client = world.queue.client()
-        turns = Turns(client, world.service, world.schedule, GRPO(), self.shape, rank, 0, {})
-        async with turns:
-            async for turn in turns.of(0):
-                with turns.computing(turn, self.spans):
+        rounds = Rounds(client, world.service, world.schedule, GRPO(), self.shape, rank, 0, {})
+        async with rounds:
+            async for current in rounds.of(0):
+                with rounds.computing(current, self.spans):
                     await self.barrier.wait()  # as a collective would make them
-                self.trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
-                assert len(turn.micro_batches) == len(turn.works)
-                turns.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.micro_batches], FingerprintLog(None))
-        await turns.acknowledge()
-        await turns.drop()
+                self.trained[rank].append([work.leased.lease.groups[0].group for work in current.works])
+                assert len(current.micro_batches) == len(current.works)
+                rounds.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.micro_batches], FingerprintLog(None))
+        await rounds.acknowledge()
+        await rounds.drop()
 
 
 async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with_nothing() -> None:
@@ -242,7 +242,7 @@ async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with
         assert ranks.trained == [[], []]  # the other one could still get group 1
         await world.complete(1)
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
-        assert sorted(group for rank in ranks.trained for turn in rank for group in turn) == [0, 1]
+        assert sorted(group for rank in ranks.trained for current in rank for group in current) == [0, 1]
         assert [len(rank) for rank in ranks.trained] == [1, 1]
         assert world.ledger.totals(0).sequences == 2 and world.queue.controllers["train"].table.counts()["leased"] == 0
 
@@ -253,20 +253,20 @@ async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_tur
         ranks = Ranks(world, 3)
         await world.complete(1, 0)
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
-        assert sorted(map(len, (turn for rank in ranks.trained for turn in rank))) == [0, 1, 1]
+        assert sorted(map(len, (current for rank in ranks.trained for current in rank))) == [0, 1, 1]
 
 
 async def test_a_rank_holds_nothing_back_that_the_others_would_wait_for() -> None:
     """What is leased is offered, and for what is not the others are asked first."""
     async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
         await world.admit(1)
-        first, second = (Turns(world.client, world.service, world.schedule, GRPO(), SHAPE, rank, 0, {}) for rank in range(2))
+        first, second = (Rounds(world.client, world.service, world.schedule, GRPO(), SHAPE, rank, 0, {}) for rank in range(2))
         async with first:
             await world.complete(0, 1)
             assert world.queue.controllers["train"].table.counts()["ready"] == 1
             async with second:
-                turn = [asyncio.create_task(world.service.turn(0, rank, 0)) for rank in range(2)]
-                assert await asyncio.wait_for(asyncio.gather(*turn), 5) == [[0], [1]]
+                current = [asyncio.create_task(world.service.round_of_rank(0, rank, 0)) for rank in range(2)]
+                assert await asyncio.wait_for(asyncio.gather(*current), 5) == [[0], [1]]
                 world.service.stop()
                 world.queue.stop()
 
@@ -281,16 +281,16 @@ async def test_a_group_that_is_delivered_again_to_another_rank_is_trained_once()
         assert ranks.trained == [[], []] and world.queue.controllers["train"].table.counts()["redelivered"] >= 1
         await world.complete(1)
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
-        assert sorted(group for rank in ranks.trained for turn in rank for group in turn) == [0, 1]
+        assert sorted(group for rank in ranks.trained for current in rank for group in current) == [0, 1]
         assert world.ledger.totals(0).sequences == 2
         table = world.queue.controllers["train"].table.counts()
         assert (table["ready"], table["leased"]) == (0, 0)
 
 
 async def test_a_group_that_is_delivered_again_to_its_own_rank_is_trained_once_under_its_last_lease() -> None:
-    async with a_world(Bounded(max_staleness=2), groups_per_turn=2, lease_seconds=0.3) as world:
+    async with a_world(Bounded(max_staleness=2), groups_per_round=2, lease_seconds=0.3) as world:
         await world.admit(1)
-        ranks = Ranks(world, 1, replace(SHAPE, groups_per_turn=2, groups_ahead=2))
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2, groups_ahead=2))
         await world.complete(0)
         await asyncio.sleep(0.8)
         assert ranks.trained == [[]] and world.queue.controllers["train"].table.counts()["redelivered"] >= 1
@@ -302,16 +302,16 @@ async def test_a_group_that_is_delivered_again_to_its_own_rank_is_trained_once_u
 
 
 async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
-    async with a_world(Bounded(max_staleness=2), groups_per_turn=2) as world:
+    async with a_world(Bounded(max_staleness=2), groups_per_round=2) as world:
         await world.admit(1)
-        ranks = Ranks(world, 1, replace(SHAPE, groups_per_turn=2, groups_ahead=2))
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2, groups_ahead=2))
         await world.complete(1)
         assert ranks.trained == [[]]
         await world.complete(0)
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
         assert ranks.trained == [[[1, 0]]]
-        (turn,) = [span for span in ranks.told if span.task == "forward_backward"]
-        assert (turn.rows, turn.group, turn.is_lane) == (2, -1, True)
+        (current,) = [span for span in ranks.told if span.task == "forward_backward"]
+        assert (current.rows, current.group, current.is_lane) == (2, -1, True)
         assert [(s.group, s.rows, s.is_lane) for s in ranks.told if s.task == "train_group"] == [(1, 1, False), (0, 1, False)]
 
 
@@ -328,12 +328,12 @@ def a_work(group: int, *advantages: float) -> Work:
 
 def test_a_turn_leaves_out_what_has_no_advantages() -> None:
     works = [a_work(0, 0.0, 0.5), a_work(1, 0.0, 0.0), a_work(2, -0.5, float("nan"))]
-    computed = [piece.indices[0] for piece in Turn.of(works, skips=False, is_first=True).micro_batches]
+    computed = [piece.indices[0] for piece in Round.of(works, skips=False, is_first=True).micro_batches]
     assert computed == [0, 1, 2, 3, 4, 5]
     for is_first in (False, True):
-        turn = Turn.of(works, skips=True, is_first=is_first)
-        assert [piece.indices[0] for piece in turn.micro_batches] == [1, 4, 5]
-        results = turn.results([MicroBatchResult(loss, 1, 4) for loss in (0.1, 0.4, 0.5)])
+        current = Round.of(works, skips=True, is_first=is_first)
+        assert [piece.indices[0] for piece in current.micro_batches] == [1, 4, 5]
+        results = current.results([MicroBatchResult(loss, 1, 4) for loss in (0.1, 0.4, 0.5)])
         assert [[result.loss_sum for result in of_work] for of_work in results] == [[0.0, 0.1], [0.0, 0.0], [0.4, 0.5]]
         assert [[result.is_computed for result in of_work] for of_work in results] == [[False, True], [False] * 2, [True] * 2]
         assert all(result.loss_tokens == 1 for of_work in results for result in of_work)  # all count in the normaliser
@@ -341,23 +341,23 @@ def test_a_turn_leaves_out_what_has_no_advantages() -> None:
 
 def test_of_an_update_without_advantages_one_is_computed_and_told_of_as_if_it_had_not_been() -> None:
     works = [a_work(1, 0.0, 0.0)]
-    assert Turn.of(works, skips=True, is_first=False).micro_batches == []
-    turn = Turn.of(works, skips=True, is_first=True)
-    assert turn.micro_batches == works[0].micro_batches[:1]
-    assert turn.results([MicroBatchResult(-0.0, 1, 4, {"policy/entropy": 3.0})]) == [[left_out(works[0].micro_batches[0])] * 2]
-    assert Turn.of([], skips=True, is_first=True).micro_batches == []  # a rank without data
+    assert Round.of(works, skips=True, is_first=False).micro_batches == []
+    current = Round.of(works, skips=True, is_first=True)
+    assert current.micro_batches == works[0].micro_batches[:1]
+    assert current.results([MicroBatchResult(-0.0, 1, 4, {"policy/entropy": 3.0})]) == [[left_out(works[0].micro_batches[0])] * 2]
+    assert Round.of([], skips=True, is_first=True).micro_batches == []  # a rank without data
     with pytest.raises(RunError, match=r"a loss of 0\.25, so leaving such rows out changes"):
-        turn.results([MicroBatchResult(0.25, 1, 4)])
+        current.results([MicroBatchResult(0.25, 1, 4)])
 
 
 async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
     async with a_world(Bounded(max_staleness=2)) as world:
         await world.admit(2)
-        turns = Turns(world.client, world.service, Synchronous(), GRPO(), SHAPE, 0, 1, {})
+        rounds = Rounds(world.client, world.service, Synchronous(), GRPO(), SHAPE, 0, 1, {})
 
         async def train() -> None:
-            async with turns:
-                async for _ in turns.of(0):
+            async with rounds:
+                async for _ in rounds.of(0):
                     raise AssertionError("it was given out")
 
         training = asyncio.create_task(train())
@@ -398,14 +398,14 @@ class Counted(GRPO):
 async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
     async with a_world(Bounded(max_staleness=2)) as world:
         await world.admit(1)
-        turns_of = Turns(world.client, world.service, world.schedule, Counted(), SHAPE, 0, 0, {})
+        turns_of = Rounds(world.client, world.service, world.schedule, Counted(), SHAPE, 0, 0, {})
         trained: list[float] = []
 
         async def train() -> None:
             async with turns_of:
-                async for turn in turns_of.of(0):
-                    trained.extend(turn.micro_batches[0].advantages.tolist())
-                    turns_of.trained(turn, [MicroBatchResult(0.5, 2, 4)], FingerprintLog(None))
+                async for current in turns_of.of(0):
+                    trained.extend(current.micro_batches[0].advantages.tolist())
+                    turns_of.trained(current, [MicroBatchResult(0.5, 2, 4)], FingerprintLog(None))
 
         training = asyncio.create_task(train())
         await world.complete(1)
@@ -413,24 +413,24 @@ async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
         await world.complete(0)
         await asyncio.wait_for(training, 5)
         assert trained == [2.5, 2.5]  # 1 / (1 + 1) + 2 groups
-        assert world.ledger.book(0).sums() == [2.0, 2.0]
+        assert world.ledger.step_state(0).sums() == [2.0, 2.0]
 
 
 async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> None:
     shape = replace(SHAPE, epochs=2, mini_batches=2)
     async with a_world(Bounded(max_staleness=2), epochs=2, mini_batches=2) as world:
         await world.admit(1)
-        turns_of = Turns(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        turns_of = Rounds(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
         trained: list[list[int]] = [[], [], [], []]
         asked: list[str] = []
 
         async def train() -> None:
             async with turns_of:
                 for number in range(4):
-                    async for turn in turns_of.of(number):
-                        trained[number] += [work.leased.lease.groups[0].group for work in turn.works]
+                    async for current in turns_of.of(number):
+                        trained[number] += [work.leased.lease.groups[0].group for work in current.works]
                         result = MicroBatchResult(0.5, 2, 4, {"mismatch/kl": 1.0, "policy/kl": 1.0})
-                        turns_of.trained(turn, [result], FingerprintLog(None))
+                        turns_of.trained(current, [result], FingerprintLog(None))
                     assert await world.service.totals(0, "train", number) is not None
             await turns_of.acknowledge()
             await turns_of.drop()
@@ -459,19 +459,19 @@ async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> 
         async def train(rank: int) -> None:
             await asyncio.sleep(rank * late)
             client = world.queue.client()
-            turns_of = Turns(client, world.service, world.schedule, GRPO(), shape, rank, 0, {})
+            turns_of = Rounds(client, world.service, world.schedule, GRPO(), shape, rank, 0, {})
             async with turns_of:
                 for number in range(2):
-                    async for turn in turns_of.of(number):
-                        trained[rank].append([work.leased.lease.groups[0].group for work in turn.works])
-                        turns_of.trained(turn, [MicroBatchResult(0.5, 2, 4) for _ in turn.works], FingerprintLog(None))
+                    async for current in turns_of.of(number):
+                        trained[rank].append([work.leased.lease.groups[0].group for work in current.works])
+                        turns_of.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.works], FingerprintLog(None))
                     assert await world.service.totals(0, "train", number) is not None
             await turns_of.acknowledge()
             await turns_of.drop()
 
         await asyncio.wait_for(asyncio.gather(*(train(rank) for rank in range(2))), 5)
         assert [len(of_rank) for of_rank in trained] == [12, 12]  # 6 turns an epoch, each of a group of either rank
-        assert all(len(turn) == 1 for of_rank in trained for turn in of_rank)
+        assert all(len(current) == 1 for of_rank in trained for current in of_rank)
 
 
 async def test_who_waits_for_its_part_is_not_waited_for_when_the_run_stops() -> None:
@@ -479,9 +479,9 @@ async def test_who_waits_for_its_part_is_not_waited_for_when_the_run_stops() -> 
     async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
         await world.admit(1, each=4)
         await world.complete(*range(4))
-        turns_of = Turns(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        turns_of = Rounds(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
         async with turns_of:
-            await turns()
+            await loop_turns()
             assert world.queue.controllers["train"].table.counts()["leased"] == 1  # one ahead of the other rank, and no more
             world.service.stop()
             world.queue.stop()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.control.ledger import Ledger, LedgerService, Sifted
+from asyncflow.control.ledger import Decided, Ledger, LedgerService
 from asyncflow.control.modes import Periodic
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal
@@ -21,7 +21,7 @@ from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from tests import builders
-from tests.builders import meta, turns
+from tests.builders import loop_turns, meta
 
 BITS = 1
 
@@ -54,8 +54,8 @@ class World:
         if lease_seconds < 1:
             client.renew_held = asyncio.Event().wait  # type: ignore[assignment, method-assign]
         self.selection = Selection(client, self.service, self._start)
-        self.service.on_sifted = self._sifted
-        self.sifted: list[Sifted] = []
+        self.service.on_decided = self._decided
+        self.decided: list[Decided] = []
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         if self.held_back is None:
@@ -63,13 +63,13 @@ class World:
         else:
             self.held_back.append(work)
 
-    def _sifted(self, step: int, sifted: Sifted) -> None:
-        self.sifted.append(sifted)
-        self.selection.sifted(sifted)
+    def _decided(self, step: int, decided: Decided) -> None:
+        self.decided.append(decided)
+        self.selection.decided(decided)
 
     async def admit(self, *groups: int) -> None:
         metas = [meta(group) for group in groups]
-        await (self.service.widen(metas) if self.ledger.is_open(0) else self.service.open(metas))
+        await (self.service.add_candidates(metas) if self.ledger.is_open(0) else self.service.open(metas))
         await self.client.put(metas, admission(metas, [Prompt(np.arange(3), {})] * len(metas), [1.0] * len(metas)))
 
     async def score(self, group: int, *rewards: float) -> None:
@@ -79,7 +79,7 @@ class World:
         for sample, reward in enumerate(rewards):
             response = Response(sample, np.arange(2), -np.ones(2, np.float32), np.array([(0, 0)], np.int64), "stop")
             await self.client.complete(leased.lease, outputs(group, [builders.scored((group << BITS) + sample, response, reward)]))
-        await turns(20)
+        await loop_turns(20)
 
     async def trained(self) -> list[int]:
         """The groups that lie ready for training."""
@@ -101,7 +101,7 @@ async def selecting(**options: Any) -> AsyncIterator[World]:
     world = World(**options)
     async with world.queue.running():
         running = asyncio.create_task(world.selection.run())
-        await turns()
+        await loop_turns()
         yield world
         assert not running.done()
         await world.client.close(SELECT_TASK)
@@ -120,7 +120,7 @@ async def test_members_reach_training_and_nothing_else_stays() -> None:
         assert await world.trained() == [] and world.ledger.lacking(0) is None
         await world.score(3, 1.0, 0.0)
         assert await world.trained() == [3] and await world.present(0, 1, 2, 3) == [1, 3]
-        assert world.sifted[-1].is_settled and world.sifted[-1].num_degenerate_rows == 4
+        assert world.decided[-1].is_settled and world.decided[-1].num_degenerate_rows == 4
         assert world.ledger.is_done(SELECT_TASK, 0)
 
 
@@ -130,7 +130,7 @@ async def test_surplus_is_dropped_whether_it_is_scored_or_not() -> None:
         for group in range(2):
             await world.score(group, 0.0, 1.0)
         assert await world.trained() == [0, 1] and await world.present(0, 1, 2, 3) == [0, 1]
-        assert world.sifted[-1].surplus == [2, 3]
+        assert world.decided[-1].surplus == [2, 3]
 
 
 async def test_a_group_whose_lease_ends_before_it_is_decided_is_told_of_once_it_is() -> None:
@@ -143,7 +143,7 @@ async def test_a_group_whose_lease_ends_before_it_is_decided_is_told_of_once_it_
         async with asyncio.timeout(5):
             while world.selection._held[1] is first:
                 await asyncio.sleep(0.02)
-        assert world.sifted == [] and await world.trained() == []
+        assert world.decided == [] and await world.trained() == []
         await world.score(0, 0.0, 1.0)
         assert sorted(await world.trained()) == [0, 1]
 
@@ -162,5 +162,5 @@ async def test_a_member_whose_lease_ends_before_it_is_told_so_is_told_again() ->
         assert sorted(await world.trained()) == [0, 1]
         for late in first:
             await late  # a lease that is over: nothing comes of it
-        await turns()
+        await loop_turns()
         assert await world.trained() == []

@@ -28,7 +28,7 @@ from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Array, Batch, GroupMeta, Ragged
 from tests import builders
-from tests.builders import turns
+from tests.builders import loop_turns
 
 meta = partial(builders.meta, size=3)
 
@@ -74,7 +74,7 @@ class World:
             score = None if self.task == "reward" else 0.0
             await self.client.complete(leased.lease, outputs(row >> BITS, [builders.scored(row, response, score)]))
         await self.client.fail(leased.lease, [row for row in leased.lease.indices if row not in rows], "later")
-        await turns()
+        await loop_turns()
 
     async def column(self, name: str, *rows: int) -> Any:
         (batch,) = await self.client.read({0: np.array(rows)}, [name])
@@ -88,7 +88,7 @@ async def serving(
     world = World(schedule or Periodic(), task, **others)
     async with world.queue.running():
         running = asyncio.create_task(serve(task, world.client, world.service, work, world.recorder, at_once=at_once))
-        await turns()
+        await loop_turns()
         yield world
         assert not running.done()
         await world.client.close(task)
@@ -178,7 +178,7 @@ async def test_whoever_computes_a_group_in_pieces_sees_the_rows_that_training_wi
         await world.admit(meta(0))
         await world.generate(0, 1, 2)
         lease = asyncio.create_task(world.client.lease(task, Want(step=0)))
-        await turns()
+        await loop_turns()
         assert not lease.done()  # its responses are there, and row 1 may leave it yet
         may_skip.set()
         leased = await asyncio.wait_for(lease, 5)
@@ -203,7 +203,7 @@ async def test_so_many_leases_are_worked_on_side_by_side(at_once: int) -> None:
         assert under_way == list(range(1, at_once + 1))
         assert world.recorder.state[0] == "reward"
         may_end.set()
-        await turns()
+        await loop_turns()
         assert (await world.column("reward", *rows)).tolist() == [1.0, 2.0] * 4
         assert world.recorder.state[:2] == ("wait", "rows")
     lane = [span for span in world.spans if span.is_lane and span.task == "reward"]

@@ -22,7 +22,7 @@ from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.types import TensorSpec, WeightSource, first_error
 from asyncflow.weight_sync.base import Manifest, WeightSender, WeightSyncError
-from tests.builders import turns
+from tests.builders import loop_turns
 from tests.unit.loops.test_rounds import SHAPE, World, a_world
 
 
@@ -47,7 +47,7 @@ class Weights:
 
 
 class Run:
-    """A trainer of steps of two groups, its engine, its sender, its board and its keeper: `calls` are theirs, in order."""
+    """A trainer of steps of two groups, its engine, its sender, its versions and its keeper: `calls` are theirs, in order."""
 
     data_parallel_rank = 0
 
@@ -118,7 +118,7 @@ async def a_run(num_steps: int = 2, **how: bool) -> AsyncIterator[tuple[World, R
         world.service.allow(num_steps, num_steps)
         run = Run(world, **how)
         await world.complete(*range(2 * num_steps))
-        await turns(500)
+        await loop_turns(500)
         yield world, run
 
 
@@ -129,7 +129,7 @@ async def test_the_next_step_is_computed_while_weights_are_published_and_changes
     async with a_run() as (world, run):
         assert run.calls == [*FIRST, "keep 1", "begin", "forward", "forward"]
         run.may_publish.set()
-        await turns(500)
+        await loop_turns(500)
         assert run.calls[8:] == ["published 1", "update", "published 2", "keep 2"]
         world.service.stop()
         assert await asyncio.wait_for(run.training, 5) == 2
@@ -140,7 +140,7 @@ async def test_weights_on_several_ranks_are_gathered_before_the_engine_is_called
         assert run.calls == FIRST
         assert run.may_gather is not None
         run.may_gather.set()
-        await turns(500)
+        await loop_turns(500)
         assert run.calls == [*FIRST, "gather", "keep 1", "begin", "forward", "forward"]
         run.training.cancel()
 
@@ -161,9 +161,9 @@ async def test_one_that_is_told_to_stop_publishes_what_it_has_made() -> None:
         world.service.allow(2, 2)
         run = Run(world)
         await world.complete(0, 1)
-        await turns(500)
+        await loop_turns(500)
         world.service.stop()
-        await turns(500)
+        await loop_turns(500)
         assert run.calls == [*FIRST, "keep 1", "begin"] and not run.training.done()
         run.may_publish.set()
         assert await asyncio.wait_for(run.training, 5) == 1
@@ -182,7 +182,7 @@ async def test_what_a_checkpoint_is_of_is_published_before() -> None:
     async with a_run(is_kept=True) as (_, run):
         assert run.calls == FIRST
         run.may_publish.set()
-        await turns(500)
+        await loop_turns(500)
         assert run.calls[4:7] == ["published 1", "keep 1", "begin"]
         run.training.cancel()
 
@@ -191,7 +191,7 @@ async def test_the_lane_waits_for_weights_only_while_they_hold_it_up() -> None:
     async with a_run() as (_, run):
         run.now = 3.0  # all that was computed took no time
         run.may_publish.set()
-        await turns(500)
+        await loop_turns(500)
         run.now = 4.0
         run.recorder.flush()
         spans = attributed(run.spans)

@@ -35,15 +35,15 @@ class World:
         config = parse(tree | {"weight_sync": {"min_healthy_workers": needed, "deadline_seconds": 60}})
         schedule = build("schedule", "delayed", {}, SCHEDULES)
         self.signal, self.silent = Signal(), set[str]()
-        self.board = PolicyVersions(schedule, object(), self.signal, self.loop.time, WorkerPool(2))  # type: ignore[arg-type]
+        self.versions = PolicyVersions(schedule, object(), self.signal, self.loop.time, WorkerPool(2))  # type: ignore[arg-type]
         hub: Any = SimpleNamespace(states=dict.fromkeys((A, B, "trainer/0")), is_silent=lambda worker, _: worker in self.silent)
-        self.health = Health(config, [self.board], hub, self.signal, says=self.said.append, fails=self.failures.append)
+        self.health = Health(config, [self.versions], hub, self.signal, says=self.said.append, fails=self.failures.append)
 
     async def fails(self, worker: str, why: str) -> None:
-        await self._as(worker, self.board.failed(why))
+        await self._as(worker, self.versions.failed(why))
 
     async def serves(self, worker: str) -> None:
-        await self._as(worker, self.board.installed(1))
+        await self._as(worker, self.versions.installed(1))
 
     async def fails_until(self, end: float, worker: str, why: str) -> None:
         """At every retry, as a worker does."""
@@ -103,7 +103,7 @@ def test_the_run_goes_on_while_enough_others_have_weights() -> None:
     async def main() -> None:
         await world.fails_until(200.0, A, "the disk is gone")
         assert world.failures == []
-        world.board.died(A, is_given_up=False)  # what it has left is not kept on its behalf
+        world.versions.died(A, is_given_up=False)  # what it has left is not kept on its behalf
         await asyncio.sleep(200.0)
         assert world.failures == []
         await world.fails_until(410.0, A, "the disk is gone")
@@ -136,17 +136,17 @@ def test_whoever_becomes_silent_or_is_heard_again_is_told_of_though_nothing_else
 
 async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served() -> None:
     config = parse({"model": {"path": "none"}, "data": {"path": "none"}, "weight_sync": {"min_healthy_workers": 1}})
-    board = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, WorkerPool(2))  # type: ignore[arg-type]
+    versions = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, WorkerPool(2))  # type: ignore[arg-type]
     said, failures = list[str](), list[RunError]()
     hub: Any = None
-    health = Health(config, [board], hub, Signal(), says=said.append, fails=failures.append)
+    health = Health(config, [versions], hub, Signal(), says=said.append, fails=failures.append)
     assert not health.goes_on_without("rollout/1")
     client_name.set("rollout/0")
-    await board.installed(0)
+    await versions.installed(0)
     assert health.goes_on_without("rollout/1") and not health.goes_on_without("storage/0")
     health.died("rollout/1", "found a mistake", True)
     assert said == ["worker rollout/1 found a mistake"] and not failures
-    board.died("rollout/0", is_given_up=False)
+    versions.died("rollout/0", is_given_up=False)
     assert health.goes_on_without("rollout/0")  # it may be started again: the run has come up
     health.died("rollout/0", "found a mistake", True)
     (failure,) = failures
@@ -164,14 +164,14 @@ async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
     monkeypatch.setattr(evaluation, "evaluate", evaluated)
     config = parse({"model": {"path": "none"}, "data": {"path": "none"}})
     signal, said, failures, none = Signal(), list[str](), list[RunError](), cast(Any, None)
-    board = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), none, signal, lambda: 0.0, WorkerPool(1, EVALUATORS))
+    versions = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), none, signal, lambda: 0.0, WorkerPool(1, EVALUATORS))
     plan = HeldOut(
         [none], last_version=0, every_steps=None, samples=1, temperature=1.0, greedy=False, on_row=lambda row: None, done=done
     )
     ledger: Any = SimpleNamespace(is_stopping=False)
-    health = Health(config, [board], none, signal, says=said.append, fails=failures.append)
-    await Evaluations(none, ledger, plan, board, none, signal, says=said.append).run()
+    health = Health(config, [versions], none, signal, says=said.append, fails=failures.append)
+    await Evaluations(none, ledger, plan, versions, none, signal, says=said.append).run()
     client_name.set(f"{EVALUATORS}/0")
-    assert await board.next_target(0) is None, "it has nothing more to do"
+    assert await versions.next_target(0) is None, "it has nothing more to do"
     health.died(f"{EVALUATORS}/0", "is given up", True)
     assert said == [f"worker {EVALUATORS}/0 is given up"] and not failures

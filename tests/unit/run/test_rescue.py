@@ -29,11 +29,11 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.file, self.trainers, self.has_saved, self.said = folder / "weights-7.safetensors", 1, False, list[str]()
         self.workers = ["rollout/0", "rollout/1"]
-        board = SimpleNamespace(newest=Manifest("first", 7, str(self.file), "", 7, {}))
+        versions = SimpleNamespace(newest=Manifest("first", 7, str(self.file), "", 7, {}))
         self.has_failed = True
         self.rescue = Rescue(
             folder,
-            cast(PolicyVersions, board),
+            cast(PolicyVersions, versions),
             cast(Hub, self),
             5.0,
             has_failed=lambda: self.has_failed,

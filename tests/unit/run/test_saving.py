@@ -52,7 +52,7 @@ def made(tmp_path: Path, said: list[str]) -> Made:
             "config": parse(tree),
             "schedule": SimpleNamespace(max_staleness=0, interval=lambda step: SimpleNamespace(low=step, high=step)),
             "ledger": SimpleNamespace(trained=("train", "critic_update"), committed=1, groups=dict),
-            "board": SimpleNamespace(kept=lambda versions: []),
+            "versions": SimpleNamespace(kept=lambda versions: []),
             "queue": SimpleNamespace(),
             "evaluating": SimpleNamespace(waiting=lambda version: []),
             "source": SimpleNamespace(position=0, pushed=[], items=[]),
@@ -160,7 +160,7 @@ def test_a_checkpoint_holds_every_step_that_is_open_and_the_older_weights_that_t
         saves = made(
             schedule=Delayed(),
             ledger=SimpleNamespace(trained=("train",), committed=3, groups=lambda: {3: [30], 4: [40]}),
-            board=SimpleNamespace(kept=lambda versions: [Manifest("i", version, "", "", 0, {}) for version in versions]),
+            versions=SimpleNamespace(kept=lambda versions: [Manifest("i", version, "", "", 0, {}) for version in versions]),
             admissions=SimpleNamespace(prompts=prompts, waiting={2: {20: prompts[20]}}, forget=lambda groups: None),
         )
         assert [manifest.version for manifest in await saves.begin(3)] == [2]

@@ -17,7 +17,7 @@ from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.registry import build
 from asyncflow.run.scaling import Devices, Scaling
 from asyncflow.types import RunError, UserError
-from tests.builders import turns
+from tests.builders import loop_turns
 from tests.patience import patience
 
 
@@ -53,11 +53,11 @@ class World:
         config = parse({**tree, "train": {"prompts_per_step": 12}, "weight_sync": weight_sync})
         schedule = build("schedule", "periodic", {}, SCHEDULES)
         self.now, self.said, self.cluster, self.beside = 0.0, list[str](), Cluster(), list["asyncio.Task[None]"]()
-        self.board = PolicyVersions(schedule, object(), Signal(), lambda: self.now, WorkerPool(workers))  # type: ignore[arg-type]
+        self.versions = PolicyVersions(schedule, object(), Signal(), lambda: self.now, WorkerPool(workers))  # type: ignore[arg-type]
         self.devices = Devices(workers + 1, lambda: self.now)
         self.scaling = Scaling(
             config,
-            self.board,
+            self.versions,
             self.cluster,  # type: ignore[arg-type]
             self.devices,
             spec=lambda name: WorkerSpec(name, "main"),
@@ -79,13 +79,13 @@ async def test_joiners_are_started_and_leavers_are_waited_for() -> None:
     assert world.cluster.started == ["rollout/2", "rollout/3"]
     assert await world.scale(4) == "the run has 4 rollout workers already" and world.devices.mean(1.0, 2.0) == 5
     assert await world.scale(1, 7.5) == "rollout workers: from 4 to 1; rollout/1, rollout/2 and rollout/3 leave, within 7.5 s"
-    await turns()
+    await loop_turns()
     assert world.cluster.graces == {f"rollout/{i}": 7.5 for i in (1, 2, 3)}
-    assert world.board.crew.leaving == set(world.cluster.ending) and world.devices.mean(1.0, 2.0) == 5
+    assert world.versions.workers.leaving == set(world.cluster.ending) and world.devices.mean(1.0, 2.0) == 5
     world.cluster.ending["rollout/1"].set_result(True)
     world.cluster.ending["rollout/2"].set_result(False)
-    await turns()
-    assert world.board.crew.leaving == {"rollout/3"} and world.devices.mean(1.0, 2.0) == 3
+    await loop_turns()
+    assert world.versions.workers.leaving == {"rollout/3"} and world.devices.mean(1.0, 2.0) == 3
     assert world.said[-2:] == [
         "worker rollout/1 has left",
         "worker rollout/2 did not end what it held within 7.5 s and was killed: others make it again",
@@ -110,12 +110,12 @@ async def test_what_a_run_cannot_have_is_refused(pool: str, size: int, grace: fl
     world = World(min_healthy_workers=2)
     with pytest.raises(UserError, match=words):
         await world.scaling.scale(pool, size, grace)
-    assert world.board.crew.members == ["rollout/0", "rollout/1"] and world.said == []
+    assert world.versions.workers.members == ["rollout/0", "rollout/1"] and world.said == []
 
 
 async def test_a_run_that_is_ending_is_left_as_it_is() -> None:
     world = World()
-    world.board.stop()
+    world.versions.stop()
     with pytest.raises(RunError, match="this run is ending"):
         await world.scale(3)
     assert world.cluster.started == []
@@ -125,7 +125,7 @@ async def test_before_the_first_workers_are_started_nobody_joins_or_leaves() -> 
     world = World()
     world.scaling = Scaling(
         world.scaling._config,
-        world.board,
+        world.versions,
         world.cluster,  # type: ignore[arg-type]
         world.devices,
         spec=lambda name: WorkerSpec(name, "main"),
@@ -135,7 +135,7 @@ async def test_before_the_first_workers_are_started_nobody_joins_or_leaves() -> 
     for size in (1, 3):
         with pytest.raises(RunError, match="still starting its workers"):
             await world.scale(size)
-    assert world.board.crew.members == ["rollout/0", "rollout/1"] and not world.cluster.started and not world.beside
+    assert world.versions.workers.members == ["rollout/0", "rollout/1"] and not world.cluster.started and not world.beside
     world.scaling.begin()
     assert "rollout/2 joins" in await world.scale(3)
 
@@ -144,28 +144,28 @@ async def test_who_waits_for_room_when_the_run_ends_waits_no_longer() -> None:
     world = World()
     world.cluster.may_start.clear()
     asked = [asyncio.ensure_future(world.scale(size)) for size in (3, 4)]
-    await turns()
-    world.board.stop()
+    await loop_turns()
+    world.versions.stop()
     await asyncio.wait_for(world.scaling.stop(), patience(5.0))
     for each in asked:
         with pytest.raises(RunError, match="this run is ending"):
             await asyncio.wait_for(each, patience(5.0))
     world.cluster.may_start.set()
-    await turns()
+    await loop_turns()
     assert world.cluster.started == [] and world.said == []
 
 
 async def test_whoever_waits_for_all_workers_is_told_of_one_that_never_came() -> None:
     world = World()
-    world.board.published = 1
-    for name in world.board.crew.members:
-        world.board._serving[name] = 1
+    world.versions.published = 1
+    for name in world.versions.workers.members:
+        world.versions._serving[name] = 1
     world.cluster.may_start.clear()
     world.cluster.lacks_room_for = {"rollout/2"}
     asked = asyncio.ensure_future(world.scale(3))
-    await turns()
-    served = asyncio.ensure_future(world.board.all_serve(1))
-    await turns()
+    await loop_turns()
+    served = asyncio.ensure_future(world.versions.all_serve(1))
+    await loop_turns()
     assert not served.done()
     world.cluster.may_start.set()
     with pytest.raises(RunError, match="rollout/2 could not be started"):
@@ -186,7 +186,7 @@ async def test_who_cannot_be_started_is_not_counted_on(error: Exception) -> None
     world.cluster.lacks_room_for, world.cluster.error = {"rollout/3"}, error
     with pytest.raises(RunError, match=r"worker rollout/3 could not be started: (Cannot allocate memory|the cluster has no room)$"):
         await world.scale(6)
-    assert world.board.crew.working == ["rollout/0", "rollout/1", "rollout/2"] and world.devices.mean(0.0, 1.0) == 4
+    assert world.versions.workers.working == ["rollout/0", "rollout/1", "rollout/2"] and world.devices.mean(0.0, 1.0) == 4
     world.cluster.lacks_room_for = set()
     assert "rollout/3 joins" in await world.scale(4)
 
@@ -195,9 +195,9 @@ async def test_one_after_the_other_although_whoever_asked_has_gone() -> None:
     world = World()
     world.cluster.may_start.clear()
     first, second = (asyncio.ensure_future(world.scale(size)) for size in (3, 1))
-    await turns()
+    await loop_turns()
     first.cancel()
-    await turns()
+    await loop_turns()
     world.cluster.may_start.set()
     assert "rollout/1 and rollout/2 leave" in await second
     assert world.cluster.started == ["rollout/2"]

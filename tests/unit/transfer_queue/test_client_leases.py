@@ -12,7 +12,7 @@ from asyncflow.transfer_queue.controller import Controller, Handed
 from asyncflow.transfer_queue.leases import Lease, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import Column
-from tests.builders import meta, turns
+from tests.builders import loop_turns, meta
 
 SCHEMA = Schema((Column("x", "int64"),), (TaskSpec("train", ("x",), lease_seconds=0.03),), 2)
 
@@ -68,19 +68,19 @@ async def test_a_lease_whose_asker_has_gone_is_given_back() -> None:
     leases, asked = opened()
     asked.ignores_cancellation = True  # the answer is on its way already
     asking = asyncio.create_task(leases.ask("train", Want(rows=2), []))
-    await turns(5)
+    await loop_turns(5)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
     asked.answer.set_result(Handed(lease(3), None))
-    await turns()
+    await loop_turns()
     assert asked.heard == ["back 3"] and leases.held == {}
 
 
 async def test_a_withdrawn_request_comes_to_nothing_though_it_was_lost_on_its_way() -> None:
     leases, asked = opened()
     asking = asyncio.create_task(leases.ask("train", Want(rows=2), []))
-    await turns(5)
+    await loop_turns(5)
     assert leases.num_withdrawals("train") == 0
     await leases.withdraw("train")
     assert await asyncio.wait_for(asking, 5.0) is None and leases.num_withdrawals("train") == 1 and asked.heard == ["withdraw"]

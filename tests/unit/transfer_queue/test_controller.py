@@ -15,7 +15,7 @@ from asyncflow.transfer_queue.notices import News, Notice
 from asyncflow.transfer_queue.schema import DEAD, Schema, TaskSpec
 from asyncflow.transport import ConnectionLost, client_name
 from asyncflow.types import Column, GroupMeta
-from tests.builders import meta, turns
+from tests.builders import loop_turns, meta
 
 ONE = Want(groups=1)
 
@@ -47,11 +47,11 @@ class Unit:
     async def tell(self, *notices: Notice, is_full: bool = False) -> None:
         self.number += len(notices)
         self._news.put_nowait(News(self.epoch, self.number, is_full, list(notices)))
-        await turns()
+        await loop_turns()
 
     async def raises(self, error: Exception) -> None:
         self._news.put_nowait(error)
-        await turns()
+        await loop_turns()
 
 
 class Follows:
@@ -101,7 +101,7 @@ async def parked(request: Awaitable[Lease | None]) -> asyncio.Task[Lease | None]
         return await request
 
     task = asyncio.create_task(asked())
-    await turns()
+    await loop_turns()
     assert not task.done()
     return task
 
@@ -318,7 +318,7 @@ async def test_tokens_of_another_task_or_life_settle_nothing(follows: Any) -> No
 
 async def test_following_acknowledges_by_asking_for_more(follows: Any) -> None:
     f = follows()
-    await turns()
+    await loop_turns()
     await f.ready(meta(0))
     await f.ready(meta(1))
     assert f.unit.asked == [("", 0, []), ("first life", 1, []), ("first life", 2, [])]

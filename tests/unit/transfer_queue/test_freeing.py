@@ -11,7 +11,7 @@ from asyncflow.transfer_queue.durable_state import SavedDurableState
 from asyncflow.transfer_queue.freeing import Freeing, Writes
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.types import Array, GroupMeta, Interval, RunError
-from tests.builders import turns
+from tests.builders import loop_turns
 
 BITS = 2
 
@@ -47,10 +47,10 @@ async def test_rows_wait_for_a_write_of_their_group_and_for_no_other() -> None:
     other, same = house.writes.begin(ids(7)), house.writes.begin(ids(0, 1))
     house.freeing.add(ids(4, 5), [1])
     freeing = asyncio.create_task(house.freeing.free())
-    await turns()
+    await loop_turns()
     assert house.storage.dropped == [] and not freeing.done()
     house.writes.end(same, [])
-    await turns()
+    await loop_turns()
     assert freeing.done() and house.storage.dropped == [([4, 5], [1])]
     house.writes.end(other, [])
 

@@ -15,7 +15,7 @@ from asyncflow.transfer_queue.notices import News, Notice
 from asyncflow.transfer_queue.sampler.checks import check_sampler
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import Column, GroupMeta, Interval, UserError
-from tests.builders import turns
+from tests.builders import loop_turns
 
 COLUMNS = (Column("out", "int32", ragged=True, counts_tokens=True), Column("reward", "float32"))
 
@@ -139,7 +139,7 @@ async def test_a_controller_hands_out_nothing_that_was_not_asked_for(own: str, n
     for is_parked in (False, True):  # until there are groups: then the sampler is asked when they come, by whoever tells of them
         controller = Controller("train", schema_of(own + name))
         asking = asyncio.ensure_future(controller.lease(want, [])) if is_parked else None
-        await turns()
+        await loop_turns()
         ready(controller, *(GroupMeta(i, 2, i, Interval(i, i + 2), "train") for i in range(3)))
         with pytest.raises(UserError, match=sentence):
             await (asking or controller.lease(want, []))

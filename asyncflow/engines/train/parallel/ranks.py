@@ -83,7 +83,7 @@ class Ranks:
         """The ranks that differ from this one in their dp, pp or tp rank alone."""
         return self.mesh.get_group(name)
 
-    def tell(self, call: Call) -> None:
+    def broadcast(self, call: Call) -> None:
         """As the leader: have the followers make the call, too."""
         if self._calls is None:
             return
@@ -92,7 +92,7 @@ class Ranks:
             dist.broadcast(torch.tensor([len(content)]), self._leader, self._calls)
             dist.broadcast(content, self._leader, self._calls)
 
-    def hear(self) -> Call:
+    def receive(self) -> Call:
         """As a follower: the leader's next call."""
         num_bytes = torch.empty(1, dtype=torch.int64)
         with self.named("the leader's next call"):
