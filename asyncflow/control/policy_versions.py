@@ -185,12 +185,12 @@ class PolicyVersions:
         return coming, going
 
     def never_came(self, workers: Sequence[str]) -> None:
-        """They were to join, and could not be started: nobody waits for them."""
+        """Remove workers that were to join and could not be started, so that nothing waits for them."""
         self.workers.never_came(workers)
         self._signal.notify()
 
     def left(self, worker: str) -> None:
-        """One that was to leave has gone."""
+        """Forget a worker that was to leave and has left."""
         self.workers.left(worker)
         self.forget(worker)
 
@@ -238,11 +238,12 @@ class PolicyVersions:
 
     @property
     def newest(self) -> Manifest | None:
-        """What was published last."""
+        """Manifest that was published last; None before there is one."""
         return self._kept.get(self.published)
 
     def kept(self, versions: Iterable[int]) -> list[Manifest]:
-        """Those of these versions that are kept, and that are not the worker's own files, oldest first."""
+        """Manifests of these versions, oldest first; without versions that are not kept, and without version 0, the workers' own
+        files."""
         return [self._kept[version] for version in sorted(versions) if version in self._kept]
 
     def num_healthy(self, patience_seconds: float) -> int:
@@ -279,7 +280,8 @@ class PolicyVersions:
         self._signal.notify()
 
     def _target(self, serving: int) -> int:
-        """What a worker that serves this version is to serve next: the newest, unless rows in nobody's hands need another first."""
+        """Version that a worker with this one is to serve next: the newest, unless rows that no worker holds need another one
+        first."""
         behind = self._behind()
         if behind is not None and behind < serving:
             return behind

@@ -9,7 +9,7 @@ from asyncflow.types import Interval
 
 
 class Progress(Protocol):
-    """What a schedule may look at when it decides: the books of samples."""
+    """State of the samples that a schedule may look at when it decides."""
 
     @property
     def committed(self) -> int:
@@ -29,7 +29,7 @@ class Progress(Protocol):
         ...
 
     def unleased(self, version: int) -> int:
-        """Those of them that are in no worker's hands."""
+        """Rows among the `unfinished` ones that no worker holds."""
         ...
 
     def oldest_unleased(self, at_least: int) -> int | None:
@@ -42,7 +42,7 @@ class Progress(Protocol):
 
 
 class Fleet(Protocol):
-    """And the books of rollout workers."""
+    """State of the rollout workers that a schedule may look at when it decides."""
 
     @property
     def generating(self) -> Mapping[str, int]:
@@ -56,12 +56,13 @@ class Fleet(Protocol):
 
     @property
     def step_seconds(self) -> float | None:
-        """How long the last step took, from publication to publication; None before there was one."""
+        """Seconds that the last step took, from publication to publication; None before there was one."""
         ...
 
     @property
     def install_seconds(self) -> float | None:
-        """How long a worker did not generate for its last installation, emptying its slots included; None before there was one."""
+        """Seconds that a worker did not generate for its last installation, emptying its slots included; None before there was
+        one."""
         ...
 
     @property
@@ -72,7 +73,7 @@ class Fleet(Protocol):
 
 
 class Schedule(Protocol):
-    """One mode."""
+    """Contract of a mode: every method answers a question, and changes nothing that a caller can see."""
 
     max_staleness: int
     """Versions that a trained token may be older than the policy that it trains."""
@@ -92,7 +93,7 @@ class Schedule(Protocol):
         ...
 
     def num_newest(self, num_groups: int, group_size: int, progress: Progress) -> int:
-        """Of the groups of a step that is admitted, how many (the last ones) are kept for its own version from an older one."""
+        """Number of groups (the last ones) of a step admitted now that its own version alone may generate."""
         ...
 
     def may_start(self, task: str, step: int, progress: Progress) -> bool:

@@ -24,7 +24,7 @@ class WorkerPool:
         return [name for name in self.members if name not in self.failed]
 
     def place(self, name: str) -> int:
-        """How many of those that work have joined before it."""
+        """Number of working members that joined before this one."""
         earlier = self.members[: self.members.index(name)] if name in self.members else self.members
         return sum(other not in self.failed for other in earlier)
 
@@ -40,9 +40,9 @@ class WorkerPool:
         return coming, going
 
     def never_came(self, names: Sequence[str]) -> None:
-        """They could not be started."""
+        """Remove members that could not be started."""
         self.members = [name for name in self.members if name not in names]
 
     def left(self, name: str) -> None:
-        """One that was to leave has gone."""
+        """Forget a member that was to leave and has left: its name is free."""
         self.leaving.discard(name)

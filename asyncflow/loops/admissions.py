@@ -36,7 +36,7 @@ class PromptSource(Protocol):
 
 
 class Admissions:
-    """Of a run that begins at step `first`."""
+    """Groups that enter the queue, step by step, in a run that begins at step `first`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Admissions:
         return metas, batch if self._rows is None else self._with_rows(batch, self._rows)
 
     def begun(self, batch: Batch) -> dict[int, int]:
-        """By group, the oldest version that has made a row that is there already."""
+        """Oldest version that has made a finished row of each group in the batch; the keys are groups."""
         oldest: dict[int, int] = {}
         if len(batch):
             for row, spans in zip(batch.indices.tolist(), batch.ragged("version_spans"), strict=True):

@@ -70,9 +70,9 @@ class EvaluationPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """What producing a group takes. `on_response` is told of every response, `keep_sample` of every one that is stored.
+    """Parts that producing a group needs. `on_response` is called with every response, `keep_sample` with every one that is stored.
 
-    Without `score`, a task of its own does that.
+    Without `score`, another task scores.
     """
 
     queue: TransferQueueClient
@@ -86,7 +86,7 @@ class Producer:
 
 
 class Updated(Protocol):
-    """What an update asks of an engine, see `TrainEngine`."""
+    """The part of `TrainEngine` and `CriticEngine` that an update calls."""
 
     async def optim_step(self, normaliser: int) -> OptimResult: ...
 
@@ -101,7 +101,7 @@ class Keeper(Protocol):
         ...
 
     async def committed(self, version: int) -> None:
-        """So many steps are committed; the engine is between two steps."""
+        """Take note that `version` steps are committed; the engine is between two steps."""
         ...
 
 
@@ -113,8 +113,8 @@ async def feed(
     evaluation: EvaluationPlan | None,
     shape: Shape,
 ) -> None:
-    """Prompts enter the queue as early as the schedule lets them. A run that is gone on with ends its evaluations first. Without
-    `evaluation` they are another's to admit.
+    """Prompts enter the queue as early as the schedule lets them. A resumed run first ends its evaluations. Without
+    `evaluation`, evaluators admit theirs (evaluation.py).
 
     Where steps choose their prompts among candidates, the next step's are known when this one has done so.
     """
@@ -150,7 +150,7 @@ async def admit_evaluation(
 
 
 async def produce(by: Producer, leased: Leased, request: GroupRequest, on_generated: Callable[[], None]) -> None:
-    """One group: generate, score each response as soon as it is here, and enqueue what is scored."""
+    """Produce one group: generate, score each response as soon as it is there, and enqueue the scored ones."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
     key, prompt = SampleKey(by.shape.seed, request.meta.group), by.decode(request.prompt_ids)
@@ -323,8 +323,8 @@ async def publish(version: int, weights: WeightSource, sender: WeightSender | No
 
 
 async def apply(engine: Updated, objective: ModelObjective, totals: StepTotals, *, is_held: bool = False) -> Update:
-    """One optimiser step on the sums of a closed update; none when a row's loss was not finite, or when no row is left, or when
-    the model is held as it is."""
+    """Make one optimiser step on the sums of a closed update; none when a row's loss was not finite, or when no row is left, or
+    when the model is held as it is."""
     counts = {"tokens": totals.tokens, "sequences": totals.sequences}
     normaliser = objective.normaliser if isinstance(objective.normaliser, int) else counts[objective.normaliser]
     if not counts["sequences"]:

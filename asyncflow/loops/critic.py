@@ -35,25 +35,26 @@ UPDATE_TASK: Final = "critic_update"
 
 
 class Version:
-    """How many updates of whole steps the critic has had."""
+    """The critic's version: the number of steps that it has been trained on."""
 
     def __init__(self, first: int) -> None:
         self.number, self._signal = first, Signal()
 
     def rise(self) -> None:
-        """A step is committed."""
+        """Add one: a step is committed."""
         self.number += 1
         self._signal.notify()
 
     async def reaches(self, number: int) -> None:
-        """Wait until it is so much."""
+        """Wait until the version is `number` or more."""
         await self._signal.until(lambda: self.number >= number)
 
 
 async def add_values(
     queue: TransferQueueClient, ledger: LedgerService, engine: CriticEngine, shape: Shape, spans: Recorder, version: Version
 ) -> None:
-    """Step by step, each under the critic's version of that number, in the pieces that training uses. Until the run stops."""
+    """Add values to each step's groups, by the critic's version of that step, in the pieces that training uses, until the run
+    stops."""
     for step in itertools.count(version.number):
         await version.reaches(step)
         if not await ledger.may_start(VALUES_TASK, step):
@@ -80,7 +81,7 @@ async def train_critic(
     keeper: Keeper,
     version: Version,
 ) -> int:
-    """As the policy's `train`, without anybody to publish to. Returns the version of the weights."""
+    """Train the critic, as `train` trains the policy, without publishing. Returns the version of the weights."""
     for step in itertools.count(version.number):
         spans.waiting("batch")
         may_start = await ledger.may_start(UPDATE_TASK, step)

@@ -34,17 +34,17 @@ Row = dict[str, float | int]
 
 
 def first_group(version: int, num_prompts: int) -> int:
-    """Of the evaluation of a version: its groups are numbered from there, the sampled ones, and then the greedy ones."""
+    """Number of the first group of a version's evaluation: the sampled groups come first, then the greedy ones."""
     return EVALUATION_GROUPS + version * 2 * num_prompts
 
 
 def position_of(group: int, num_prompts: int) -> int:
-    """Which of its evaluation's groups this is, from 0."""
+    """Position of a group in its evaluation, from 0."""
     return (group - EVALUATION_GROUPS) % (2 * num_prompts)
 
 
 class HeldOut:
-    """Which versions are evaluated, on what, and the figures that come of it.
+    """Plan of a run's evaluations: which versions, on which prompts; and their figures.
 
     Every prompt is one group of `samples` responses at `temperature`, and, if `greedy`, one group of one greedy response.
     """
@@ -81,7 +81,7 @@ class HeldOut:
         return self._last_version
 
     def leave_out(self, count: int = 1) -> None:
-        """So many versions that were due are not evaluated: the next figures say so."""
+        """Count versions that were due and are not evaluated; the next figures report them."""
         self._num_left_out += count
 
     def is_due(self, version: int) -> bool:
@@ -96,7 +96,7 @@ class HeldOut:
         return version in (0, self._last_version) or regular
 
     def versions(self) -> Iterator[int]:
-        """All that are due, in order."""
+        """Versions that are due, in order."""
         return (version for version in range(self._last_version + 1) if self.is_due(version))
 
     def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]:
@@ -135,8 +135,8 @@ class HeldOut:
 
 
 class EvaluatorsProgress(ProgressView):
-    """What evaluators' schedule (`Periodic`) sees: they are shown a version when nothing is left of the one before, and its weights
-    stay, whatever is committed."""
+    """Progress as the evaluators' schedule (`Periodic`) sees it: they get a version when nothing is left of the one before, and its
+    weights stay, whatever is committed."""
 
     @property
     def committed(self) -> int:
@@ -147,7 +147,7 @@ class EvaluatorsProgress(ProgressView):
 
 
 class Evaluations:
-    """Made by evaluators, one after another, while training goes on.
+    """Evaluations by evaluators, one after another, while training goes on.
 
     consumes: published versions that are due
     waits for: the end of the evaluation before
@@ -195,7 +195,7 @@ class Evaluations:
         return None if self._staying == before else self._staying
 
     def _leave_out(self, why: str) -> None:
-        """What waits with its weights is not evaluated."""
+        """Drop the version that waits with its weights: it is not evaluated."""
         for late in [version for version in self._waiting if version]:
             del self._waiting[late]
             self._held_out.leave_out()
@@ -208,7 +208,7 @@ class Evaluations:
         return [each for each in (shown, *self._waiting.values()) if each is not None]
 
     async def run(self) -> None:
-        """Until the last version is evaluated, or the run is stopping. Evaluators end then: nobody needs them any more."""
+        """Make evaluations until the last version is evaluated, or the run is stopping. The evaluators end then."""
         last = self._held_out.last_version
         while self._held_out.is_due(last) and self._under_way != last:
             await self._signal.until(lambda: bool(self._waiting) or self._ledger.is_stopping)

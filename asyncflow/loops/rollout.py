@@ -95,7 +95,7 @@ class Rollout:
         return self._installed
 
     async def run(self) -> None:
-        """Until the worker is to leave, or the run is stopping; what is unfinished then is abandoned."""
+        """Generate until the worker is to leave, or the run is stopping; unfinished groups are then abandoned."""
         while (target := await self._versions.join()) is not None:
             if target.manifest is None:  # what the engine was built with
                 await self._serve(target)
@@ -151,7 +151,8 @@ class Rollout:
         return self._installed != version or self._is_leaving
 
     def _room(self) -> int:
-        """How many more groups may be taken: enough for every slot that is free, and, but for a first one, within the share."""
+        """Number of groups that may be taken now: enough for every free slot and, but for a first group, within the worker's
+        share."""
         size = self._shape.group_size
         wanted = -(-(self._engine.num_slots - self._generating) // size)
         return max(0 if self._generating else 1, min(wanted, (self._share - self._generating) // size))

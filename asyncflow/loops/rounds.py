@@ -2,12 +2,12 @@
 
 consumes: complete groups of one step
 waits for: such groups; with several data-parallel groups, until each of them has one, or nothing is left to wait for
-is unblocked by: producers; the ledger, which gives out turns; the end of the step
+is unblocked by: producers; the ledger, which gives out rounds; the end of the step
 
-    queue --take--> ready to train --offer--> ledger --turn--> engine --account--> ledger
+    queue --take--> ready to train --offer--> ledger --round-> engine --account--> ledger
                     (some groups ahead)                        (all ranks alike)
 
-Nothing here computes for long: the engine finds its next turn prepared when it has ended one. Where a step has several updates, or
+Nothing here computes for long: the engine finds its next round prepared when it has ended one. Where a step has several updates, or
 an algorithm waits for the whole batch, all of the step's groups are made ready as they come, by each rank about as many, and kept
 until the last update that needs them; their leases are held until the commit in any case.
 """
@@ -45,10 +45,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank trains at the same time as the others: a group or some, or none where only the others have any left.
+    """Groups that one rank trains at the same time as the other ranks; none where only the others have groups left.
 
-    `micro_batches`: those to compute, in order: all, or, with `skips`, those that have advantages. Of an update's first turn one is
-    computed in any case: the engine then has a gradient, of zeros perhaps, and an update to make, as it would without skipping.
+    `micro_batches`: those to compute, in order: all, or, with `skips`, those that have advantages. Of an update's first round one
+    is computed in any case: the engine then has a gradient, of zeros perhaps, and an update to make, as it would without
+    skipping.
     """
 
     works: list[Work]
@@ -57,15 +58,15 @@ class Round:
 
     @staticmethod
     def of(works: list[Work], *, skips: bool, is_first: bool) -> Round:
-        """A turn of these groups."""
+        """Round of these groups."""
         pieces = [piece for work in works for piece in work.micro_batches]
         if skips:
             pieces = [piece for piece in pieces if piece.has_advantages] or (pieces[:1] if is_first else [])
         return Round(works, skips, pieces)
 
     def results(self, of_engine: Sequence[MicroBatchResult]) -> list[list[MicroBatchResult]]:
-        """Those of each group's micro-batches, from those that were computed. One that could have been skipped is told of as if it
-        had been, so that no figure depends on which group came first.
+        """Results by group, from those of the micro-batches that were computed. A micro-batch that could have been skipped is
+        reported as if it had been, so that no figure depends on which group came first.
 
         Raises `RunError` if that one had a loss: then the algorithm has said what is not so.
         """
@@ -84,7 +85,7 @@ class Round:
 
 
 class Rounds:
-    """The turns of one step of one rank, by update. A context, within which groups are taken; at its end all are accounted for."""
+    """Rounds of one step of one rank, by update. A context, within which groups are taken; at its end all are accounted for."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Rounds:
         await self._beside.__aexit__(*error)
 
     async def of(self, update: int) -> AsyncIterator[Round]:
-        """Those of one of the step's updates. The next turn is asked for while this one is computed."""
+        """Rounds of one of the step's updates. The next round is asked for while this one is computed."""
         self._update, of_update = update, (self.task, update)
         asking = self._beside.create_task(self._ledger.round_of_rank(self.step, self._rank, 0, *of_update))
         for number in itertools.count(1):
@@ -139,7 +140,7 @@ class Rounds:
             yield current
 
     def trained(self, current: Round, results: list[MicroBatchResult], fingerprints: StepLog) -> None:
-        """The turn's gradients have been added: its figures, for the books."""
+        """Report the figures of a round whose gradients have been added to the ledger and the fingerprints."""
         for work, of_work in zip(current.works, current.results(results), strict=True):
             fingerprints.group(work.leased.batch, of_work)
             if self._update:  # the weights are not the version's any more: what differs now is no mismatch of the engines
@@ -149,7 +150,7 @@ class Rounds:
 
     @contextmanager
     def computing(self, current: Round, spans: Recorder) -> Iterator[None]:
-        """The lane shows the turn; where it has several groups, each is told of as well."""
+        """Show the round in the lane; where it has several groups, record a span for each of them as well."""
         began, groups = spans.clock(), [work.leased.lease.groups[0].group for work in current.works]
         rows = [len(work.leased.batch) for work in current.works]
         tokens = sum(piece.logical_tokens for piece in current.micro_batches)
@@ -171,11 +172,11 @@ class Rounds:
         await self._queue.mark([leased.lease for leased in self._held.values()])
 
     async def drop(self) -> None:
-        """Nobody needs the step's rows any more."""
+        """Drop the step's rows from the queue: no task needs them any more."""
         await self._queue.drop([row for leased in self._held.values() for row in leased.lease.indices])
 
     def _work(self, group: int) -> Work:
-        """A group of a turn. It is kept where a later epoch trains it again."""
+        """Take a group of a round out of those that are ready; it stays where a later epoch trains it again."""
         work = self._ready[group] if self._update < self.num_updates - self._shape.mini_batches else self._ready.pop(group)
         if self._sums is not None and not work.micro_batches:
             work = replace(work, micro_batches=self._cut(work, self._objective.normalised(work.advantages, self._sums)))
@@ -207,7 +208,7 @@ class Rounds:
                 self._changed.notify()
 
     def _tokens(self, work: Work) -> int:
-        """Response tokens that will be computed, by which the groups of a turn are chosen to be alike."""
+        """Response tokens that will be computed, by which the groups of a round are chosen to be alike."""
         pieces = work.micro_batches
         if not self._skips or not pieces:  # not cut yet
             return len(work.leased.batch.ragged("response_ids").values)

@@ -148,12 +148,12 @@ class Shape:
 
     @property
     def prompts_at_first(self) -> int:
-        """That a step is opened with."""
+        """Number of prompts that a step is opened with."""
         return num_to_admit(self.prompts_per_step, self.oversampling) if self.max_candidates else self.prompts_per_step
 
     @property
     def num_updates(self) -> int:
-        """Of a step."""
+        """Number of updates of a step, by each model."""
         return self.epochs * self.mini_batches
 
     @property
@@ -207,7 +207,7 @@ class UnusableResponse(Exception):
 
 
 def check_response(response: Response) -> None:
-    """What an engine must not return: no token at all, or a log-prob that is no number. Raises `UnusableResponse`."""
+    """Refuse a response without a token, or with a log-prob that is no number. Raises `UnusableResponse`."""
     if not len(response.token_ids):
         raise UnusableResponse("the response is empty")
     if not np.isfinite(response.logprobs).all():
@@ -283,7 +283,7 @@ def pieces(num_rows: int, rows_each: int) -> Iterator[range]:
 
 
 def scored_group(batch: Batch) -> ScoredGroup:
-    """What an algorithm sees of a leased group."""
+    """Columns of a leased group that an algorithm sees."""
     return ScoredGroup(
         rewards=batch.dense("reward"),
         truncated=batch.dense("truncated"),
@@ -316,7 +316,7 @@ def micro_batches(step: int, batch: Batch, advantages: Advantages, rows_each: in
 
 
 def check_advantages(batch: Batch, advantages: Advantages) -> None:
-    """That an algorithm has given a group as many numbers as it has rows, or tokens. Raises `RunError`."""
+    """Check that a group has an advantage for each row, or for each token. Raises `RunError`."""
     lengths = batch.ragged("response_ids").lengths
     if isinstance(advantages, Ragged):
         if advantages.lengths.tolist() != lengths.tolist():
@@ -332,7 +332,7 @@ def check_advantages(batch: Batch, advantages: Advantages) -> None:
 
 
 def staleness(step: int, batch: Batch) -> Array:
-    """Of each row (int64), in versions, counted from its oldest token."""
+    """Staleness of each row (int64 [R]) in versions, counted from its oldest token."""
     spans = batch.ragged("version_spans")
     return np.array([step - spans[i][1::2].min() for i in range(len(batch))], np.int64)
 
@@ -357,7 +357,7 @@ def reward_outputs(scores: Mapping[int, Score], group_bits: int, *, has_parts: b
 
 
 def left_out(piece: MicroBatch) -> MicroBatchResult:
-    """Of a micro-batch that is not computed, since it has no gradient: it counts in the normaliser all the same."""
+    """Result of a micro-batch that is not computed, since it has no gradient; its tokens count in the normaliser all the same."""
     return MicroBatchResult(0.0, int(piece.loss_mask.values.sum()), 0, is_computed=False)
 
 
@@ -373,7 +373,7 @@ def token_outputs(batch: Batch, column: Column, of_pieces: Sequence[Ragged]) -> 
 
 
 def consumed(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> Consumed:
-    """What the ledger is told of a trained group."""
+    """Report of a trained group to the ledger."""
     spans = batch.ragged("version_spans")
     metrics: dict[str, float] = {}
     for result in results:

@@ -33,7 +33,7 @@ def why_failed(failure: Exception) -> tuple[str, bool]:
 
 
 class ScoredRows:
-    """Of one group, of which `num_rows` rows are being generated."""
+    """Scored rows of one group that are not stored yet; `num_rows` of its rows are being generated."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_open = num_rows
@@ -41,11 +41,11 @@ class ScoredRows:
         self._rows: list[ScoredRow] = []
 
     def failed(self) -> None:
-        """There is a row less to wait for."""
+        """Count a row that will not be scored: there is one less to wait for."""
         self._ended()
 
     async def to_store(self, row: ScoredRow) -> list[ScoredRow]:
-        """Whoever comes first waits for the others, and is given all that are there then; the others are given nothing."""
+        """Rows that this caller is to store. The first caller waits for the others and gets all rows; the others get none."""
         self._rows.append(row)
         self._ended()
         if len(self._rows) > 1:

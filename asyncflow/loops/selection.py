@@ -31,7 +31,7 @@ def is_varied(rewards: Array) -> bool:
 
 
 class Selection:
-    """One run's. `start` runs work beside the run."""
+    """The task `select` of a run. `start` runs a coroutine in the background."""
 
     def __init__(
         self, queue: TransferQueueClient, ledger: LedgerService, start: Callable[[Coroutine[Any, Any, None]], None]
@@ -40,7 +40,7 @@ class Selection:
         self._held: dict[int, Leased] = {}  # by group, of those that are undecided
 
     async def run(self) -> None:
-        """Until the run stops."""
+        """Lease scored groups, and report to the ledger whether their rewards vary, until the run stops."""
         renewing = asyncio.create_task(self._queue.renew_held())
         try:
             async for leased in self._queue.stream(SELECT_TASK):
@@ -54,7 +54,7 @@ class Selection:
             renewing.cancel()
 
     def decided(self, decided: Decided) -> None:
-        """What the ledger has found out."""
+        """Act on the ledger's decisions: complete members, drop the rest."""
         for group in decided.members:
             self._start(self._tell(self._held.pop(group)))
         for group in (*decided.degenerate, *decided.surplus):

@@ -27,7 +27,7 @@ Work = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, Exception]]
 async def serve(
     task: str, queue: TransferQueueClient, ledger: LedgerService, work: Work, spans: Recorder, *, at_once: int = 1
 ) -> None:
-    """Until the task is closed or the run is stopping. So many leases are worked on side by side."""
+    """Work on the task's leases until it is closed or the run is stopping; on `at_once` leases side by side."""
     free, lane = asyncio.Semaphore(at_once), SharedLane(spans)
 
     async def work_on(leased: Leased) -> None:

@@ -1,4 +1,4 @@
-"""One life of a run, as its folder sees it: what is there when it begins, and what is left when it ends.
+"""One attempt of a run, as its folder sees it: what is there when it begins, and what is left when it ends.
 
     folder --begin--> nothing: made anew | a checkpoint: gone back to | all of it: told, and nothing is to be done
            <--end---- the model (the trainer's, or the last one published), which steps it is of, the report
@@ -51,14 +51,15 @@ Prepare = Callable[[Path, Resumed | None], Awaitable[Prepared]]
 
 @dataclass(frozen=True, slots=True)
 class AttemptInputs:
-    """What a life begins with: its inputs, and what it goes on from."""
+    """Inputs of an attempt, and the checkpoint that it resumes, if it does."""
 
     prepared: Prepared
     resumed: Resumed | None
 
 
 class Attempt:
-    """`rows`: metrics by step, of the lives before this one. `job`: what the workers are told. `certificate`: of a finished run."""
+    """One attempt. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read. `certificate`: of a
+    finished run."""
 
     def __init__(self, config: Config, says: Callable[[str], None], *, resume: bool) -> None:
         self.rows: dict[int, Mapping[str, float]] = {}
@@ -100,7 +101,7 @@ class Attempt:
         return AttemptInputs(prepared, resumed)
 
     def tell_workers(self, job: JobFile) -> None:
-        """Have the job's file in the folder."""
+        """Write the job's file, which the workers read, into the folder."""
         self.job = job
         replace(self._config.run_dir / JOB_FILE, msgspec.json.encode(job))
 
@@ -146,7 +147,7 @@ class Attempt:
         self._says(f"the trainer could not save in time: {folder.model} holds {whose}")
 
     def _look_at_critic(self, committed: int) -> None:
-        """Say so if it could not save in time: nobody else has it."""
+        """Say so if the critic could not save in time: no other process has it."""
         version = self._folder.critic_version
         if self._has_critic and committed and (version is None or version < committed):
             left = "is not there" if version is None else f"stays as it was after {version} steps"
@@ -159,7 +160,7 @@ class Attempt:
             self._folder.note_model(self._model_version)
 
     def remove_weights(self) -> None:
-        """What lies in shared memory is nobody's any more."""
+        """Remove the run's files from shared memory."""
         if self.weights_dir is not None:
             shutil.rmtree(self.weights_dir, ignore_errors=True)
             self.weights_dir = None
@@ -174,7 +175,7 @@ class Attempt:
                 raise UserError(f"a run is live in {run_dir}: wait for its end, interrupt it, or give this one another run.name")
 
     async def _last_checkpoint(self) -> Resumed | None:
-        """What the run is to go on from; None if it is to begin. Raises `RunError` where all that there is is damaged."""
+        """Newest whole checkpoint; None if the run is to begin. Raises `RunError` if all of them are damaged."""
         if not self._resume:
             return None
         self._folder.restore_models()
@@ -187,7 +188,7 @@ class Attempt:
         return None
 
     def _check_free(self) -> None:
-        """That the run may begin in its folder, where this very run may have been killed before its first checkpoint. Raises
+        """Check that the run may begin in its folder, where it may have been killed before its first checkpoint. Raises
         `UserError`."""
         folder, may_overwrite = self._folder, self._config.run.overwrite
         if self._resume and not may_overwrite and (kept := to_be_kept(self._config)):

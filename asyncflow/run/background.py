@@ -1,4 +1,4 @@
-"""What is done beside a run's loops, and the error that ends the run.
+"""Background work of a run, and the error that ends the run.
 
 consumes: work that nobody waits for, errors
 waits for: at the run's end, the work that is still under way
@@ -13,14 +13,15 @@ from typing import Any
 
 
 class BackgroundTasks:
-    """One run's. `failure` has the first error, of this work or of what `fail` was told: whoever runs the run waits for it, too."""
+    """Coroutines that run in the background of a run. `failure` gets the first error, theirs or one given to `fail`; the run waits
+    for it beside everything else."""
 
     def __init__(self) -> None:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._under_way: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside the run, which waits for it at its end; its failure ends the run."""
+        """Run a coroutine in the background. The run waits for it at its end; its failure ends the run."""
         task = asyncio.create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._ended)
@@ -31,12 +32,12 @@ class BackgroundTasks:
             self.failure.set_exception(error)
 
     async def settle(self, seconds: float) -> None:
-        """Wait for what is under way, so long at most."""
+        """Wait for the coroutines that are running, so many seconds at most."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=seconds)
 
     async def close(self) -> None:
-        """Wait for what is under way. Raises what goes wrong in it."""
+        """Wait for the coroutines that are running. Raises the first error of theirs."""
         await asyncio.gather(*self._under_way)
         if self.failure.done():
             self.failure.exception()  # taken, if it came too late to be why the run ended: else the event loop reports it at exit

@@ -44,7 +44,7 @@ S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
 
 
 class JobFile(msgspec.Struct, frozen=True):
-    """What the driver has found out and the workers need beside the configuration."""
+    """Facts that the driver has found out and the workers need beside the configuration."""
 
     model: str
     max_context: int
@@ -93,7 +93,8 @@ async def connected(name: str, run_dir: Path, device: Callable[[Config], str]) -
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What a worker finds in its run's folder: `hub` is where the driver is, `job.weights_dir` a private folder of this machine."""
+    """Contents of the run's folder that a worker reads: `hub` is where the driver is, `job.weights_dir` a private folder of this
+    machine."""
 
     config: Config
     job: JobFile

@@ -1,4 +1,4 @@
-"""The driver's side of a run: the books, the queue's controllers and units, telemetry, and the server for the workers."""
+"""The driver's side of a run: ledger, versions, the queue's controllers and units, telemetry, and the server for the workers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ UNITS_SECONDS: Final = 60.0
 
 
 class Driver:
-    """A run's, from the step on that it has been `resumed` at, or from the start."""
+    """Driver of a run, from the step at which it is `resumed`, or from the start."""
 
     def __init__(self, config: Config, prepared: Prepared, observer: Observer, resumed: Resumed | None = None) -> None:
         self.config, self._says = config, observer.says
@@ -140,7 +140,7 @@ class Driver:
         )
 
     def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
-        """What a task's controller tells the books."""
+        """Callbacks of a task's controller."""
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
         callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._gave_up}
         if task == EVALUATE_TASK:
@@ -197,7 +197,7 @@ class Driver:
         )
 
     def _connect(self) -> None:
-        """Have the books tell one another."""
+        """Connect the callbacks of ledger and versions."""
         self.ledger.on_opened, self.ledger.on_consumed = self.record.opened, self.record.consumed
         self.ledger.on_committed, self.ledger.on_decided = self._committed, self._decided
         self.ledger.on_displaced = self.transfer_queue.controllers["rollout"].narrow
@@ -206,12 +206,12 @@ class Driver:
     # -- what it serves -----------------------------------------------------------------------------------------------------
 
     def serve(self, name: str, service: object) -> None:
-        """One more service, which somebody else has made."""
+        """Add a service under this name."""
         self._own_services[name] = service
 
     @property
     def services(self) -> Mapping[str, object]:
-        """What workers, and others who come through the door, call by name."""
+        """Services by name, for workers and other clients of the run's sockets."""
         return ChainMap(self._own_services, self.transfer_queue.services)  # units may join
 
     def server(self, arena: Path) -> Server:
@@ -247,7 +247,7 @@ class Driver:
         return self.versions.published >= self._first
 
     async def begun(self) -> None:
-        """See `has_begun`."""
+        """Wait until the trainer serves weights (`has_begun`)."""
         await self._signal.until(lambda: self.has_begun)
 
     async def stop(self) -> None:

@@ -68,11 +68,11 @@ class Evaluating:
 
     @property
     def for_feed(self) -> HeldOut | None:
-        """What enters the queue among training's prompts; None where evaluators make it: `run` has it enter then."""
+        """Evaluations whose prompts the feed admits; None where evaluators make them: `run` admits them then."""
         return self.held_out if self._by_evaluators is None else None
 
     async def run(self) -> None:
-        """One evaluation after another, until the last one, or the run is stopping."""
+        """Make one evaluation after another, until the last one, or the run is stopping."""
         if self._by_evaluators is not None:
             await self._by_evaluators.run()
             return
@@ -80,7 +80,7 @@ class Evaluating:
             await evaluate(self._queue, self._ledger, self.held_out, version)
 
     def waiting(self, version: int) -> list[Manifest]:
-        """Of older weights, those of which the figures are not written: whoever goes on from `version` needs them."""
+        """Older weights whose evaluation is not written yet: a run that resumes at `version` needs them."""
         if self._by_evaluators is not None:
             return [each for each in self._by_evaluators.kept() if each.version < version and each.version not in self._written]
         oldest = max(0, version - self._schedule.max_staleness)

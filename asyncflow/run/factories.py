@@ -74,7 +74,7 @@ def shape_of(config: Config) -> Shape:
 
 
 def shape_of_evaluation(config: Config, num_prompts: int) -> Shape:
-    """The same, as an evaluator sees it: all groups of an evaluation are what its workers share."""
+    """Shape of an evaluation, as an evaluator sees it: the evaluators share all of its groups."""
     return replace(
         shape_of(config),
         prompts_per_step=num_prompts * (1 + config.eval.greedy),
@@ -128,7 +128,7 @@ def critic_folder(config: Config) -> Path | None:
 
 
 def train_engine_options(config: Config) -> TrainEngineOptions:
-    """What the configuration says to every train engine."""
+    """Options of every train engine, from the configuration."""
     train, algorithm = config.train, make_algorithm(config)
     return TrainEngineOptions(
         layout=config.layout,
@@ -157,7 +157,7 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
 
 
 def critic_options(config: Config) -> TrainEngineOptions:
-    """What it says to the critic's engine: one model on one device, without old policy or reference."""
+    """Options of the critic's engine: one model on one device, without old policy or reference."""
     critic = config.train.critic
     return replace(
         train_engine_options(config),
@@ -191,7 +191,7 @@ def make_algorithm(config: Config) -> Algorithm:
 
 
 def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[str]) -> None:
-    """That an object of the user's own has what is needed of a contract; what it may leave out is filled in. Raises `UserError`."""
+    """Check that a user's object keeps a contract, and fill in what it may leave out. Raises `UserError`."""
 
     def is_there(name: str) -> bool:
         promised, own = getattr(contract, name, None), getattr(trained, name, None)
@@ -211,24 +211,24 @@ def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[st
 
 
 def num_devices(config: Config) -> int:
-    """All of the run's devices: those that generate, those that train, and those of reference, critic and reward model."""
+    """Number of the run's devices: those that generate or train, and those of reference, critic and reward model."""
     generating, tasks = config.rollout.num_workers + config.eval.num_workers, tasks_before_training(config)
     own = ("reference" in tasks) + (VALUES_TASK in tasks) + (config.reward.model is not None)
     return generating * devices_each(config) + config.layout.size + own
 
 
 def devices_each(config: Config) -> int:
-    """Those that one rollout worker, or evaluator, generates with."""
+    """Number of devices that one rollout worker, or evaluator, generates with."""
     return _asked(config, ROLLOUT_ENGINE_DEVICES)
 
 
 def own_devices_each(config: Config) -> int:
-    """Those of them that it has to be given: others have who runs there already."""
+    """Number of those devices that the cluster must give the worker; the others are already in use by its servers."""
     return _asked(config, ROLLOUT_ENGINE_OWN_DEVICES)
 
 
 def why_never_deterministic(config: Config) -> str:
-    """One sentence, where it is known of the rollout engine before there is one; else ""."""
+    """Sentence that says why the rollout engine cannot be deterministic, if that is known before it is built; else ""."""
     chosen = config.rollout.engine
     if chosen.name not in ROLLOUT_ENGINE_WHYS:
         return ""
@@ -256,14 +256,14 @@ def tasks_before_training(config: Config) -> tuple[str, ...]:
 
 
 def make_storage(config: Config, number: int) -> Storage:
-    """What a storage unit of the run's queue keeps rows in."""
+    """Storage in which a unit of the run's queue keeps rows."""
     chosen = config.queue.storage
     storage: Storage = build("queue storage", chosen.name, {**chosen.options, "unit": number}, STORAGES)
     return storage
 
 
 def unit_options(config: Config) -> UnitOptions:
-    """What holds for each storage unit, on the machine that it is on."""
+    """Options of each storage unit, on the machine that it is on."""
     queue = config.queue
     return UnitOptions(
         notify_timeout_seconds=queue.notify_timeout_seconds,
@@ -313,7 +313,7 @@ def reward_pool(config: Config, name: str) -> RewardPool:
 
 
 def advice(config: Config) -> Iterator[str]:
-    """What is said of a configuration that works, and does not do what it is for."""
+    """Warnings about a configuration that works and does not do what it is for."""
     if config.schedule.name == "sub_step" and config.rollout.num_workers == 1:
         yield (
             "schedule=sub_step lets rollout workers change their weights in turn, and there is one: nothing is generated while it "

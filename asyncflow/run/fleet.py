@@ -27,7 +27,8 @@ def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
 
 
 def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainers_there: bool) -> list[WorkerSpec]:
-    """All that a run starts with, one of no steps without who trains. torchrun's trainers are there already."""
+    """Specifications of all workers that a run starts with. `is_training`: trainers are among them, unless torchrun has started
+    them (`are_trainers_there`)."""
     tasks = tasks_before_training(config)
     specs = [storage_unit(i) for i in range(config.queue.num_units)] if config.queue.place == "workers" else []
     specs += [rollout_worker(config, f"rollout/{i}") for i in range(config.rollout.num_workers)]
@@ -49,12 +50,12 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
 
 
 def rollout_worker(config: Config, name: str) -> WorkerSpec:
-    """One of those that a run starts with, or that join it."""
+    """Specification of a rollout worker, of those that a run starts with or that join it."""
     return _generating(config, name, "rollout_worker", config.rollout.device)
 
 
 def evaluator(config: Config, name: str) -> WorkerSpec:
-    """One that does nothing but evaluate."""
+    """Specification of a worker that only evaluates."""
     return _generating(config, name, "evaluator", config.evaluators_device)
 
 

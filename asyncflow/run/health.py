@@ -20,7 +20,8 @@ from asyncflow.types import RunError
 
 
 class Health:
-    """One run's. `all_versions`: of each pool; `signal`: theirs. `fails` ends the run, if it has not ended for another reason."""
+    """Health of a run's workers. `all_versions`: the policy versions of each pool; `signal`: theirs. `fails` ends the run, if it
+    has not ended for another reason."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Health:
             self._signal.notify()
 
     def _versions(self, worker: str) -> PolicyVersions | None:
-        """That of its pool; None for a pool that has none."""
+        """Policy versions of the worker's pool; None for a pool that has none."""
         return self._boards.get(worker.partition("/")[0])
 
     def _is_silent(self, worker: str) -> bool:

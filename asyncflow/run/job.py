@@ -1,4 +1,4 @@
-"""A run's life: prepare, start, until it is done, stop, finish.
+"""A run: prepare, start, wait until it is done, stop, finish.
 
     prepared --start--> driver's services, workers, loops --done | interrupted | failed--> stop --> model, trace, report
 
@@ -54,13 +54,13 @@ from asyncflow.types import RunError, UserError
 
 
 class Listener:
-    """What a run tells whoever watches it; the command line draws it. All methods may be left as they are."""
+    """Observer of a run: it is called with what happens; the command line draws it. All methods may be left as they are."""
 
     def says(self, text: str) -> None:
         """Something worth a line."""
 
     def group(self, step: int) -> None:
-        """One more group of the step has been trained."""
+        """A group of the step has been trained."""
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
         """A step is committed; its metrics."""
@@ -205,7 +205,7 @@ class Job:
 
     @property
     def first(self) -> int:
-        """The step that this life has begun with."""
+        """Step at which this attempt has begun."""
         return self._life.job.first
 
     def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -251,7 +251,7 @@ class Job:
         return workers(self.config, weights_dir, is_training=not self._evaluate_only, are_trainers_there=are_trainers_there)
 
     def _place(self, driver: Driver, weights_dir: Path) -> tuple[Server, Cluster]:
-        """What serves the workers, and what runs them."""
+        """Server of the workers, and the cluster that runs them."""
         chosen = self.config.cluster
         cluster = build("cluster", chosen.name, {**chosen.options, "run_dir": self.config.run_dir}, CLUSTERS)
         return driver.server(weights_dir / "queue"), cluster
@@ -314,7 +314,7 @@ class Job:
         self._changed.notify()
 
     async def _begun(self, driver: Driver) -> None:
-        """A run that is done but for its trainer's load may end after it."""
+        """Notify the run when the trainer has loaded: one that is done otherwise may end then."""
         await driver.begun()
         self._changed.notify()
 

@@ -26,7 +26,8 @@ GIB: Final = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of a causal language model. `vocabulary` V, `hidden` d, `layers` L, `heads` h, `kv_heads` k, `head_dim` c, `wide` f."""
+    """Shapes of a causal language model. `vocabulary` V, `hidden` d, `layers` L, `heads` h, `kv_heads` k, `head_dim` c, `wide`
+    f."""
 
     vocabulary: int
     hidden: int
@@ -75,7 +76,7 @@ class Shapes:
 
     @property
     def parameters(self) -> int:
-        """All, a tied head once."""
+        """Number of parameters; a tied head counts once."""
         return self.layers * self.of_layer + self.of_vocabulary * (1 if self.is_tied else 2) + self.hidden
 
     def of_stage(self, num_stages: int) -> int:
@@ -129,7 +130,7 @@ def training_parts(config: Config, shapes: Shapes, prompt_tokens: int) -> list[M
 
 
 def micro_batch_tokens(config: Config, prompt_tokens: int) -> int:
-    """Of the longest micro-batch: the prompt once, where it is shared, and its responses at full length."""
+    """Tokens of the longest micro-batch: the prompt once, where it is shared, and its responses at full length."""
     pieces = config.train.responses_per_micro_batch or config.rollout.group_size
     return prompt_tokens + pieces * config.rollout.max_new_tokens
 
@@ -150,7 +151,7 @@ def _computed_weights(config: Config, shapes: Shapes, stage: int) -> MemoryUse:
 
 
 def _activations(config: Config, shapes: Shapes, tokens: int) -> MemoryUse:
-    """What the backward pass of the longest micro-batch needs."""
+    """Bytes that the backward pass of the longest micro-batch needs."""
     train, layout = config.train, config.layout
     b, layers = _BYTES[train.dtype], -(-shapes.layers // layout.pp)
     queries, others = shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
@@ -183,14 +184,14 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
 
 
 def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[MemoryUse]:
-    """In the memory of the first trainer's machine, and of each machine that generates."""
+    """Parts of the memory of the first trainer's machine, and of each machine that generates."""
     b = _BYTES[config.weight_sync.dtype or "float32"]
     kept = max_staleness + 1 + (_RETAINED if config.eval.num_workers else 0)
     return [MemoryUse("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
 
 
 def lines(config: Config, shapes: Shapes, *, prompt_tokens: int, context: int, max_staleness: int) -> list[str]:
-    """What `--dry-run` prints: by kind of device a line for each part, and their sum, in GiB."""
+    """Lines that `--dry-run` prints: for each kind of device a line for each part, and their sum, in GiB."""
     layout = config.layout
     of_training = f"each of {layout.size} that train (dp {layout.dp} x tp {layout.tp} x pp {layout.pp})"
     tables = [

@@ -67,7 +67,8 @@ class ModelFiles:
 
 
 async def model_here(files: ModelFiles, model: Path, folder: Path) -> Path:
-    """Where this machine has the run's model: `model`, if the same files are there, or `folder`, where they are fetched to.
+    """Folder in which this machine has the run's model: `model`, if the same files are there, or `folder`, where they are fetched
+    to.
 
     Raises `RunError` when the driver does not answer, or when what came is not what it has.
     """

@@ -139,7 +139,7 @@ def _check_weight_sync(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    """That a critic can be trained beside the policy. Raises `UserError`."""
+    """Check that a critic can be trained beside the policy. Raises `UserError`."""
     schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
     if schedule.membership != "strict":
         raise UserError(
@@ -151,7 +151,7 @@ def _check_critic(config: Config) -> None:
 
 
 def _check_critic_fits(critic: Path, policy: Path) -> None:
-    """That a critic's model reads the policy's tokens. Raises `UserError`."""
+    """Check that a critic's model reads the policy's tokens. Raises `UserError`."""
     theirs, ours = (read_json(folder / "config.json").get("vocab_size", 0) for folder in (critic, policy))
     if theirs < ours:
         raise UserError(
@@ -167,7 +167,7 @@ def _check_critic_fits(critic: Path, policy: Path) -> None:
 
 
 def _check_candidates(config: Config, *, wants_them: bool) -> None:
-    """That steps can choose their members among candidates, or are not asked to. Raises `UserError`."""
+    """Check that steps can choose their members among candidates, or need not. Raises `UserError`."""
     train, shape = config.train, shape_of(config)
     if not wants_them:
         if train.oversampling != 1.0 or train.max_candidates is not None:
@@ -190,7 +190,7 @@ def _check_candidates(config: Config, *, wants_them: bool) -> None:
 
 
 def check_rollout_engine(config: Config, num_workers: int) -> None:
-    """That so many rollout workers can have engines with these options. Raises `UserError`."""
+    """Check that so many rollout workers can have engines with these options. Raises `UserError`."""
     chosen = config.rollout.engine
     if chosen.name not in ROLLOUT_ENGINE_CHECKS:
         return
@@ -207,7 +207,7 @@ def check_rollout_engine(config: Config, num_workers: int) -> None:
 
 
 def check_train_engine(config: Config, fields: Mapping[str, Any]) -> None:
-    """That the train engine can train such a model, as is asked. `fields`: of the model's `config.json`. Raises `UserError`.
+    """Check that the train engine can train such a model. `fields`: of the model's `config.json`. Raises `UserError`.
 
     An engine of the user's own is asked about the layout what the built-in one is, and says the rest when it is built.
     """
@@ -231,8 +231,8 @@ def check_evaluators(config: Config, num_held_out: int) -> None:
 
 
 def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> None:
-    """That a storage unit can take its part of the largest admission, and, where evaluators make evaluations beside training, of
-    both. Raises `UserError` showing the arithmetic."""
+    """Check that a storage unit can take its part of the largest admission, and, where evaluators make evaluations beside
+    training, of both. Raises `UserError` showing the arithmetic."""
     queue, shape = config.queue, shape_of(config)
     # Where a step chooses its prompts those that stay may all be on one unit.
     of_step = shape.prompts_at_first if shape.max_candidates else -(-shape.prompts_per_step // queue.num_units)
@@ -254,7 +254,7 @@ def check_capacity(config: Config, num_held_out: int, longest_prompt: int) -> No
 
 
 def check_shapes(config: Config) -> dict[str, Any]:
-    """That a model of these shapes could be trained so, for a configuration whose model is its shapes alone (`shapes:FILE`).
+    """Check that a model of these shapes could be trained so, for a configuration whose model is its shapes alone (`shapes:FILE`).
 
     Returns the fields of the file. Neither data nor tokenizer nor machine is looked at. Raises `UserError`.
     """
@@ -279,7 +279,7 @@ def check_shapes(config: Config) -> dict[str, Any]:
 
 
 def check_reward_model(config: Config) -> None:
-    """That the reward model's folder holds a sequence classifier with one label. Raises `UserError`."""
+    """Check that the reward model's folder holds a sequence classifier with one label. Raises `UserError`."""
     if (model := config.reward.model) is None:
         return
     fields = read_json(Path(model.path) / "config.json")
@@ -393,7 +393,7 @@ def _context(config: Config, model: Path, critic: Path | None, prompts: Sequence
 
 
 async def _random_model(config: Config, texts: Iterable[str], folder: Path) -> Path:
-    """Made in a process of its own, since this one imports no torch."""
+    """Make a model with random weights in a process of its own, since this one imports no torch."""
     with tempfile.NamedTemporaryFile("wb", suffix=".jsonl") as file:
         file.write(b"\n".join(msgspec.json.encode(text) for text in texts))
         file.flush()

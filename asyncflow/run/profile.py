@@ -45,7 +45,7 @@ REQUEST_FILE = "profile.json"
 
 
 class ProfileRequest(msgspec.Struct, frozen=True):
-    """What a rank is to measure, beside the configuration."""
+    """Measurements that a rank is to make, beside the configuration."""
 
     model: str
     weights_dir: str
@@ -117,7 +117,7 @@ async def profile_rank(name: str, run_dir: Path) -> None:
 
 
 def layout_name(layout: Layout) -> str:
-    """As spans have it."""
+    """Name of the layout, as spans have it."""
     return f"dp{layout.dp}-tp{layout.tp}-pp{layout.pp}"
 
 
@@ -149,7 +149,7 @@ def _spans_of(run_dir: Path, name: str) -> Path:
 
 
 def _join_spans(run_dir: Path, names: list[str]) -> None:
-    """One file in place of one for each rank."""
+    """Join the ranks' span files into one."""
     spans = [span for name in names for span in read_spans(_spans_of(run_dir, name))]
     log = SpanLog(run_dir / SPANS_FILE)
     for span in sorted(spans, key=lambda span: span.start):

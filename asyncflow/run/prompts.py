@@ -76,7 +76,7 @@ def tokenize(config: Config, tokenizer: CheckpointTokenizer, source: DataRows) -
 
 
 def short_enough(config: Config, prompts: list[Prompt], name: str) -> list[Prompt]:
-    """Those of at most `data.max_prompt_tokens` tokens. Raises `UserError` where none is left."""
+    """Prompts of at most `data.max_prompt_tokens` tokens. Raises `UserError` where none is left."""
     most = config.data.max_prompt_tokens
     kept = [prompt for prompt in prompts if most is None or len(prompt.ids) <= most]
     if not kept:
@@ -88,7 +88,7 @@ def short_enough(config: Config, prompts: list[Prompt], name: str) -> list[Promp
 
 
 def left_out_lines(config: Config, num_left_out: tuple[int, int], num_kept: tuple[int, int]) -> Iterator[str]:
-    """What is said of prompts that are left out: of those to train on, and of the held-out ones."""
+    """Messages about prompts that are left out, of those to train on and of the held-out ones."""
     for what, left_out, kept in zip(("prompts", "held-out prompts"), num_left_out, num_kept, strict=True):
         if left_out:
             most = config.data.max_prompt_tokens

@@ -1,4 +1,4 @@
-"""What a run has been so far: its files, its metrics, its certificate.
+"""Record of a run: its files, its metrics, its certificate.
 
 books (ledger, versions, controllers), workers' reports --> RunRecord --> metrics.jsonl eval.jsonl samples.jsonl spans.jsonl
                                                              |     --> trackers, the terminal, certificate.json
@@ -43,8 +43,8 @@ from asyncflow.types import RunError
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Who is told: of every trained group by its step, of every committed step with its metrics, of every evaluation; and of what
-    is odd."""
+    """Callbacks: for every trained group, with its step; for every committed step, with its metrics; for every evaluation; and for
+    every message."""
 
     group: Callable[[int], None]
     step: Callable[[int, Mapping[str, float]], None]
@@ -53,8 +53,9 @@ class Observer:
 
 
 class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint holds of a record: of the committed steps, in all lives of the run. `resumed_at`: the steps at which it was
-    gone on with; `made_again_at`: those of them where rows had been begun, or may have been, that are made again."""
+    """Part of a record that a checkpoint holds: figures of the committed steps, in all attempts of the run. `resumed_at`: the
+    steps at which it was gone on with; `made_again_at`: those of them where rows had been begun, or may have been, that are made
+    again."""
 
     max_staleness: int = 0
     max_spans: int = 0
@@ -129,7 +130,7 @@ class RunRecord:
         )
 
     def state(self) -> RecordState:
-        """As of the last commit."""
+        """State as of the last commit, for a checkpoint."""
         observed = self._observed
         return RecordState(
             max_staleness=observed.max_staleness,
@@ -158,7 +159,7 @@ class RunRecord:
         return not self._why_not_deterministic()
 
     def certificate(self) -> Certificate:
-        """What the run was so far, once every worker has made its last report."""
+        """Certificate of the run so far; complete once every worker has made its last report."""
         return self._observed.certificate(
             schedule=self._config.schedule.name,
             promised_staleness=self._schedule.max_staleness,
@@ -183,7 +184,7 @@ class RunRecord:
         self._evaluations.close()
         self.hub.log.close()
 
-    # -- what the books tell ------------------------------------------------------------------------------------------------
+    # -- callbacks ---------------------------------------------------------------------------------------------------------
 
     def opened(self, step: int) -> None:
         """A step's groups are admitted."""
@@ -215,7 +216,7 @@ class RunRecord:
                 self._soundness.not_scored(step, 1, letter.error)
 
     def decided(self, step: int, decided: Decided) -> None:
-        """Some of a step's candidates are decided."""
+        """Count the candidates of a step that were not trained, once its members are known."""
         self._progress()
         if decided.is_settled:
             metrics = self._metrics.setdefault(step, StepMetrics())
@@ -301,7 +302,7 @@ class RunRecord:
         )
 
     def _add_parts(self, step: int, metrics: StepMetrics, group: Consumed) -> None:
-        """What each scorer gave, where that is kept. A row for which none gave anything has the value for failures."""
+        """Add each scorer's rewards to the metrics, where they are kept, and count rows for which no scorer gave any."""
         names, num_rows = self._config.reward.names, len(group.rows)
         if not num_rows or len(group.reward_parts) != num_rows * len(names):
             return
@@ -363,7 +364,7 @@ class RunRecord:
             self._started = moment
 
     def _could_generate(self, step: int) -> float | None:
-        """When the step's first group was admitted and a worker had weights for it."""
+        """Moment from which the step could be generated: its first group was admitted, and a worker had weights for it."""
         interval, opened = self._schedule.interval(step), self._moments.get(("opened", step))
         installed = [moment for (what, v), moment in self._moments.items() if what == "installed" and v in interval]
         return max(opened, min(installed)) if opened is not None and installed else None

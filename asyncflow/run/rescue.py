@@ -97,7 +97,7 @@ class Rescue:
 
     @remote
     async def ended(self, version: int) -> None:
-        """All bytes are there."""
+        """Take note that all bytes of the version have been written."""
         path = self._path(version)
         self.published = Manifest("rescued", version, str(path), "", path.stat().st_size, {})
 

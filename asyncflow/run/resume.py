@@ -82,7 +82,7 @@ class DriverState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run goes on from. `rows`: completed ones that were not trained. `is_whole`: no others had been begun."""
+    """Checkpoint that a run resumes. `rows`: completed rows that were not trained. `is_whole`: no other rows had been begun."""
 
     folder: Path
     state: DriverState
@@ -96,7 +96,7 @@ class Resumed:
 
     @property
     def record(self) -> RecordState:
-        """What the record of the life that begins now is added to."""
+        """Record of the attempts before, to which that of this attempt is added."""
         before, version = self.state.record, self.state.version
         made_again_at = before.made_again_at if self.is_whole else [*before.made_again_at, version]
         return msgspec.structs.replace(before, resumed_at=[*before.resumed_at, version], made_again_at=made_again_at)
@@ -126,7 +126,7 @@ def as_saved(prompt: Prompt) -> SavedPrompt:
 
 
 def data_hash(prompts: Sequence[Prompt]) -> str:
-    """What tells a data set, as it is tokenized, from another."""
+    """Hash of a data set as it is tokenized."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(prompt.ids.tobytes() + msgspec.json.encode(prompt.example))
@@ -144,7 +144,8 @@ def write_driver(folder: Path, state: DriverState, rows: Sequence[Batch]) -> Non
 
 
 class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What takes the place of a checkpoint's own: prompts were pushed after it was begun, perhaps. See `DriverState`, `Resumed`."""
+    """Driver's state that replaces a checkpoint's own: prompts may have been pushed after it was begun. See `DriverState`,
+    `Resumed`."""
 
     position: int
     pushed: list[SavedPrompt]
@@ -153,7 +154,8 @@ class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_added(path: Path, state: DriverState, *, is_whole: bool = False) -> None:
-    """What has come after the checkpoint beside which `path` lies was written. `is_whole`: the run has ended, and lost no row."""
+    """Write the state that is newer than the checkpoint beside which `path` lies. `is_whole`: the run has ended, and lost no
+    row."""
     replace(path, msgspec.msgpack.encode(Added(state.position, state.pushed, state.steps, is_whole)))
 
 
@@ -196,7 +198,7 @@ def usable(rows: Batch | None, schema: Schema) -> Batch | None:
 
 
 def check_fits(config: Config, state: DriverState, data: str) -> None:
-    """That a run may go on under this configuration and with this data. Raises `UserError`."""
+    """Check that a run may be resumed with this configuration and this data. Raises `UserError`."""
     if changed := _changed(parse_dumped(state.config), config):
         raise UserError(f"{changed}: a run goes on as it began; set it back, or start another run")
     if data != state.data:
@@ -206,7 +208,7 @@ def check_fits(config: Config, state: DriverState, data: str) -> None:
 
 
 def _changed(began: Config, config: Config) -> str:
-    """What is other than when the run began and may not be, as half a sentence; "" where there is nothing."""
+    """Difference from the run's beginning that is not allowed, as half a sentence; "" if there is none."""
     before, now = _flat(began.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
@@ -273,17 +275,17 @@ def to_be_kept(config: Config) -> str:
 
 
 def evaluated_versions(run_dir: Path) -> set[int]:
-    """Those whose evaluations are written."""
+    """Versions whose evaluations are written."""
     return {row["step"] for row in _lines(run_dir / EVAL_FILE)}
 
 
 def left_out_before(run_dir: Path) -> int:
-    """How many evaluations were left out, as the figures that are written tell."""
+    """Number of evaluations that were left out, as the written figures report it."""
     return sum(row.get("left_out", 0) for row in _lines(run_dir / EVAL_FILE))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Of a JSON Lines file, but for a half-written last one."""
+    """Lines of a JSON Lines file, without a half-written last one."""
     if path.exists():
         with path.open("rb") as file:
             yield from (msgspec.json.decode(line) for line in file if line.endswith(b"\n"))
@@ -303,7 +305,7 @@ def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> list[d
 
 
 def _cut_spans(path: Path, version: int, now: float) -> None:
-    """Until the last commit that counts, and nothing of later steps."""
+    """Cut the spans back to the last commit that counts, and remove those of later steps."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -17,7 +17,7 @@ from asyncflow.types import RunError
 
 
 class Running:
-    """A run's workers and the driver's loops. Whatever is waited for is waited for beside them: one that fails ends the wait.
+    """A run's workers and the driver's loops. Every wait also watches these: one that fails ends the wait.
 
     `has_failed`: what the run waited for (`until`) has not come, for an error, or for an interrupt that ends the run at once.
     """
@@ -43,7 +43,7 @@ class Running:
             await asyncio.gather(starting, interrupted, return_exceptions=True)
 
     def begin(self, loops: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Have the loops run."""
+        """Start the loops."""
         self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def until(self, event: Coroutine[Any, Any, None]) -> bool:
@@ -103,6 +103,6 @@ class Running:
         await asyncio.gather(*self._loops, return_exceptions=True)
 
     def _over(self) -> asyncio.Future[None]:
-        """Every worker has ended."""
+        """Future that is done when every worker has ended."""
         health = self._driver.health
         return asyncio.ensure_future(self._cluster.wait(health.died, health.goes_on_without))

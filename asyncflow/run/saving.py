@@ -58,7 +58,7 @@ _COPIED_BYTES: Final = 1 << 20  # at once
 
 
 def checkpoints_of(config: Config) -> Checkpoints:
-    """A run's."""
+    """Checkpoints of a run."""
     return Checkpoints(RunDir(config.run_dir).checkpoints, config.checkpoint.keep)
 
 
@@ -209,14 +209,14 @@ class Saves:
         return self._kept is None or not begun <= self._kept
 
     def _admitted(self) -> dict[int, dict[int, Prompt]]:
-        """Of steps that are not committed, each with the prompts of its groups."""
+        """Steps that are not committed, each with the prompts of its groups."""
         admissions, committed = self._admissions, self._ledger.committed
         open_groups = self._ledger.groups()
         steps = {step: {group: admissions.prompts[group] for group in groups} for step, groups in open_groups.items()}
         return {step: groups for step, groups in (admissions.waiting | steps).items() if step >= committed}
 
     def _driver_state(self) -> DriverState:
-        """What was remembered last."""
+        """State that was remembered at the last commit."""
         position, pushed = self._order
         return DriverState(
             version=self._version,
@@ -245,7 +245,7 @@ class Saves:
 
 
 class Saved(Protocol):
-    """What a checkpoint asks of an engine, see `TrainEngine`."""
+    """The part of `TrainEngine` and `CriticEngine` that a checkpoint calls."""
 
     async def begin_step(self) -> None: ...
 
@@ -331,7 +331,7 @@ def _why(error: OSError) -> str:
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """What went wrong is told to who awaits the task; where the run is over, nobody does."""
+    """Take the task's exception, for a run that is over: nothing awaits the task then."""
     if not task.cancelled():
         task.exception()
 

@@ -32,18 +32,18 @@ _ENDING = "this run is ending: no worker joins or leaves it any more"
 
 
 class Devices:
-    """How many devices a run has, over its time."""
+    """Number of devices of a run, over its time."""
 
     def __init__(self, count: int, now: Callable[[], float]) -> None:
         self._now = now
         self._changes: list[tuple[float, int]] = [(-math.inf, count)]  # (since, so many)
 
     def change(self, by: int) -> None:
-        """From now on there are so many more, or fewer."""
+        """Add devices from now on, or remove some (`by` below 0)."""
         self._changes.append((self._now(), self._changes[-1][1] + by))
 
     def mean(self, start: float, end: float) -> float:
-        """How many there were between two moments, on average."""
+        """Mean number of devices between two moments of the clock."""
         parts = [
             (min(until, end) - max(since, start), count)
             for (since, count), (until, _) in pairwise([*self._changes, (math.inf, 0)])
@@ -77,7 +77,7 @@ class Scaling:
         self._is_open = True
 
     async def stop(self) -> None:
-        """Who has not joined yet does not, and nobody is asked to leave any more."""
+        """Stop joining workers that have not joined yet, and ask none to leave any more."""
         under_way = list(self._under_way)
         for task in under_way:
             task.cancel()

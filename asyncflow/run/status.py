@@ -1,6 +1,6 @@
-"""Who does what in a live run, and whether anything moves.
+"""Status of a live run, and the watchdog that ends one in which nothing moves.
 
-consumes: the books, the workers' reports
+consumes: ledger, versions, the workers' reports
 waits for: `run.stall_timeout_seconds` without anything that moves
 is unblocked by: the clock
 """
@@ -30,14 +30,14 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Of one run; the service `status`."""
+    """Watchdog of a run, and its service `status`."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
     @remote
     async def status(self) -> Status:
-        """Who does what, and what waits for what."""
+        """Status: which worker does what, and what waits for what."""
         driver, now = self._driver, asyncio.get_running_loop().time()
         workers, serving = [], {name: version for versions in driver.all_versions for name, version in versions.serving.items()}
         for name, state in sorted(driver.hub.states.items()):
@@ -55,7 +55,7 @@ class Watch:
         return Status(run.name, driver.ledger.ledger.committed, run.steps, idle, workers, waits, queue, stored)
 
     async def run(self) -> None:
-        """For ever. A run in which nothing moves says who waits for what, by a `RunError`."""
+        """Watch for ever. Raises `RunError`, which says what waits for what, when nothing has moved for too long."""
         driver, loop = self._driver, asyncio.get_running_loop()
         limit = driver.config.run.stall_timeout_seconds
         while True:

@@ -1,6 +1,6 @@
-"""Whether what a run trains is sound: what is odd about it is said, and too much of that ends the run.
+"""Checks on what a run trains: oddities are logged, and too many of them end the run.
 
-    RunRecord --groups, updates, rows without a reward, metrics--> Soundness --says---> the terminal
+    RunRecord --groups, updates, rows without a reward, metrics--> TrainingChecks --says---> the terminal
                                                                         '-----fails--> the run's end
 
 Said each time: rows without a token to train on, updates that are skipped. Said once: prompts that are not shared, engines that do
@@ -22,7 +22,7 @@ from asyncflow.types import RunError
 
 
 class TrainingChecks:
-    """One run's. `fails` ends the run, if it has not ended for another reason.
+    """Checks of one run. `fails` ends the run, if it has not ended for another reason.
 
     `skipped_in_a_row`: by task, the updates that were skipped since it last made one. `has_said_unshared`: whether it has been said
     that prompts are not shared.
@@ -60,8 +60,8 @@ class TrainingChecks:
         self._look_at_sharing(group)
 
     def not_scored(self, step: int, count: int, error: str = "") -> None:
-        """So many more rows of the step could not be scored; `error`: of the last one, if it is known. Too many of them end the
-        run."""
+        """Count `count` more rows of the step that could not be scored; `error`: of the last one, if it is known. Too many of
+        them end the run."""
         self._num_unscored[step] += count
         num_rows, most = self._ledger.num_groups(step) * self._shape.group_size, self._config.reward.max_failed_fraction
         if self._num_unscored[step] > most * num_rows:
@@ -85,7 +85,7 @@ class TrainingChecks:
                 self._skipped(task, f"{which}step {totals.step}", totals, update, rows)
 
     def look_at_metrics(self, row: Mapping[str, float]) -> None:
-        """Of a step. Says once that the two engines do not compute the same."""
+        """Look at a step's metrics. Says once that the two engines do not compute the same."""
         has_fresh = "mismatch/kl" in row
         name, most = ("mismatch/kl", LARGE_MISMATCH) if has_fresh else ("policy/rollout_kl", LARGE_ROLLOUT_KL)
         divergence = row.get(name, 0.0)

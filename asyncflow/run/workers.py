@@ -59,7 +59,7 @@ async def rollout_worker(name: str, run_dir: Path) -> None:
 
 
 async def evaluator(name: str, run_dir: Path) -> None:
-    """The same, of evaluations alone."""
+    """Generates evaluations alone, and scores them, until the run stops."""
     await _generate(name, run_dir, lambda config: config.evaluators_device, is_evaluator=True)
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What has become certain of a step. `members`: groups, with their places among the members where mini-batches are cut by them
-    (else 0); `degenerate`: groups that never train; `left`: rows that nobody needs any more. When the last member is known
-    (`is_settled`): the `surplus` behind it, and how many rows its degenerate groups and its surplus had in all."""
+    """Decisions on a step's candidates that have become certain. `members`: groups, with their places among the members where
+    mini-batches are cut by them (else 0); `degenerate`: groups that never train; `left`: rows that nobody needs any more. When
+    the last member is known (`is_settled`): the `surplus` behind it, and how many rows its degenerate groups and its surplus had
+    in all."""
 
     members: dict[int, int]
     degenerate: list[int]
@@ -29,8 +30,8 @@ class Decided:
 
 
 class Candidates:
-    """Of a step that is to have `wanted` members. `has_places`: a member's place must be known (it decides its mini-batch), so it
-    is one only when all candidates before it are decided."""
+    """Candidates of a step that is to have `wanted` members. `has_places`: a member's place must be known (it decides its
+    mini-batch), so it is one only when all candidates before it are decided."""
 
     def __init__(self, wanted: int, *, has_places: bool = False) -> None:
         self._wanted, self._has_places = wanted, has_places
@@ -40,7 +41,7 @@ class Candidates:
         self._dropped: set[int] = set()  # what has been told to be degenerate
 
     def add(self, group: int, rows: Iterable[int]) -> None:
-        """One more. Their numbers rise."""
+        """Add a candidate, with its rows. Groups are added in the order of their numbers."""
         self.rows[group], self._is_varied[group] = set(rows), None
 
     def decide(self, group: int, *, is_varied: bool) -> None:
@@ -70,11 +71,11 @@ class Candidates:
 
     @property
     def num_missing(self) -> int:
-        """So many candidates are too few, even if all that are undecided vary."""
+        """Number of candidates that the step lacks, even if all undecided ones vary."""
         return max(0, self._wanted - sum(is_varied is not False for is_varied in self._is_varied.values()))
 
     def newly_decided(self) -> Decided | None:
-        """What has become certain since the last time. None: nothing."""
+        """Decisions that have become certain since the last call; None if there are none."""
         if not self.num_left:
             return None
         members = self._new_members()
@@ -86,7 +87,7 @@ class Candidates:
         return Decided(members, degenerate, self._rows_of(degenerate)) if members or degenerate else None
 
     def _new_members(self) -> dict[int, int]:
-        """Those of which it is certain by now, with their places."""
+        """Groups that are certain to be members by now, and were not before, with their places."""
         place, is_exact, members = 0, True, dict[int, int]()  # the place if all undecided ones vary, and whether there are none
         for group, is_varied in self._is_varied.items():
             if is_varied and group not in self.members and (is_exact or not self._has_places):
@@ -115,5 +116,5 @@ class Candidates:
 
 
 def num_to_admit(num_missing: int, oversampling: float) -> int:
-    """How many candidates to take for so many that are missing."""
+    """Number of candidates to admit when `num_missing` are missing: `oversampling` times as many, rounded up."""
     return math.ceil(num_missing * oversampling)

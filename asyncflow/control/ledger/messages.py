@@ -1,4 +1,4 @@
-"""What the ledger is told of a group that was trained and of an update that was made, and what it says of a step."""
+"""Messages of the ledger: a trained group and an update, which it receives, and the totals of a step, which it gives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Consumed(msgspec.Struct, frozen=True):
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One optimiser step. `is_skipped`: it could not be made, the weights are as before. `fill_tokens`: as `OptimResult` has it."""
+    """Result of an optimiser step. `is_skipped`: it could not be made; the weights are as before. `fill_tokens`: see
+    `OptimResult`."""
 
     grad_norm: float
     learning_rate: float

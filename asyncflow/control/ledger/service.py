@@ -20,7 +20,8 @@ from asyncflow.types import GroupMeta
 
 
 class LedgerService:
-    """See the module's head. `allow` says how many steps may be trained; more of them lets a driver step by hand."""
+    """The ledger as a service of the driver. `allow` sets how many steps may be trained: a caller that raises it trains step by
+    step."""
 
     def __init__(
         self, ledger: Ledger, schedule: Schedule, progress: Progress, signal: Signal, end_step: Callable[[str, int], None]
@@ -60,12 +61,12 @@ class LedgerService:
         return None if self.is_stopping else self.ledger.lacking(step)
 
     def decide(self, group: int, *, is_varied: bool) -> None:
-        """See `Ledger.judge`."""
+        """Record whether a candidate's rewards vary, and publish the decisions that follow. See `Ledger.decide`."""
         self.ledger.decide(group, is_varied=is_varied)
         self._decide_candidates()
 
     def begun(self, versions: Mapping[int, int]) -> None:
-        """See `Ledger.begun`: the version by group, of groups with rows that came with them."""
+        """Record which version has begun each group; for groups that were admitted with finished rows. See `Ledger.begun`."""
         for group, version in versions.items():
             self.ledger.begun([group], version)
 
@@ -75,7 +76,7 @@ class LedgerService:
         return await self._until(lambda: step < self._may_be_admitted and self._schedule.may_admit(step, self._progress))
 
     def num_newest(self, num_groups: int, group_size: int) -> int:
-        """See `Schedule`: of a step that is admitted now."""
+        """Number of groups of the step admitted now that only its own version may generate. See `Schedule.num_newest`."""
         return self._schedule.num_newest(num_groups, group_size, self._progress)
 
     @remote
@@ -100,7 +101,8 @@ class LedgerService:
 
     @remote
     async def claim(self, step: int, group: int) -> bool:
-        """See `Ledger.claim`. The group that had to go is made by no version from now on that would be too old where it is."""
+        """Have a group trained in an earlier step (`Ledger.claim`). The group that it displaces gets a narrower interval:
+        versions that would be too old for its new step may not generate it any more. True: the group is trained in `step`."""
         later, displaced = self.ledger.step_of(group), self.ledger.claim(step, group)
         if displaced is not None and displaced != group:
             self.on_displaced(displaced, later - self._schedule.max_staleness)
@@ -231,7 +233,7 @@ class LedgerService:
         self._decide_candidates()
 
     def _decide_candidates(self) -> None:
-        """Some candidates may be decided."""
+        """Publish the decisions on candidates that have become certain."""
         for step, decided in self.ledger.newly_decided():
             self.on_decided(step, decided)
         self.changed()

@@ -83,7 +83,7 @@ class StepState:
         to.part[group] = part
 
     def give_up(self, row: int) -> None:
-        """It will never train: it leaves the step, and is counted."""
+        """Take a row out of the step that will never train, and count it as dead."""
         group = row >> self.group_bits
         is_candidates = self.candidates is not None and self.candidates.give_up(group, row)
         if not is_candidates and not any(row in one.members.get(group, ()) for one in chain(*self.updates.values())):
@@ -163,7 +163,7 @@ class StepState:
         return StepTotals(self.step, one.tokens, one.sequences, self.dead, one.non_finite_rows)
 
     def _updates(self, task: str, group: int) -> list[UpdateProgress]:
-        """Those that train a member, one of each epoch."""
+        """Updates that train a member: one of each epoch."""
         return self.updates[task][self.part[group] :: self.mini_batches]
 
     def _remove(self, one: UpdateProgress, rows: Iterable[int]) -> None:
