@@ -4,7 +4,7 @@
     RUN/checkpoints/step-c  --+--> a run of the steps c to s in a scratch folder --> metrics, fingerprints --> beside the run's own
     (or the model it began with)
 
-Rows enter the queue complete, as those do that an earlier life of a run has left, so ledger, schedule, turns and engines are what
+Rows enter the queue complete, as those do that an earlier attempt of a run has left, so ledger, schedule, turns and engines are what
 they were. Where engines that sample are not deterministic, this is how a step can be looked at again.
 
 consumes: a run's folder, which it leaves as it is
@@ -174,7 +174,7 @@ class ReplayJob(Job):
     def __init__(self, config: Config, plan: Plan, listener: Listener | None = None) -> None:
         super().__init__(config, listener)
         self._plan = plan
-        self._life = ReplayLife(config, self.listener.says, plan)
+        self._attempt = ReplayLife(config, self.listener.says, plan)
 
     def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
         specs = workers(self.config, weights_dir, is_training=True, are_trainers_there=False)

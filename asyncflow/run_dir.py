@@ -147,7 +147,7 @@ class RunDir:
             for folder in folders_of(partial):
                 sync_folder(folder)
             _restore(model)
-            if model.exists():  # of a run that is gone on with
+            if model.exists():  # of a resumed run
                 model.rename(over)
             partial.rename(model)
             sync_folder(self.path)

@@ -82,7 +82,7 @@ class Checkpoints:
         replace(partial / MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
         for folder in folders_of(partial):
             sync_folder(folder)
-        if path.exists():  # a damaged one, or one of a life before this
+        if path.exists():  # a damaged one, or one of an attempt before this
             self._remove(version)
         self._forget_added(version)
         partial.rename(path)

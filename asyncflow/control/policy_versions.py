@@ -1,7 +1,7 @@
 """Policy versions: which are published, and which worker serves which.
 
 A version is a step count: version v is what v committed steps have made. Version 0 is the model that the run started from: every
-worker has it from the same files. A run that is gone on with from version `first` begins when the trainer has published that
+worker has it from the same files. A resumed run from version `first` begins when the trainer has published that
 version, and those before it that are still needed. The last `max_staleness` + 1 versions are kept, so that rows that are due under
 an older one can be made again when their worker has died: one of those that are past it is called back.
 

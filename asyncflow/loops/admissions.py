@@ -1,4 +1,4 @@
-"""What enters the queue at each step: its groups, their prompts, and rows that an earlier life of the run has completed.
+"""What enters the queue at each step: its groups, their prompts, and rows that an earlier attempt of the run has completed.
 
     data order --take--> Admissions --step(s)--> feed
                   <--push--   ^         surplus candidates
@@ -49,8 +49,8 @@ class Admissions:
         rows: Batch | None = None,
         columns: Container[str] | None = None,
     ) -> None:
-        """`steps`: those that were admitted in an earlier life, each with the prompts of its groups; `rows`: completed rows of
-        these groups, of which the queue of this life has these `columns`, or all."""
+        """`steps`: those that were admitted in an earlier attempt, each with the prompts of its groups; `rows`: completed rows of
+        these groups, of which the queue of this attempt has these `columns`, or all."""
         self.first = first
         self.prompts: dict[int, Prompt] = {}  # by group, of steps that are not committed
         self._source, self._schedule, self._shape = source, schedule, shape
@@ -64,7 +64,7 @@ class Admissions:
 
     @property
     def waiting(self) -> dict[int, dict[int, Prompt]]:
-        """The prompts of steps of an earlier life that are not admitted again yet."""
+        """The prompts of steps of an earlier attempt that are not admitted again yet."""
         return dict(self._steps)
 
     def step(self, step: int, num_newest: int = 0) -> tuple[list[GroupMeta], Batch]:

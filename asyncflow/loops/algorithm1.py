@@ -94,7 +94,7 @@ class Updated(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps what a run can go on from."""
+    """Keeps the files that a run can be resumed from."""
 
     def is_due(self, version: int) -> bool:
         """Whether `committed` keeps this version: it is published by then."""

@@ -64,7 +64,7 @@ class HeldOut:
     ) -> None:
         """`correct_from`: the reward from which on a response is correct in pass@k.
 
-        `done`: versions that an earlier life of the run has evaluated, or of which nobody has the weights any more.
+        `done`: versions that an earlier attempt of the run has evaluated, or of which nobody has the weights any more.
         """
         self._unscored: Counter[int] = Counter()  # rows that were given up, by group
         self.latest: dict[str, list[Responses]] = {}

@@ -68,7 +68,7 @@ class Attempt:
         self._config, self._says, self._resume = config, says, resume
         self._folder = RunDir(config.run_dir)
         self._model_before: int | None = None  # what was there when the run started
-        self._model_version: int | None = None  # of what this life has saved
+        self._model_version: int | None = None  # of what this attempt has saved
 
     async def begin(self, prepare: Prepare) -> AttemptInputs | None:
         """Look at the folder, have the inputs prepared, in a folder that goes afterwards, and make the run's. Raises `UserError`.
@@ -107,14 +107,14 @@ class Attempt:
 
     @property
     def has_saved(self) -> bool:
-        """Whether there is a final model of this life."""
+        """Whether there is a final model of this attempt."""
         return self._folder.model_id() != self._model_before
 
     def rescue_model(self, published: Manifest | None, rescued: Manifest | None, model: Path, committed: int) -> None:
         """If the trainer could not save in time: the last version that it published is a safetensors file with the same names, or
         else what is `rescued` from a rollout worker.
 
-        A model of an earlier life stays where there is none that could take its place. `model`: what the run was started from.
+        A model of an earlier attempt stays where there is none that could take its place. `model`: what the run was started from.
         """
         folder = self._folder
         folder.restore_models()
@@ -155,7 +155,7 @@ class Attempt:
             self._says(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
 
     def note_end(self) -> None:
-        """The run has ended in order, last of all: say so of the model that this life has saved."""
+        """The run has ended in order, last of all: say so of the model that this attempt has saved."""
         if self._model_version is not None:
             self._folder.note_model(self._model_version)
 
@@ -230,7 +230,7 @@ class Attempt:
         self.job = self._job_file(prepared, resumed)
 
     def _usable(self, resumed: Resumed) -> Resumed:
-        """With the rows that this life's queue can take."""
+        """With the rows that this attempt's queue can take."""
         rows = usable(resumed.rows, queue_schema(self._config))
         if resumed.rows is not None and rows is None:
             self._says(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")
@@ -248,7 +248,7 @@ class Attempt:
         checkpoints = checkpoints_of(self._config)
         await asyncio.to_thread(checkpoints.forget_after, version)
         await asyncio.to_thread(checkpoints.sweep)
-        # Not whole after this life, unless it says so itself.
+        # Not whole after this attempt, unless it says so itself.
         await asyncio.to_thread(write_added, checkpoints.added(version), resumed.state, is_whole=False)
         now = asyncio.get_running_loop().time()
         rows = await asyncio.to_thread(cut_back, run_dir, resumed, now)

@@ -50,7 +50,7 @@ class JobFile(msgspec.Struct, frozen=True):
     max_context: int
     weights_dir: str
     launch: str = ""  # of torchrun, if it has started the trainers
-    first: int = 0  # the step that the run begins with: committed before, in earlier lives
+    first: int = 0  # the step that the run begins with: committed before, in earlier attempts
     checkpoint: str = ""  # the folder that it goes on from
     door: str = ""  # where workers on other machines find the driver, if there are any
     num_held_out: int = 0  # prompts of each evaluation

@@ -88,7 +88,7 @@ class Evaluating:
         return self._versions.kept(planned - self._written)
 
     def _make_held_out(self, prompts: Sequence[Prompt], resumed: Resumed | None) -> HeldOut:
-        """The evaluations, but for those of earlier lives, and those that nobody can make any more."""
+        """The evaluations, but for those of earlier attempts, and those that nobody can make any more."""
         config, first = self._config, resumed.state.version if resumed is not None else 0
         again = {0, *(resumed.versions if resumed is not None else ())}
         # Rollout workers serve none that is older; evaluators do, if its weights are there.

@@ -87,7 +87,7 @@ class Job:
         self.ended_by: int | None = None  # the signal that has interrupted it
         self.driver: Driver | None = None
         self._evaluate_only, self._resume = evaluate_only, resume
-        self._life = Attempt(config, self.listener.says, resume=resume)
+        self._attempt = Attempt(config, self.listener.says, resume=resume)
         self._interrupted = asyncio.Event()
         self._changed = Signal()
 
@@ -96,12 +96,12 @@ class Job:
 
         Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
         """
-        config, listener, life = self.config, self.listener, self._life
-        begun = await life.begin(self._prepare)
-        self.rows, self.certificate = life.rows, life.certificate
+        config, listener, attempt = self.config, self.listener, self._attempt
+        begun = await attempt.begin(self._prepare)
+        self.rows, self.certificate = attempt.rows, attempt.certificate
         if begun is None:
             return
-        assert life.weights_dir is not None
+        assert attempt.weights_dir is not None
         self._prepared = prepared = begun.prepared
         num_kept = len(prepared.prompts), len(prepared.held_out)
         for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *advice(config)]:
@@ -111,7 +111,7 @@ class Job:
         driver.saves.on_settled = self._changed.notify
         watch = Watch(driver)
         driver.serve("status", watch)
-        self._server, self._cluster = self._place(driver, life.weights_dir)
+        self._server, self._cluster = self._place(driver, attempt.weights_dir)
         self._running = Running(driver, self._cluster, self._interrupted, listener.says)
         self.scaling = Scaling(
             config,
@@ -124,19 +124,19 @@ class Job:
         )
         driver.serve("scaling", self.scaling)
         self._rescue = Rescue(
-            life.weights_dir,
+            attempt.weights_dir,
             driver.versions,
             driver.hub,
             config.checkpoint.stop_grace_seconds,
             has_failed=lambda: self._running.has_failed,
-            has_saved=lambda: life.has_saved,
+            has_saved=lambda: attempt.has_saved,
             says=listener.says,
         )
         driver.serve("rescue", self._rescue)
         self.driver = driver
         await driver.transfer_queue.open()
         await self._open_doors()
-        if not await self._running.start(self._fleet(life.weights_dir)):
+        if not await self._running.start(self._fleet(attempt.weights_dir)):
             return
         driver.progress()  # it has not stood still, however long there was no room for them
         self.scaling.begin()
@@ -176,7 +176,7 @@ class Job:
                 await self._stop(self.driver)
         finally:
             self.driver = None
-            self._life.remove_weights()
+            self._attempt.remove_weights()
 
     async def _stop(self, driver: Driver) -> None:
         await driver.stop()
@@ -194,7 +194,7 @@ class Job:
             self.certificate = driver.record.certificate()
             self.certificate.write(self.config.run_dir)
         self._write_report()
-        self._life.note_end()
+        self._attempt.note_end()
 
     # -- from outside, while it runs ----------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Job:
     @property
     def first(self) -> int:
         """Step at which this attempt has begun."""
-        return self._life.job.first
+        return self._attempt.job.first
 
     def push(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Train on these rows next. Raises `UserError` for one that lacks a column or is too long, `RunError` at the end."""
@@ -265,7 +265,7 @@ class Job:
     def _rescue_model(self, driver: Driver) -> None:
         self._rescue.close()
         committed = driver.ledger.ledger.committed
-        self._life.rescue_model(driver.versions.newest, self._rescue.published, self._prepared.model, committed)
+        self._attempt.rescue_model(driver.versions.newest, self._rescue.published, self._prepared.model, committed)
 
     def _write_report(self) -> None:
         write_trace(self.config.run_dir)
@@ -280,7 +280,7 @@ class Job:
         if listen is not None:
             door = await self._server.start(listen)
             self.listener.says(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
-            self._life.tell_workers(msgspec.structs.replace(self._life.job, door=door))
+            self._attempt.tell_workers(msgspec.structs.replace(self._attempt.job, door=door))
 
     def _is_done(self) -> bool:
         steps = 0 if self._evaluate_only else self.config.run.steps

@@ -54,7 +54,7 @@ class Observer:
 
 class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Part of a record that a checkpoint holds: figures of the committed steps, in all attempts of the run. `resumed_at`: the
-    steps at which it was gone on with; `made_again_at`: those of them where rows had been begun, or may have been, that are made
+    steps at which it was resumed; `made_again_at`: those of them where rows had been begun, or may have been, that are made
     again."""
 
     max_staleness: int = 0
@@ -92,7 +92,7 @@ class RunRecord:
         num_devices: Callable[[float, float], float],
         before: RecordState,
     ) -> None:
-        """Opens the run's files. `num_devices`: between two moments, on average. `before`: of the lives before this one."""
+        """Opens the run's files. `num_devices`: between two moments, on average. `before`: of the attempts before this one."""
         self._config, self._schedule, self._ledger, self._observer = config, schedule, ledger, observer
         self._queue, self._controllers = queue, controllers
         self._start, self._now, self._progress, self._num_devices = start, now, progress, num_devices
@@ -195,7 +195,7 @@ class RunRecord:
         self._note("installed", version)
 
     async def evaluated(self, row: Row) -> None:
-        """An evaluation's figures, once every worker has sent its samples: a run that is gone on with makes neither again."""
+        """An evaluation's figures, once every worker has sent its samples: a resumed run makes neither again."""
         async with self._evaluating:
             await self.hub.settle(self._now())
             self._evaluations.write(json.dumps(row) + "\n")
@@ -319,7 +319,7 @@ class RunRecord:
         self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     def _rows_redelivered(self) -> int:
-        """In all lives, but for tasks that only evaluations have: what is said of it is of what was trained."""
+        """In all attempts, but for tasks that only evaluations have: what is said of it is of what was trained."""
         tables = [controller.table for controller in self._controllers.values()]
         now = sum(table.num_redelivered for table in tables if table.spec.purpose != "eval")
         return self._before.rows_redelivered + now

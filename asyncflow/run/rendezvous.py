@@ -29,7 +29,7 @@ AT_DRIVER: Final = "driver://"
 
 
 class Rendezvous:
-    """The driver's service: `torch.distributed`'s store, of one life of the run's trainers."""
+    """The driver's service: `torch.distributed`'s store, of one attempt of the run's trainers."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -54,7 +54,7 @@ MAY_CHANGE: Final = (
     "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps", "eval.num_workers",
     "eval.device",
 )  # fmt: skip
-"""What of the configuration may be other when a run is gone on with; below a section's name, all of it."""
+"""What of the configuration may be other when a run is resumed; below a section's name, all of it."""
 
 
 class SavedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -260,7 +260,7 @@ def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
 def to_be_kept(config: Config) -> str:
     """What there is in the run's folder, without a checkpoint, that somebody may miss, and why; "" where there is nothing.
 
-    What a life of this very run has left that was killed before its first checkpoint is made again, and is missed by nobody.
+    What an attempt of this very run has left that was killed before its first checkpoint is made again, and is missed by nobody.
     """
     folder = RunDir(config.run_dir)
     if folder.model.exists() or folder.critic.exists():

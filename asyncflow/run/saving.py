@@ -86,7 +86,7 @@ class Saves:
         self._data = ""
         self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
         self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
-        self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this life
+        self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this attempt
         self._has_critic = len(ledger.trained) > 1
         self._came = Signal()
         self.settled = ledger.committed  # the last version of which there is a checkpoint, or will be none
@@ -203,7 +203,7 @@ class Saves:
         await asyncio.to_thread(write_driver, self._checkpoints.partial(version), state, rows)
 
     def _loses_rows(self) -> bool:
-        """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier life."""
+        """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier attempt."""
         bits, size = self._queue.schema.group_bits, self._record.shape.group_size
         begun = {row for group in self._ledger.groups_begun() for row in range(group << bits, (group << bits) + size)}
         return self._kept is None or not begun <= self._kept

@@ -39,8 +39,8 @@ class TrainingChecks:
         says: Callable[[str], None],
         fails: Callable[[RunError], None],
     ) -> None:
-        """`skipped_in_a_row`, `has_said_unshared`: as the life before this one left them. `reward_failures()`: attempts that failed
-        so far, by kind."""
+        """`skipped_in_a_row`, `has_said_unshared`: as the attempt before this one left them. `reward_failures()`: attempts that
+        failed so far, by kind."""
         self.skipped_in_a_row, self.has_said_unshared = dict(skipped_in_a_row), has_said_unshared
         self._config, self._shape, self._ledger = config, shape_of(config), ledger
         self._reward_failures, self._says, self._fails = reward_failures, says, fails

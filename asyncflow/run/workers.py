@@ -121,7 +121,7 @@ async def unit_worker(name: str, run_dir: Path) -> None:
     """
     called, number = called_by(run_dir), int(name.partition("/")[2])
     config, folder = called.config, Path(called.job.weights_dir)
-    own = folder / f"unit-{number}-{uuid.uuid4().hex[:8]}"  # of this life: the files of the one before may still be there
+    own = folder / f"unit-{number}-{uuid.uuid4().hex[:8]}"  # of this attempt: the files of the one before may still be there
     options, node = unit_options(config), remote_node()
     if node is not None and run_dir.is_relative_to(node.files):  # the run's own is not seen here
         options = replace(options, snapshot_dir=None)

@@ -101,26 +101,26 @@ def simulate(
 def simulate_lives(
     config: Config, ends: Sequence[float], *, costs: Costs | None = None, faults: Faults = NO_FAULTS, seed: int = 0
 ) -> Simulated:
-    """The same run in several lives: each is over after so many virtual seconds, all at once, as when the power fails, and the next
-    one goes on from what is on the disk. The last one runs to the end.
+    """The same run in several attempts: each is over after so many virtual seconds, all at once, as when the power fails, and the
+    next one goes on from what is on the disk. The last one runs to the end.
 
-    The laws are those of one run: what a life trained beyond the checkpoint that the next one goes on from does not count. Tells of
-    the last life.
+    The laws are those of one run: what an attempt trained beyond the checkpoint that the next one goes on from does not count.
+    Tells of the last attempt.
     """
     check_choices(config)
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
-        run_dirs = [Path(scratch) / str(life) / "run" for life in range(len(ends) + 1)]
+        run_dirs = [Path(scratch) / str(attempt) / "run" for attempt in range(len(ends) + 1)]
         audit: Audit | None = None
-        for life, run_dir in enumerate(run_dirs):
+        for attempt, run_dir in enumerate(run_dirs):
             variant = _variant(config, seed, run_dir, {"every_steps": config.checkpoint.every_steps or 1})
             loop = VirtualLoop()
-            job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, resume=life > 0, audit=audit)
+            job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, resume=attempt > 0, audit=audit)
             audit = job.audit
             try:
-                _run(loop, job, ends[life] if life < len(ends) else None)
+                _run(loop, job, ends[attempt] if attempt < len(ends) else None)
                 spans = read_spans(run_dir / SPANS_FILE)
-                if life < len(ends):
-                    shutil.copytree(run_dir, run_dirs[life + 1])  # before anything else is written there
+                if attempt < len(ends):
+                    shutil.copytree(run_dir, run_dirs[attempt + 1])  # before anything else is written there
             finally:
                 loop.finish()
     return Simulated(seed, loop.now, job.rows, job.evaluations, spans, job.audit.counts, job.audit.violations)
@@ -188,7 +188,7 @@ class SimulatedJob(Job):
         resume: bool = False,
         audit: Audit | None = None,
     ) -> None:
-        """`audit`: of the lives before this one."""
+        """`audit`: of the attempts before this one."""
         super().__init__(config, listener, resume=resume)
         schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
         self.audit = audit or Audit(schedule, shape_of(config))
@@ -283,7 +283,7 @@ class SimulatedJob(Job):
 
     @asynccontextmanager
     async def _joined(self, name: str, peer: SimulatedPeer) -> AsyncIterator[RunConnection]:
-        async with joined(cast(Peer, peer), name, self.config, self._life.job, "simulated") as run:
+        async with joined(cast(Peer, peer), name, self.config, self._attempt.job, "simulated") as run:
             run.reporter.recorder.enter("load")
             await asyncio.sleep(self._costs_of(name).load_seconds)
             yield run

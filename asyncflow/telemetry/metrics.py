@@ -111,7 +111,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "queue/rows": "Rows on all storage units, at that moment.",
     "queue/stored_bytes": "Bytes of their values.",
     "queue/admission_wait_seconds": "Seconds that admissions have waited for room since the run began, over all of them.",
-    "run/num_resumes": "How often the run has been gone on with from a checkpoint; only where it has been.",
+    "run/num_resumes": "How often the run has been resumed from a checkpoint; only where it has been.",
     "memory/rss_bytes/<worker>": "Resident memory of the worker's process, in bytes, as last reported to the driver.",
 }
 

@@ -56,7 +56,7 @@ class Ledger:
         train, each of them up to `groups_per_round` groups of rows in a turn.
 
         `trained`: the tasks that train a model each, the policy's first; the others have one rank. `by_step`: those of `tasks`,
-        the last ones, that such a model does under the version of each step: they end with a step, and a run that is gone on with
+        the last ones, that such a model does under the version of each step: they end with a step, and a resumed run
         does them again. A step is `epochs` times `mini_batches` updates of each model.
 
         `chosen_by`: that of `tasks` behind which a step's `num_members` groups are chosen among its candidates; none: a step trains
@@ -89,7 +89,7 @@ class Ledger:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The tasks whose outputs a run that is gone on with keeps; members it chooses again."""
+        """The tasks whose outputs a resumed run keeps; members it chooses again."""
         return tuple(task for task in self.tasks[: self.tasks.index(self._last_kept) + 1] if task != self._chosen_by)
 
     @property
@@ -291,7 +291,7 @@ class Ledger:
         return step < self.committed or (is_all and not self._steps["train", step].todo[task])
 
     def not_generated(self) -> set[int]:
-        """Rows of open steps that lack something that comes before training, and that a run that is gone on with keeps."""
+        """Rows of open steps that lack something that comes before training, and that a resumed run keeps."""
         return {row for (purpose, _), state in self._steps.items() if purpose == "train" for row in state.todo[self._last_kept]}
 
     def unfinished(self, version: int) -> int:
