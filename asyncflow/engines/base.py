@@ -1,10 +1,10 @@
-"""The two engine contracts. An engine sees neither the queue, nor the algorithm, nor the other engine.
+"""Contracts of the engines. An engine sees neither the queue, nor the algorithm, nor another engine.
 
     RolloutEngine   prompt token ids -> responses, under one installed policy version at a time
     TrainEngine     micro-batches + a loss -> unnormalised gradient sums -> an optimiser step
 
 Methods are coroutines: the computation runs in the engine's own thread (`asyncflow.threads.ComputeThread`), one thread per
-engine, which is also its lock. Cancelling a coroutine abandons the answer, not the computation.
+engine, which is also its lock. Cancelling a coroutine drops the answer; the computation itself runs to its end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy. The end tokens are those of the model's own files."""
+    """Settings for drawing the tokens of a response.
+
+    `temperature` 0 means greedy decoding. `max_new_tokens` limits one response. The end tokens come from the model's own files.
+    """
 
     temperature: float = 1.0
     max_new_tokens: int = 64
@@ -33,7 +36,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """Sampling noise is keyed on (seed, prompt_index, sample, token position): never on worker, batch or attempt."""
+    """Key of the sampling noise of one prompt.
+
+    The noise depends on (seed, prompt_index, sample, token position), and never on worker, batch or attempt. So a response that
+    was lost can be generated again with the same noise.
+    """
 
     seed: int
     prompt_index: int
@@ -41,11 +48,11 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One finished response.
+    """Finished response of L tokens.
 
-    token_ids int64 [L], the end token included when it was reached; logprobs float32 [L] of the distribution sampled from
-    (temperature applied; under greedy decoding, that of temperature 1); version_spans int64 [spans, 2], rows (first token offset,
-    policy version), ascending, first offset 0.
+    token_ids int64 [L], the end token included when it was reached; logprobs float32 [L], under the distribution that was sampled
+    from (with the temperature applied; temperature 1 under greedy decoding); version_spans int64 [spans, 2], rows of (first token
+    offset, policy version), ascending, first offset 0.
     """
 
     sample: int
@@ -56,51 +63,52 @@ class Response:
 
 
 class RolloutEngine(Protocol):
-    """Generates responses by continuous batching over `num_slots` slots."""
+    """Engine that generates responses by continuous batching over `num_slots` slots."""
 
     num_slots: int
     is_deterministic: bool  # a sample's tokens and log-probs depend, to the bit, on its prompt, key, sampling and weights alone
-    why_not_deterministic: str  # one sentence, "" if it is
+    why_not_deterministic: str  # one sentence; "" if the engine is deterministic
 
     def generate(self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey) -> AsyncIterator[Response]:
-        """Responses of one prompt (int64 [Lp]), one for each number in `samples`, each yielded soon after it ends: some that
-        end within a moment may come together.
+        """Responses to one prompt (int64 [Lp]), one for each number in `samples`.
 
-        More samples than there are slots left wait inside the engine. Raises `ValueError` when prompt and response exceed the
-        context.
+        Each response is yielded soon after it ends; responses that end at nearly the same time may come together. Samples for
+        which no slot is free wait inside the engine. Raises `ValueError` when prompt and response exceed the context.
         """
         ...
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Do what of an install can be done beside generation. Optional: `install` does what was not prepared.
+        """Do the part of an install that can run beside generation. Optional: `install` does what was not prepared.
 
-        The tensors are not to change until that version is installed, or another one prepared. Raises as `install`.
+        The tensors must not change until this version is installed, or another one is prepared. Raises the errors of `install`.
         """
         ...
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy `tensors` (Hugging Face names) into the weights in place; later tokens are generated under `version`.
 
-        Raises `ValueError`, changing nothing, when a name, shape or dtype is not the model's.
+        Raises `ValueError`, and changes nothing, when a name, shape or dtype is not the model's.
         """
         ...
 
     async def export_weights(self) -> WeightSource | None:
-        """What is installed, by Hugging Face names, in the engine's own dtype; None if it cannot say. Valid until the next install.
+        """Installed weights by Hugging Face names, in the engine's own dtype; None if the engine cannot export them.
 
-        A run asks for it once, at its end, and only where its trainer was lost with the newest weights.
+        The source is valid until the next install. A run asks for it once, at its end, and only if its trainer was lost together
+        with the newest weights.
         """
         ...
 
     async def pause(self) -> None:
-        """Make no more tokens until `resume`, and return when none is being made. Pausing what is paused does nothing.
+        """Stop making tokens until `resume`; return when no token is being made. Does nothing if the engine is paused already.
 
-        Nothing is lost: responses under way go on later, with their keys and values, and new ones wait. All other calls work.
+        Nothing is lost: unfinished responses keep their keys and values and continue later, and new requests wait. All other
+        calls work while the engine is paused.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`. Does nothing if the engine is not paused."""
+        """Make tokens again after `pause`. Does nothing if the engine is not paused."""
         ...
 
     async def close(self) -> None:
@@ -110,12 +118,12 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A fixed piece of one group, a function of indices alone.
+    """Fixed piece of one group: R rows with one prompt. The rows' indices alone decide how a group is cut into pieces.
 
-    indices int64 [R]; prompt_ids int64 [Lp]; the ragged columns have R entries: response_ids int64, loss_mask uint8,
-    rollout_logprobs float32; advantages float32 [R], or [T], a number for each of all response tokens; staleness int64 [R], of each
-    row's oldest token, in versions; ref_logprobs ragged float32, where the reference is a task of its own; values ragged float32,
-    where there is a critic, for which `advantages` are the returns.
+    indices int64 [R]; prompt_ids int64 [Lp]. The ragged columns have R entries: response_ids int64, loss_mask uint8,
+    rollout_logprobs float32. advantages float32: [R], one for each row, or [T], one for each of all T response tokens. staleness
+    int64 [R]: of each row's oldest token, in versions. ref_logprobs, ragged float32: only where the reference is a separate task.
+    values, ragged float32: only for a critic, and `advantages` are then the returns.
     """
 
     indices: Array
@@ -130,29 +138,35 @@ class MicroBatch:
 
     @property
     def token_advantages(self) -> Array:
-        """float32 [T]: each response token's, rows end to end. (As many rows as tokens: a row is a token then.)"""
+        """Advantages float32 [T], one for each response token, rows end to end.
+
+        If there are as many rows as tokens, each row has one token, so both forms of `advantages` mean the same.
+        """
         if len(self.advantages) == len(self.response_ids.values):
             return self.advantages
         return np.repeat(self.advantages, self.response_ids.lengths)
 
     @property
     def has_advantages(self) -> bool:
-        """Whether any is not 0."""
+        """Whether any advantage is not 0."""
         return bool(self.advantages.any())
 
     @property
     def logical_tokens(self) -> int:
-        """Every response counted with its prompt (papers: TPSPD)."""
+        """Number of tokens when every response is counted with its own prompt (papers: TPSPD)."""
         return len(self.response_ids.values) + len(self.indices) * len(self.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchResult:
-    """`metrics`: sums over the loss tokens. `physical_tokens`: those computed, without what fills up. `is_finite`: False if the
-    loss or a log-prob was not; nothing was accumulated then.
+    """Result of the forward and backward pass of one micro-batch.
 
-    `logprob_differences`: loss tokens whose log-prob is the rollout engine's to the bit, and the largest difference in nats.
-    `is_computed`: False if no engine has seen it, since it has no gradient (`train.skip_zero_advantages`).
+    `metrics`: sums over the loss tokens. `physical_tokens`: tokens that the model computed, without fill tokens. `is_finite`:
+    False if the loss or a log-prob was not finite; then nothing was accumulated, or the step will be skipped.
+
+    `logprob_differences`: the number of loss tokens whose log-prob equals the rollout engine's to the bit, and the largest
+    difference in nats. `is_computed`: False if no engine computed the micro-batch, because it has no gradient
+    (`train.skip_zero_advantages`).
     """
 
     loss_sum: float
@@ -166,10 +180,11 @@ class MicroBatchResult:
 
 @dataclass(frozen=True, slots=True)
 class OptimResult:
-    """`skipped`: the accumulated gradient was not finite; the weights are unchanged and the sums are cleared.
+    """Result of one optimiser step.
 
-    `fill_tokens`: computed for nothing since the last update, in all data-parallel groups, where micro-batches were brought to one
-    length or a group had none.
+    `skipped`: the accumulated gradient was not finite, or nothing was accumulated; the weights are unchanged and the sums are
+    cleared. `fill_tokens`: tokens without use that all data-parallel groups computed since the last update, because micro-batches
+    were filled up to one length, or because a group had none.
     """
 
     grad_norm: float
@@ -180,11 +195,11 @@ class OptimResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenOptions:
-    """What an engine is told of a model that it does not train. config.py says which values there are, and the defaults.
+    """Options of an engine whose model is not trained. config.py lists the allowed values and the defaults.
 
-    The passes compute on `device` in `dtype`, which is what the weights are kept in, too; `offload`: in host memory. `temperature`
-    is that of the rollout's sampling. At most `log_prob_chunk_tokens` rows of logits exist at a time. `num_threads` compute on
-    the CPU.
+    The passes compute on `device` in `dtype`; the weights are kept in `dtype`, too, and with `offload` in host memory.
+    `temperature` is the rollout's sampling temperature. At most `log_prob_chunk_tokens` rows of logits exist at a time.
+    `num_threads`: threads that compute on the CPU.
     """
 
     device: str
@@ -197,21 +212,22 @@ class FrozenOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEngineOptions:
-    """What every train engine is told. config.py says which values there are, and the defaults.
+    """Options that every train engine takes. config.py lists the allowed values and the defaults.
 
-    `learning_rate` rises linearly over the first `warmup_steps` updates and stays. `weight_decay` applies to matrices, not to
-    biases and norms. `temperature` is that of the rollout's sampling: the policy's distribution is the one sampled from. `seed`
-    is for losses that draw numbers. `dtype` is that of the forward and backward passes; weights, gradient sums and optimiser state
-    are float32 or more. At most `log_prob_chunk_tokens` rows of logits exist at a time. `num_threads` compute on the CPU.
+    `learning_rate` rises linearly over the first `warmup_steps` updates and is constant then. `weight_decay` applies to matrices,
+    not to biases and norms. `temperature` is the rollout's sampling temperature: the policy's distribution is the one that was
+    sampled from. `seed` is for losses that draw random numbers. The forward and backward passes compute in `dtype`; weights,
+    gradient sums and optimiser state are float32 or wider. At most `log_prob_chunk_tokens` rows of logits exist at a time.
+    `num_threads`: threads that compute on the CPU.
 
     `accumulate`: how gradients add up, see train/accumulate.py. `old`, `is_corrected`: see train/model/tri_model.py.
-    `has_reference`: keep the model as it is at the start as the reference. Old policy and reference are kept in `frozen_dtype`
-    (None: in `dtype`); `offload`: in host memory. `check_shared_prompt`: the first micro-batch whose prompt is shared is computed
-    unshared, too, and compared.
+    `has_reference`: keep a copy of the model as it is at the start, as the reference. Old policy and reference are kept in
+    `frozen_dtype` (None: in `dtype`), and with `offload` in host memory. `check_shared_prompt`: compute the first micro-batch
+    whose prompt is shared without sharing, too, and compare.
 
-    `layout`: how the model is cut over processes; in a pipeline the micro-batches of a call are brought to one length, if no more
-    than `pipeline_fill` of all their tokens fill. `activation_checkpointing`: each layer's activations are made again in the
-    backward pass. `offload_optimizer`: the optimiser's state is kept in host memory.
+    `layout`: how the model is sharded over processes. In a pipeline the micro-batches of a call are filled up to one length, if
+    the fill is at most the fraction `pipeline_fill` of all their tokens. `activation_checkpointing`: compute each layer's
+    activations again in the backward pass. `offload_optimizer`: keep the optimiser's state in host memory.
     """
 
     layout: Layout
@@ -239,10 +255,10 @@ class TrainEngineOptions:
 
 
 class ClassifierEngine(Protocol):
-    """Scores whole sequences."""
+    """Engine that scores whole sequences, such as a reward model."""
 
     async def score(self, token_ids: Array) -> float:
-        """The logit of a sequence (int64 [L]). Raises `ValueError` for one that is empty, or longer than the model takes."""
+        """Logit of a sequence (int64 [L]). Raises `ValueError` if it is empty, or longer than the model takes."""
         ...
 
     async def close(self) -> None:
@@ -251,7 +267,7 @@ class ClassifierEngine(Protocol):
 
 
 class LogProbEngine(Protocol):
-    """What a task of its own, such as the reference, needs of a model."""
+    """Engine that computes log-probs, for a task such as the reference that needs nothing else from a model."""
 
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """Log-probs (float32) of the tokens of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
@@ -263,71 +279,86 @@ class LogProbEngine(Protocol):
 
 
 class CriticEngine(Protocol):
-    """A model of values, and its training. The methods that `TrainEngine` has too do what is said there."""
+    """Engine of a critic: a model of values, and its training. Methods without details here do what `TrainEngine`'s do."""
 
     async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """The values (float32) before each token of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
-        ...
-
-    async def begin_step(self) -> None: ...
-
-    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
-        """As `TrainEngine`'s, with another loss: micro-batches have `values`, and returns for advantages."""
-        ...
-
-    async def optim_step(self, normaliser: int) -> OptimResult: ...
-
-    async def discard(self) -> None: ...
-
-    async def fingerprint(self) -> Mapping[str, str]: ...
-
-    async def save(self, path: Path) -> None:
-        """Write the model in Hugging Face format, with the value head beside it."""
-        ...
-
-    async def save_state(self, folder: Path) -> Awaitable[None]: ...
-
-    async def load_state(self, folder: Path) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
-"""The environment variable that says where a train engine's processes find each other: a URL that torch.distributed takes."""
-RANKS_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The environment variables that name the network interface by which their libraries connect."""
-EXCHANGE_SECONDS: Final = 600.0
-"""How long one of these processes waits for the others in one exchange. One that has died is noticed at once."""
-
-
-class TrainEngine(LogProbEngine, Protocol):
-    """Trains one model. The gradient of a step is a sum of `forward_backward` calls, divided once.
-
-    An engine that is cut over several processes (`Layout`) is one object in each. In every data-parallel group one leads: it is
-    called by a loop, and all leaders are called alike, at the same time and in the same order. The others follow.
-    """
-
-    device: str
-    data_parallel_rank: int | None  # of a leader, from 0; None of one that follows
-
-    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Do what the leader's calls ask for, until it closes. Every call is made within `busy(its name)`."""
+        """Values (float32) before each token of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
         ...
 
     async def begin_step(self) -> None:
-        """The micro-batches that follow are of a new step: the weights are now those of its start."""
+        """See `TrainEngine.begin_step`."""
+        ...
+
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
+        """See `TrainEngine.forward_backward`. The micro-batches have `values`, and their `advantages` are returns."""
+        ...
+
+    async def optim_step(self, normaliser: int) -> OptimResult:
+        """See `TrainEngine.optim_step`."""
+        ...
+
+    async def discard(self) -> None:
+        """See `TrainEngine.discard`."""
+        ...
+
+    async def fingerprint(self) -> Mapping[str, str]:
+        """See `TrainEngine.fingerprint`."""
+        ...
+
+    async def save(self, path: Path) -> None:
+        """Write the model in Hugging Face format to the folder `path`, with the value head in a file beside it."""
+        ...
+
+    async def save_state(self, folder: Path) -> Awaitable[None]:
+        """See `TrainEngine.save_state`."""
+        ...
+
+    async def load_state(self, folder: Path) -> None:
+        """See `TrainEngine.load_state`."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the compute thread."""
+        ...
+
+
+RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
+"""Environment variable with the URL where a train engine's processes find each other, in a form that torch.distributed takes."""
+RANKS_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that name the network interface by which Gloo and NCCL connect these processes."""
+EXCHANGE_SECONDS: Final = 600.0
+"""Seconds that one of these processes waits for the others in one exchange. The death of a process is noticed at once."""
+
+
+class TrainEngine(LogProbEngine, Protocol):
+    """Engine that trains one model. The gradient of a step is the sum over its `forward_backward` calls, divided once.
+
+    An engine that is sharded over several processes (`Layout`) is one object in each process. In every data-parallel group one
+    process leads: a loop calls it, and all leaders get the same calls, at the same time and in the same order. The other processes
+    follow their leader.
+    """
+
+    device: str
+    data_parallel_rank: int | None  # the leader's, from 0; None in a process that follows
+
+    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Make the calls that the leader makes, until it closes. Each call runs inside the context `busy(name of the call)`."""
+        ...
+
+    async def begin_step(self) -> None:
+        """Begin a step: the micro-batches that follow belong to it, and the present weights are its start."""
         ...
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """Add the micro-batches' unnormalised gradients to the step's sums, and tell what came of each.
+        """Add the micro-batches' unnormalised gradients to the step's sums; return a result for each micro-batch.
 
-        An engine of several data-parallel groups is called by all of them at the same time, each with its own micro-batches: as
-        many as it has, which may be none.
+        If the engine has several data-parallel groups, all of them call at the same time, each with its own micro-batches. Their
+        numbers may differ, and a group may have none.
         """
         ...
 
     async def optim_step(self, normaliser: int) -> OptimResult:
-        """Divide the sums by `normaliser`, clip, step, clear the sums. A non-finite gradient is skipped, not applied."""
+        """Divide the sums by `normaliser`, clip, update, clear the sums. With a gradient that is not finite, skip the update."""
         ...
 
     async def discard(self) -> None:
@@ -335,36 +366,37 @@ class TrainEngine(LogProbEngine, Protocol):
         ...
 
     async def export_weights(self) -> WeightSource:
-        """The current weights. Every leader iterates over them to the end, before the next `optim_step` or `discard`.
+        """Current weights. Every leader iterates over them to the end, before the next `optim_step` or `discard`.
 
-        Where the engine gathers them meanwhile, it is not called before `WeightSource.gathered`; where it does not, `begin_step`
-        and `forward_backward` of the next step are called while they are read.
+        If the engine gathers the weights during the iteration, the loop makes no call before `WeightSource.gathered` returns.
+        Otherwise it calls `begin_step` and `forward_backward` of the next step while the weights are read.
         """
         ...
 
     async def fingerprint(self) -> Mapping[str, str]:
-        """SHA-256 of the bytes of `weights/<name>` and of the optimiser's `optimizer/<name>/<state>`, in hexadecimal.
+        """SHA-256 of the bytes of each `weights/<name>` and `optimizer/<name>/<state>`, in hexadecimal, by these names.
 
-        Of data-parallel rank 0; the others take part, and return nothing.
+        Data-parallel rank 0 returns them. The other ranks must call, too, and return an empty mapping.
         """
         ...
 
     async def save(self, path: Path) -> None:
-        """Write the model in Hugging Face format."""
+        """Write the model in Hugging Face format to the folder `path`."""
         ...
 
     async def save_state(self, folder: Path) -> Awaitable[None]:
-        """Write all that the step depends on that `begin_step` has begun last to files in `folder`.
+        """Write to files in `folder` all that the present step depends on, which is the one that `begin_step` began last.
 
-        Returns when the engine may go on: the files are written beside it. What is returned is awaited before the next state is
-        saved, and raises `OSError` or `RunError` where a file could not be written; that of data-parallel rank 0 is done when the
-        files of all ranks are there. Whatever has been accumulated, or drawn at random, since the step began is not in it.
+        Returns when the engine may be called again; the files are then written in the background. The caller awaits the returned
+        awaitable before it saves the next state. The awaitable raises `OSError` or `RunError` if a file could not be written; on
+        data-parallel rank 0 it is done when the files of all ranks are there. Gradients that were accumulated and random numbers
+        that were drawn since the step began are not part of the state.
         """
         ...
 
     async def load_state(self, folder: Path) -> None:
-        """Be where the engine was whose `save_state` wrote `folder`, under whatever layout. Before the first step only.
+        """Restore the state that `save_state` wrote to `folder`, under any layout. Call it before the first step only.
 
-        Raises `RunError` where that was another model's.
+        Raises `RunError` if the state belongs to another model.
         """
         ...

@@ -1,7 +1,7 @@
-"""The part of a Hugging Face `config.json` that determines the computation, of the Qwen2, Qwen3 and Llama families.
+"""Fields of a Hugging Face `config.json` that determine the computation, for the Qwen2, Qwen3 and Llama families.
 
-For engines that compute these models by code of their own: the embedded decoder and Megatron's. A field that could change the
-computation in a way that they do not implement is refused by its name.
+Two engines compute these models with code of their own: the embedded decoder and Megatron's. If a field could change the
+computation in a way that they do not implement, the config is refused, and the error names the field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ READ = {
     *("model_type", "architectures", "layer_types", "head_dim", "rms_norm_eps", "attention_bias", "mlp_bias"),
     *("tie_word_embeddings", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"),
 }
-# What transformers gives every config, whatever the family, and a config.json that is written whole has: nothing is asked for.
+# Fields that transformers gives every config, whatever the family. With these values they ask for nothing special.
 DEFAULTS: dict[str, Any] = {
     "chunk_size_feed_forward": 0,
     "is_encoder_decoder": False,
@@ -45,7 +45,7 @@ ROPE_SCALING = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """The part of a Hugging Face `config.json` that determines the computation."""
+    """Sizes, constants and switches of one decoder, as read from a Hugging Face `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -65,7 +65,10 @@ class DecoderConfig:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> DecoderConfig:
-        """From the fields of a `config.json`; `ValueError` naming the first one that is not implemented."""
+        """Make the config from the fields of a `config.json`.
+
+        Raises `ValueError`, which names the first field that is not implemented.
+        """
         kind: Any = fields.get("model_type")
         if kind not in FAMILIES:
             raise ValueError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
@@ -122,7 +125,10 @@ def _rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:
-    """Radians per position of each pair of dimensions: float32 [D / 2]; `llama3` as in Llama 3.1's reference code."""
+    """Rotary frequencies of a head of D = `head_dim` elements, in radians per position: float32 [D / 2].
+
+    `rope`: as in `DecoderConfig`. The type `llama3` is computed as in Llama 3.1's reference code.
+    """
     frequency = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope["rope_type"] == "default":
         return frequency

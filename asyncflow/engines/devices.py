@@ -1,4 +1,4 @@
-"""Whether a device that a configuration names is there, and what PyTorch says of it. The names: `asyncflow/devices.py`."""
+"""Checks that a configured device is there, and facts about it from PyTorch. The names of devices: `asyncflow/devices.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from asyncflow.types import UserError
 
 
 def check_device(device: str, key: str) -> None:
-    """Raises `UserError`, naming the configuration's `key`, if a device (cpu, cuda or npu, perhaps `cuda:1`) is not there."""
+    """Check that a device (cpu, cuda or npu, perhaps with a number: `cuda:1`) is there.
+
+    Raises `UserError`, which names the configuration's `key`, if it is not.
+    """
     kind = kind_of(device)
     if kind not in KINDS:
         raise UserError(f"{key} must be {ONE_OF_KINDS}, perhaps with a number ({CUDA}:1), but is {device!r}.")
@@ -22,9 +25,10 @@ def check_device(device: str, key: str) -> None:
 
 
 def own_device(device: str, local_rank: int, key: str) -> torch.device:
-    """The device of one of several ranks on this machine: `cuda` is the one that has its number.
+    """Device of one of several ranks on this machine: for `cuda` and `npu`, the one whose number is `local_rank`.
 
-    Raises `UserError`, naming the configuration's `key`, if there is no such device, or `device` names one for all of them.
+    Also makes it the current device. Raises `UserError`, which names the configuration's `key`, if there is no such device, or if
+    `device` has a number, so that all ranks would share one device.
     """
     check_device(device, key)
     kind = torch.device(device)
@@ -44,12 +48,12 @@ def has_gpu() -> bool:
 
 
 def gpus() -> list[tuple[str, str]]:
-    """The GPUs that PyTorch sees here: what each is called as a device (`cuda:0`), and by its maker."""
+    """GPUs that PyTorch sees here, as pairs of the device name (`cuda:0`) and the maker's name."""
     driver = torch.get_device_module(CUDA)
     return [(f"{CUDA}:{number}", driver.get_device_name(number)) for number in range(driver.device_count())]
 
 
 def has_flash_attention(gpu: torch.device) -> bool:
-    """Whether PyTorch's flash attention was built in and runs on this GPU, which takes compute capability 8.0."""
+    """Whether PyTorch's flash attention was built in and runs on this GPU; it needs compute capability 8.0."""
     backend, driver = getattr(torch.backends, gpu.type), torch.get_device_module(gpu.type)
     return bool(backend.is_flash_attention_available() and driver.get_device_capability(gpu) >= (8, 0))

@@ -1,4 +1,4 @@
-"""Which models the engines compute. No torch: a run's inputs are checked before anything starts."""
+"""Model families that the engines can compute. Without torch, since a run's inputs are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncflow.types import Layout, UserError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What Hugging Face calls its causal language models, and what each of their layers has besides Llama's own parts."""
+    """Family of models: Hugging Face's class name, and what its attention has beyond Llama's (biases, norms)."""
 
     architecture: str
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
-    head_dim: int | None = None  # where a config.json has none; None: the hidden size is cut into heads
+    head_dim: int | None = None  # used if the config.json has none; None: hidden size / number of heads
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -25,21 +25,26 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3": Family("Qwen3ForCausalLM", has_qk_norm=True, head_dim=128),
     "llama": Family("LlamaForCausalLM"),
 }
-"""By `model_type`: those whose forward is known to hand extra arguments on to every attention call, and to do nothing else across
-rows."""
+"""Supported families by `model_type`.
+
+Their forward pass is known to hand extra arguments on to every attention call, and to do nothing else across rows.
+"""
 
 # These change the rotary frequencies with the longest position in the call: a row's log-probs would depend on its neighbours.
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 def head_dim(fields: Mapping[str, Any]) -> int:
-    """The width of an attention head. `fields`: of a `config.json`, of any family."""
+    """Width of an attention head, in elements. `fields`: a model's `config.json`, of any family."""
     family = FAMILIES.get(fields.get("model_type", ""))
     return fields.get("head_dim") or (family and family.head_dim) or fields["hidden_size"] // fields["num_attention_heads"]
 
 
 def check_family(fields: Mapping[str, Any]) -> None:
-    """Raises `UserError` for a model that packed attention is not known to compute exactly. `fields`: of its `config.json`."""
+    """Check that packed attention computes a model exactly. `fields`: its `config.json`.
+
+    Raises `UserError` for an unknown family, for sliding-window attention, and for a rope type that depends on the length.
+    """
     kind = fields.get("model_type")
     if kind not in FAMILIES:
         raise UserError(f"The trainer cannot train a model of type {kind!r}: choose one of type {', '.join(FAMILIES)}.")
@@ -52,7 +57,7 @@ def check_family(fields: Mapping[str, Any]) -> None:
 
 
 def check_tensor_parallel(fields: Mapping[str, Any], num_ranks: int) -> None:
-    """Raises `UserError` for a model whose matrices cannot be cut over so many ranks. `fields`: of its `config.json`."""
+    """Check that a model's matrices can be sharded over `num_ranks` ranks. `fields`: its `config.json`. Raises `UserError`."""
     num_heads, vocabulary_size = fields["num_attention_heads"], fields["vocab_size"]
     num_kv_heads, width = fields.get("num_key_value_heads") or num_heads, fields["intermediate_size"]
     most = math.gcd(num_heads, num_kv_heads, width)
@@ -70,12 +75,12 @@ def check_tensor_parallel(fields: Mapping[str, Any], num_ranks: int) -> None:
 
 
 def check_pipeline(num_layers: int, num_stages: int) -> None:
-    """Raises `UserError` for a model with fewer layers than a pipeline has stages."""
+    """Check that a pipeline has no more stages than the model has layers. Raises `UserError`."""
     if num_layers < num_stages:
         raise UserError(f"plan.train.pp is {num_stages}, but the model has {num_layers} layers: set it to {num_layers} at most.")
 
 
 def check_layout(fields: Mapping[str, Any], layout: Layout) -> None:
-    """Raises `UserError` for a model that cannot be cut so. `fields`: of its `config.json`."""
+    """Check that a model can be sharded as the layout asks. `fields`: its `config.json`. Raises `UserError`."""
     check_tensor_parallel(fields, layout.tp)
     check_pipeline(fields["num_hidden_layers"], layout.pp)

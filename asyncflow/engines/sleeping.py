@@ -1,16 +1,16 @@
-"""Both engines without a model: they take the time that the work would take, on the event loop's clock.
+"""Engines without a model: they sleep as long as the work would take, on the event loop's clock.
 
-    Costs    seconds of each piece of work, and how long responses are      (guessed, or measured: a planner's to replace)
+    Costs    seconds of each piece of work, and how long responses are      (guessed, or measured and replaced by a planner)
     SleepingRolloutEngine     continuous batching: all active slots get a token at a time, as `costs.decode_step` says
     SleepingCritic            values, and their training, likewise
     SleepingTrainEngine       one call after another, as in a compute thread
 
 consumes: what the real engines consume, and weights without tensors
 waits for: the clock, and nothing else
-is unblocked by: its timers; a call, when the decode step under way has ended
+is unblocked by: its timers; a call, when the present decode step has ended
 
 Under a virtual clock (`cluster/clock.py`) a run takes as long as its bookkeeping; under a real one these engines show what the
-loops themselves cost. A response's length and tokens are a function of its key alone, so a lost one is made again exactly.
+loops themselves cost. A response's length and tokens depend on its key alone, so a lost response is made again exactly.
 """
 
 from __future__ import annotations
@@ -37,32 +37,35 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATE_FILE = "updates.txt"
-ROUNDING = 1e-9  # of a decode step: a timer that rings at its end is not too early
+ROUNDING = 1e-9  # fraction of a decode step: a timer that fires at the step's end may be early by rounding
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tokens of prompts, and of responses: lognormal, `sigma` being the standard deviation of the logarithm."""
+    """Lengths of prompts and responses, in tokens. All prompts have `prompt`; responses are lognormally distributed.
+
+    `response_sigma` is the standard deviation of the logarithm.
+    """
 
     prompt: int = 64
     response_median: float = 128.0
     response_sigma: float = 0.6
 
     def draw(self, key: SampleKey, sample: int, most: int) -> tuple[int, int]:
-        """Of one response: its tokens, from 1 to `most`, and a number (31 bits) that tells it from others."""
+        """Draw one response: its length in tokens, from 1 to `most`, and a number (31 bits) that identifies it."""
         rng = random.Random(f"{key.seed}/{key.prompt_index}/{sample}")
         tokens = math.ceil(rng.lognormvariate(math.log(self.response_median), self.response_sigma))
         return max(1, min(tokens, most)), rng.getrandbits(31)
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of each piece of work. The methods are what the engines ask: who has measured curves gives them as a subclass."""
+    """Seconds of each piece of work. The engines call the methods; a subclass can give measured curves instead."""
 
     decode_step_seconds: float = 0.010
-    """A token for every active slot: a base, and for each slot a share."""
+    """Seconds of one decode step, which makes a token for every active slot; `decode_slot_seconds` for each slot is added."""
     decode_slot_seconds: float = 0.0001
     prefill_token_seconds: float = 0.00005
     forward_backward_seconds: float = 0.005
-    """A micro-batch: a base, and for each token of it a share."""
+    """Seconds of one micro-batch; `train_token_seconds` for each of its tokens is added."""
     train_token_seconds: float = 0.00005
     reference_token_seconds: float = 0.00002
     optim_step_seconds: float = 0.050
@@ -70,36 +73,36 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     fetch_seconds: float = 0.100
     install_seconds: float = 0.020
     reward_seconds: float = 0.010
-    """The mean; they are exponentially distributed."""
+    """Mean seconds of one reward; the times are exponentially distributed."""
     load_seconds: float = 1.0
-    """From a worker's start until it serves."""
+    """Seconds from a worker's start until it serves."""
     weight_bytes: int = 1_000_000_000
     lengths: Lengths = Lengths()
 
     def decode_step(self, num_active: int) -> float:
-        """One token for each of the active slots."""
+        """Seconds of one decode step: one token for each of the active slots."""
         return self.decode_step_seconds + num_active * self.decode_slot_seconds
 
     def prefill(self, num_tokens: int) -> float:
-        """The prompts that get slots at once."""
+        """Seconds of one prefill, of all prompts that get slots at the same time, `num_tokens` together."""
         return num_tokens * self.prefill_token_seconds
 
     def forward_backward(self, num_tokens: int) -> float:
-        """One micro-batch of so many packed tokens."""
+        """Seconds of the forward and backward pass of a micro-batch with `num_tokens` packed tokens."""
         return self.forward_backward_seconds + num_tokens * self.train_token_seconds
 
     def log_probs(self, num_tokens: int) -> float:
-        """A forward pass of the reference over so many packed tokens."""
+        """Seconds of a forward pass of the reference over `num_tokens` packed tokens."""
         return num_tokens * self.reference_token_seconds
 
     def slowed(self, factor: float) -> Costs:
-        """Those of a machine on which all computing takes `factor` times as long."""
+        """Costs of a machine on which all work takes `factor` times as long."""
         return cast(Costs, _Slowed(self, factor))
 
 
 @dataclass(frozen=True, slots=True)
 class _Slowed:
-    """All that says seconds says `factor` times as many, methods of one's own included."""
+    """Costs whose methods and `..._seconds` fields give `factor` times as much, methods of a subclass included."""
 
     costs: Costs
     factor: float
@@ -113,7 +116,7 @@ class _Slowed:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Samples of one prompt. `arrived` takes each response, or the error that ends the request."""
+    """Request for samples of one prompt. `arrived` gets each response, or the error that ends the request."""
 
     prompt_tokens: int
     key: SampleKey
@@ -124,7 +127,7 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A response under way: `count` of its `length` tokens are there."""
+    """Slot with an unfinished response: `count` of its `length` tokens are made."""
 
     request: _Request
     sample: int
@@ -135,7 +138,7 @@ class _Slot:
 
 
 class SleepingRolloutEngine:
-    """`RolloutEngine` over `num_slots` slots. A response is its number, then zeros; its log-probs are -1."""
+    """`RolloutEngine` that sleeps. A response's tokens are its number, then zeros; all its log-probs are -1."""
 
     is_deterministic = True
     why_not_deterministic = ""
@@ -149,16 +152,17 @@ class SleepingRolloutEngine:
         version: int = 0,
         kv_on_install: Literal["keep", "recompute"] = "keep",
     ) -> None:
-        """Inside a running event loop. `max_context`: prompt and response tokens of one slot.
+        """Start the engine's task, inside a running event loop.
 
-        `kv_on_install`: with `recompute` an install takes a prefill of all responses under way besides.
+        `max_context`: prompt and response tokens of one slot. `kv_on_install`: with `recompute`, an install also takes the time of
+        a prefill of all unfinished responses.
         """
         self.num_slots, self.max_context = num_slots, max_context
         self.installed_version = version
         self._costs, self._recomputes = costs, kv_on_install == "recompute"
         self._waiting: deque[_Request] = deque()
         self._active: list[_Slot] = []
-        self._calls: deque[tuple[Callable[[], float], asyncio.Future[None]]] = deque()  # returns seconds; who waits for it
+        self._calls: deque[tuple[Callable[[], float], asyncio.Future[None]]] = deque()  # call returns seconds; caller's
         self._is_paused = self._is_closed = False
         self._clock = asyncio.get_running_loop().time
         self._woken = asyncio.Event()
@@ -196,14 +200,14 @@ class SleepingRolloutEngine:
         """See `RolloutEngine`: there is nothing to prepare."""
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """See `RolloutEngine`. Happens between two decode steps."""
+        """See `RolloutEngine`. The install happens between two decode steps."""
         await self._hand_in(partial(self._install, version))
 
     async def export_weights(self) -> None:
-        """See `RolloutEngine`: there are none."""
+        """See `RolloutEngine`: there are no weights to export."""
 
     async def pause(self) -> None:
-        """See `RolloutEngine`. The step under way is finished first."""
+        """See `RolloutEngine`. The present decode step is finished first."""
         await self._hand_in(partial(self._set_paused, True))
 
     async def resume(self) -> None:
@@ -228,7 +232,7 @@ class SleepingRolloutEngine:
     # -- between decode steps -----------------------------------------------------------------------------------------------
 
     async def _hand_in(self, call: Callable[[], float]) -> None:
-        """Have `call` run between two steps, and take the seconds that it returns, even if nobody awaits that any more."""
+        """Run `call` between two decode steps, and sleep for the seconds that it returns, even if the caller was cancelled."""
         self._check_open()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls.append((call, done))
@@ -277,7 +281,7 @@ class SleepingRolloutEngine:
                 await self._decode()
 
     async def _admit(self) -> None:
-        """Give the free slots to waiting samples: one prefill of their prompts, which ends with each one's first token."""
+        """Give the free slots to waiting samples, in one prefill of their prompts, which makes the first token of each."""
         prompt_tokens, admitted = 0, []
         while self._waiting and len(self._active) < self.num_slots:
             request = self._waiting[0]
@@ -293,7 +297,7 @@ class SleepingRolloutEngine:
         self._count(admitted, 1)
 
     async def _decode(self) -> None:
-        """Tokens for all active slots, until a response ends or somebody calls; a step that has begun is finished."""
+        """Make tokens for all active slots until a response ends or a call comes; a step that has begun is finished."""
         step, most = self._costs.decode_step(len(self._active)), min(slot.length - slot.count for slot in self._active)
         began, decoding = self._clock(), self._active
         bell = asyncio.get_running_loop().call_later(most * step, self._woken.set)
@@ -304,7 +308,7 @@ class SleepingRolloutEngine:
         self._count(decoding, steps)
 
     def _count(self, slots: Sequence[_Slot], tokens: int) -> None:
-        """More tokens for those of the slots that have not been cancelled meanwhile; what is finished is handed over."""
+        """Add `tokens` to each of the slots that was not cancelled meanwhile; hand finished responses to their requests."""
         there = set(self._active)
         for slot in slots:
             if slot in there:
@@ -328,29 +332,29 @@ def _response(slot: _Slot) -> Response:
 
 
 class SleepingTrainEngine:
-    """`TrainEngine`, and so a `LogProbEngine`: its weights are the number of updates, its losses 0 and its log-probs -1."""
+    """`TrainEngine` that sleeps: its only weight is the number of updates, its losses are 0 and its log-probs -1."""
 
     device = "cpu"
 
     def __init__(self, costs: Costs, *, learning_rate: float = 0.0, data_parallel_rank: int | None = 0) -> None:
-        """`learning_rate` is what is reported; nothing is learnt."""
+        """Make an engine that has had no update. `learning_rate` is only reported; nothing is learnt."""
         self.updates = 0
         self.data_parallel_rank = data_parallel_rank
         self._costs, self._learning_rate = costs, learning_rate
         self._thread = asyncio.Lock()  # one call at a time, as a compute thread takes them
 
     async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
-        """See `TrainEngine`: what the leader takes is what all of them take."""
+        """See `TrainEngine`. Returns at once: the leader's time stands for that of the whole group."""
 
     async def begin_step(self) -> None:
         """See `TrainEngine`."""
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine`. The prompt is computed once."""
+        """See `TrainEngine`. Takes the time of computing the prompt once for all its responses."""
         return [await self.train_on(micro_batch) for micro_batch in micro_batches]
 
     async def train_on(self, micro_batch: MicroBatch) -> MicroBatchResult:
-        """One micro-batch, whatever the loss."""
+        """Sleep as long as one micro-batch takes; its loss is 0 under any objective."""
         tokens = len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
         await self._sleep(self._costs.forward_backward(tokens))
         return MicroBatchResult(loss_sum=0.0, loss_tokens=int(micro_batch.loss_mask.values.sum()), physical_tokens=tokens)
@@ -370,7 +374,7 @@ class SleepingTrainEngine:
         return Ragged(np.full(len(response_ids.values), -1.0, np.float32), response_ids.offsets)
 
     async def export_weights(self) -> WeightSource:
-        """No tensors: what travels is the time that it takes."""
+        """Weights without tensors; a publication is simulated by its time alone."""
         return HeldWeights({})
 
     async def fingerprint(self) -> Mapping[str, str]:
@@ -378,11 +382,11 @@ class SleepingTrainEngine:
         return {"weights/updates": hashlib.sha256(str(self.updates).encode()).hexdigest()}
 
     async def save(self, path: Path) -> None:
-        """A folder without a model: there is none."""
+        """Make the folder `path`, without a model in it."""
         path.mkdir(parents=True, exist_ok=True)
 
     async def save_state(self, folder: Path) -> Awaitable[None]:
-        """See `TrainEngine`: one small file."""
+        """See `TrainEngine`. The state is one small file with the number of updates."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.data_parallel_rank == 0:
             (folder / STATE_FILE).write_text(str(self.updates))
@@ -403,7 +407,7 @@ class SleepingTrainEngine:
 
 
 class SleepingCritic:
-    """`CriticEngine`: all values are 0."""
+    """`CriticEngine` that sleeps: all values are 0."""
 
     def __init__(self, costs: Costs, *, learning_rate: float = 0.0) -> None:
         self._engine, self._costs = SleepingTrainEngine(costs, learning_rate=learning_rate), costs

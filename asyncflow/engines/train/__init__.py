@@ -1,4 +1,4 @@
-"""Engines that train. `torch` needs nothing else; `deepspeed` and `megatron` need the extras of those names."""
+"""Engines that train, by name. `torch` needs no extra package; `deepspeed` and `megatron` need the extras of these names."""
 
 TRAIN_ENGINES = {
     "torch": "asyncflow.engines.train.torch_engine:TorchEngine",
@@ -11,7 +11,10 @@ TRAIN_ENGINE_CHECKS = {
     "megatron": "asyncflow.engines.train.checks:check_megatron",
 }
 TRAIN_ENGINE_IMPORTS = {"torch": ("asyncflow.engines.train.torch_engine",)}
-"""What one process may import for all the workers that are forked from it; others want an interpreter of their own."""
+"""Modules of an engine that one process may import for all workers forked from it.
+
+Engines that are not listed need a fresh interpreter for each worker.
+"""
 CRITIC_ENGINES = {"torch": "asyncflow.engines.train.critic_engine:TorchCritic"}
 CLASSIFIER_ENGINES = {"torch": "asyncflow.engines.train.reward_model:RewardModelEngine"}
 LOG_PROB_ENGINES = {"torch": "asyncflow.engines.train.frozen_engine:FrozenEngine"}

@@ -1,4 +1,4 @@
-"""Sums a step's gradients over its micro-batches, and their norm, so that neither depends on the order of addition.
+"""Sums of a step's gradients over its micro-batches, and their norm; neither depends on the order of addition.
 
 consumes: `p.grad`, after the backward pass of each micro-batch
 waits for: nothing (called in the engine's compute thread)
@@ -7,8 +7,8 @@ is unblocked by: each call as it comes
     p.grad --round to the grid--> float64 sums --/ normaliser, once--> p.grad, float32 --> order_free_norm --> clip, optimiser
 
 Floating-point addition is not associative, so the order in which micro-batches arrive shows in the last bits of a plain sum. On a
-grid, the multiples of one power of two, every sum that stays within 2**53 of its steps is exact in float64, and exact sums do not
-know their order: neither that of the micro-batches, nor how they are cut over processes.
+grid, the multiples of one power of two, every sum that stays within 2**53 of its steps is exact in float64. Exact sums depend
+neither on the order of the micro-batches, nor on how these are distributed over processes.
 
 Left out: parameters that are not float32, and sparse gradients.
 """
@@ -29,29 +29,29 @@ from asyncflow.types import RunError
 # C elements of a chunk.
 
 CHUNK_ELEMENTS = 2**17
-"""On a CPU: a chunk in float64 is 1 MiB, which stays in the cache from one operation on it to the next. No bits depend on it."""
+"""Elements of a chunk on a CPU: 1 MiB in float64, which stays in the cache between two operations. No bits depend on it."""
 LARGEST_CHUNK = 2**20
-"""On other devices, where each launch costs and nothing is gained from small chunks. No chunk is larger, see `sum_of_squares`."""
+"""Elements of a chunk on other devices, where each launch costs time. The largest of all chunks: `_square_grids` relies on it."""
 
 
 class RangeError(RunError):
-    """A finite gradient, or a sum of them, that the grid could not hold exactly."""
+    """Error for a finite gradient, or a sum of gradients, that the grid cannot hold exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The multiples of `spacing`, a power of two, as float64."""
+    """Grid of the multiples of `spacing`, a power of two, as float64."""
 
     spacing: float
 
     @property
     def largest_addend(self) -> float:
-        """What `round_` takes, at most, in magnitude."""
+        """Largest magnitude that `round_` takes."""
         return 2.0**51 * self.spacing
 
     @property
     def largest_sum(self) -> float:
-        """Sums of multiples are exact while their magnitudes do not add up to more."""
+        """Largest sum of magnitudes up to which sums of multiples are exact."""
         return 2.0**53 * self.spacing
 
     def round_(self, values: Tensor) -> Tensor:
@@ -71,44 +71,45 @@ second moment: an update is off by less than a thousandth of the learning rate, 
 
 
 class Accumulator(Protocol):
-    """The gradient sums of one step. An exception leaves them unusable until `clear`."""
+    """Gradient sums of one step. An exception leaves them unusable until `clear`."""
 
     def add(self) -> None:
-        """Take the gradients of one micro-batch from `p.grad` into the sums.
+        """Add the gradients of one micro-batch, which `p.grad` holds, to the sums.
 
-        A gradient that is not finite makes its sum not finite. Raises `RangeError` where a finite one cannot be added exactly.
+        A gradient that is not finite makes its sum not finite. Raises `RangeError` if a finite one cannot be added exactly.
         """
         ...
 
     def gradients(self, normaliser: int) -> list[Tensor]:
-        """Each sum divided by `normaliser`, float32, in the order of the parameters; they are what `p.grad` holds from now on.
+        """Sums divided by `normaliser`, float32, in the order of the parameters; `p.grad` holds the same tensors from now on.
 
-        Parameters that got no gradient are left out. The sums are gone; `clear` ends the step.
+        Parameters that got no gradient are left out. The call uses up the sums; `clear` ends the step.
         """
         ...
 
     def clear(self) -> None:
-        """Forget the step: the sums, and what `p.grad` holds."""
+        """Drop the sums, and what `p.grad` holds."""
         ...
 
 
 def make_accumulator(kind: Literal["exact", "fp32"], parameters: Mapping[str, Tensor]) -> Accumulator:
-    """`exact`: bits do not depend on the order of micro-batches; 8 bytes a parameter. `fp32`: plain sums; 4 bytes a parameter.
+    """Make an accumulator for `parameters` (by name, float32, all on one device, tied ones once).
 
-    `parameters` by name, float32, all on one device, tied ones once.
+    `exact`: the bits of the sums do not depend on the order of micro-batches; 8 bytes a parameter. `fp32`: plain sums; 4 bytes a
+    parameter.
     """
     kinds: dict[str, Callable[[Mapping[str, Tensor]], Accumulator]] = {"exact": ExactAccumulator, "fp32": PlainAccumulator}
     return kinds[kind](parameters)
 
 
 class PlainAccumulator:
-    """Implements `Accumulator`: autograd itself adds up in `p.grad`, float32, in order of arrival."""
+    """`Accumulator` of plain sums: autograd itself adds up in `p.grad`, float32, in the order of arrival."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = list(parameters.values())
 
     def add(self) -> None:
-        """See `Accumulator.add`: the backward pass has done it."""
+        """See `Accumulator.add`. Does nothing: the backward pass has added already."""
 
     def gradients(self, normaliser: int) -> list[Tensor]:
         """See `Accumulator.gradients`."""
@@ -123,7 +124,7 @@ class PlainAccumulator:
 
 
 class ExactAccumulator:
-    """Implements `Accumulator`: exact sums of what `GRADIENT_GRID` keeps of each gradient, float64."""
+    """`Accumulator` of exact sums, float64, of the gradients rounded to `GRADIENT_GRID`."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -143,7 +144,7 @@ class ExactAccumulator:
         self._check_range(extremes)
 
     def gradients(self, normaliser: int) -> list[Tensor]:
-        """See `Accumulator.gradients`. The division is in float64, of each sum as soon as it is not needed any more."""
+        """See `Accumulator.gradients`. Divides in float64, and frees each sum as soon as it is divided."""
         gradients = []
         for name, parameter in self._parameters.items():
             if name in self._sums:
@@ -164,7 +165,7 @@ class ExactAccumulator:
         magnitudes = iter(torch.stack(scalars).abs().tolist() if scalars else [])
         for name, of_parameter in extremes.items():
             values = list(islice(magnitudes, len(of_parameter)))
-            if not all(map(math.isfinite, values)):  # nor is its sum, which skips the step
+            if not all(map(math.isfinite, values)):  # its sum is not finite either, so the step will be skipped
                 continue
             peak = max(values, default=0.0)
             # In whole steps of the grid, so that the bound too is exact: whether a step is refused does not depend on the order.
@@ -173,9 +174,9 @@ class ExactAccumulator:
 
 
 def check_range(name: str, peak: float, bound: int) -> None:
-    """That gradients are summed exactly: `peak` is the largest magnitude in one, `bound` what they add up to, in steps of the grid.
+    """Check that the gradients of the parameter `name` are summed exactly. Raises `RangeError` if they may not be.
 
-    Raises `RangeError`.
+    `peak`: the largest magnitude in the newest gradient. `bound`: the sum of all such peaks of the step, in steps of the grid.
     """
     grid = GRADIENT_GRID
     if peak > grid.largest_addend:
@@ -193,9 +194,10 @@ def check_range(name: str, peak: float, bound: int) -> None:
 def add_rounded(sums: Tensor, addend: Tensor, grid: Grid) -> list[Tensor]:
     """Round `addend` (any floating dtype and layout) to `grid` and add it to `sums` (float64, contiguous, as many elements).
 
-    Returns the extremes of its chunks, scalars, which are NaN or infinite where an element is. The sum is exact, and its bits do
-    not depend on the order of calls, if no extreme is above `grid.largest_addend` in magnitude and the largest of each call do not
-    add up to more than `grid.largest_sum`. Both are the caller's to check, when it suits it to wait for the device.
+    Returns the minima and maxima of the addend's chunks, as scalars, which are NaN or infinite where an element is. The sum is
+    exact, and its bits do not depend on the order of calls, under two conditions: no extreme is above `grid.largest_addend` in
+    magnitude, and the largest magnitudes of all calls add up to at most `grid.largest_sum`. The caller checks both, at a time when
+    it can wait for the device.
     """
     extremes: list[Tensor] = []
     for sums_C, addend_C in zip(_chunks(sums), _chunks(addend), strict=True):
@@ -205,28 +207,28 @@ def add_rounded(sums: Tensor, addend: Tensor, grid: Grid) -> list[Tensor]:
 
 
 def order_free_norm(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm over all elements of float32 `gradients`: its bits do not depend on their order.
+    """2-norm over all elements of float32 `gradients`; its bits do not depend on their order.
 
-    Where the gradients are cut over processes, each calls the three parts itself: the maximum of their `largest_magnitude` and
-    the sum of their `sum_of_squares` give `norm_of` the same arguments, to the bit, however the elements are cut.
+    If the gradients are sharded over processes, each process calls the three parts itself: `norm_of` takes the maximum of all
+    `largest_magnitude` and the sum of all `sum_of_squares`. These are the same, to the bit, however the elements are sharded.
     """
     largest = largest_magnitude(gradients)
     return norm_of(sum_of_squares(gradients, largest), largest)
 
 
 def largest_magnitude(gradients: Sequence[Tensor]) -> float:
-    """The largest |g|; 0 without elements, NaN or infinite if an element is."""
+    """Largest |g| over all elements; 0 if there are none, NaN or infinite if an element is."""
     peaks = [torch.stack(torch.aminmax(gradient)).abs().max() for gradient in gradients if gradient.numel()]
     return torch.stack(peaks).max().item() if peaks else 0.0
 
 
 def sum_of_squares(gradients: Sequence[Tensor], largest: float) -> int:
-    """The sum of g**2, rounded, in steps of `_square_grids(largest)[1]`; exact as a Python integer, below 2**66 for each element.
+    """Sum of the rounded g**2 in steps of the grid `_square_grids(largest)[1]`; an exact Python integer, below 2**66 per element.
 
-    `largest` is at least that of these gradients. 0 where it is not finite.
+    `largest`: at least the largest magnitude of these gradients. The sum is 0 if it is not finite.
 
-    One grid would lose the many small squares beside a single large one, so what the first rounds away goes on a second one. An
-    element is off by 2**-65 of the largest square at most: 10**10 of them by 3e-10 of the whole, and the norm by half that.
+    One grid would lose many small squares beside a single large one. So a second grid takes what the first one rounds away. An
+    element is off by 2**-65 of the largest square at most: 10**10 elements by 3e-10 of the whole, and the norm by half of that.
     """
     if not math.isfinite(largest):
         return 0
@@ -241,12 +243,15 @@ def sum_of_squares(gradients: Sequence[Tensor], largest: float) -> int:
 
 
 def norm_of(squares: int, largest: float) -> float:
-    """The root of the whole sum of squares, given the largest magnitude, which is the answer itself where it is not finite."""
+    """Norm from the whole sum of squares (`sum_of_squares`) and the largest magnitude.
+
+    If the largest magnitude is not finite, it is the norm itself.
+    """
     return math.sqrt(squares) * math.sqrt(_square_grids(largest)[1].spacing) if math.isfinite(largest) else largest
 
 
 def _square_grids(largest: float) -> tuple[Grid, Grid]:
-    """A grid for squares up to `largest`**2, and one for what it rounds away; each is exact for `LARGEST_CHUNK` addends."""
+    """Grid for squares up to `largest`**2, and a grid for what the first rounds away; exact for sums of `LARGEST_CHUNK` addends."""
     exponent = 2 * math.frexp(largest)[1]  # largest**2 < 2**exponent
     # 2**20 squares are at most 2**(exponent + 20) = 2**53 steps of the first. 2**20 rests of at most half such a step are at most
     # 2**(exponent - 14) = 2**52 steps of the second.
@@ -254,7 +259,7 @@ def _square_grids(largest: float) -> tuple[Grid, Grid]:
 
 
 def divided(sums: Tensor, normaliser: int) -> Tensor:
-    """Float64 sums divided in float64, as float32."""
+    """Float64 `sums` divided by `normaliser` in float64, as a new float32 tensor."""
     gradient = torch.empty(sums.shape, dtype=torch.float32, device=sums.device)
     for gradient_C, sums_C in zip(_chunks(gradient), _chunks(sums), strict=True):
         gradient_C.copy_(sums_C / normaliser)
@@ -262,7 +267,7 @@ def divided(sums: Tensor, normaliser: int) -> Tensor:
 
 
 def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The elements in order, in pieces: views, unless `tensor` is not contiguous. None of an empty tensor."""
+    """Elements of a tensor in order, in chunks: views, if `tensor` is contiguous. An empty tensor has no chunk."""
     if not tensor.numel():
         return ()
     return torch.split(tensor.detach().reshape(-1), CHUNK_ELEMENTS if tensor.device.type == "cpu" else LARGEST_CHUNK)

@@ -1,8 +1,8 @@
-"""What each train engine refuses of a run, asked before anything starts, and again when it is built. No torch.
+"""Checks of what each train engine cannot do. They run before a run starts, and again when the engine is built. No torch.
 
-    check(what every train engine is told, the model's config.json, the engine's own options) -> UserError, or nothing
+    check(options of every train engine, the model's config.json, the engine's own options) -> UserError, or nothing
 
-An engine that is not here refuses when it is built, which is when its worker has started.
+An engine without a check here refuses a run when the engine is built, in its worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ZERO_STAGES: Final = (1, 2, 3)
 
 
 def model_fields(model_path: Path | str) -> Mapping[str, Any]:
-    """Of a model's `config.json`. Raises `UserError` if there is none."""
+    """Fields of the `config.json` in the folder `model_path`. Raises `UserError` if there is none."""
     fields = read_json(Path(model_path) / "config.json")
     if not fields:
         raise UserError(f"There is no model in Hugging Face format at {model_path}: it has no config.json.")
@@ -29,7 +29,7 @@ def model_fields(model_path: Path | str) -> Mapping[str, Any]:
 
 
 def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
-    """Raises `UserError` for what `TorchEngine` does not do."""
+    """Check that `TorchEngine` can train this model (`fields`: its config.json) with these options. Raises `UserError`."""
     check_family(fields)
     check_layout(fields, options.layout)
 
@@ -37,7 +37,11 @@ def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
 def check_deepspeed(
     options: TrainEngineOptions, fields: Mapping[str, Any], *, stage: int = 2, zero: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises `UserError` for what `DeepSpeedEngine` does not do, or if DeepSpeed is not installed."""
+    """Check that `DeepSpeedEngine` can train this model (`fields`: its config.json) with these options.
+
+    `stage`: ZeRO's. `zero` is taken, as the engine takes it, but not checked. Raises `UserError`, also if DeepSpeed is not
+    installed.
+    """
     if stage not in ZERO_STAGES:
         raise UserError(f"train.engine.stage is one of {', '.join(map(str, ZERO_STAGES))}, those of ZeRO, but is {stage!r}.")
     if options.layout.tp > 1 or options.layout.pp > 1:
@@ -53,7 +57,10 @@ def check_deepspeed(
 
 
 def check_megatron(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
-    """Raises `UserError` for what `MegatronEngine` does not do, or if Megatron-Core is not installed."""
+    """Check that `MegatronEngine` can train this model (`fields`: its config.json) with these options.
+
+    Raises `UserError`, also if Megatron-Core is not installed.
+    """
     if options.accumulate != "fp32":
         raise UserError("The megatron engine adds gradients as they come: set train.accumulate to fp32.")
     if options.offload_optimizer:

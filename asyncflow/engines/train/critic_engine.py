@@ -1,4 +1,4 @@
-"""The critic's engine: values of responses, and the training of the model that gives them, on one device.
+"""Critic's engine: values of responses, and the training of the model that computes them, on one device.
 
 consumes: prompts with responses; micro-batches with returns and a loss; optimiser steps
 waits for: the call before it (one compute thread, which is also the engine's lock)
@@ -6,7 +6,7 @@ is unblocked by: each call as it comes
 
     micro-batch -> pack (packing.py) -> model (value_model.py) -> values, loss -> backward -> gradient sums (accumulate.py) -> AdamW
 
-Left out: a critic that is cut over several devices.
+Left out: a critic that is sharded over several devices.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from asyncflow.types import Array, Ragged, ValueBatch, ValueObjective
 
 
 class TorchCritic:
-    """Implements `CriticEngine`."""
+    """`CriticEngine` in plain PyTorch, on one device."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
-        """Load the model at `model_path` (Hugging Face format), with its value head if it has one. Of the options those count that
-        are of one model on one device. Raises `UserError` when it cannot be trained here."""
+        """Load the model at `model_path` (Hugging Face format), with its value head if it has one.
+
+        Options for several devices or for other models (`layout`, `old`, `has_reference`) have no effect. Raises `UserError` when
+        the model cannot be trained here.
+        """
         check_device(options.device, "train.critic.device")
         torch.manual_seed(options.seed)
         self._device = options.device
@@ -121,7 +124,7 @@ class TorchCritic:
         )
 
     def _optim_step(self, normaliser: int) -> OptimResult:
-        gradients = self._sums.gradients(normaliser)  # none if every micro-batch was refused
+        gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
         result = self._optimizer.update(gradients, order_free_norm(gradients))
         self._sums.clear()
         return result

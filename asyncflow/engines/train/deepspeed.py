@@ -1,20 +1,21 @@
-"""Trains a Hugging Face model with DeepSpeed's ZeRO: what is cut over the data-parallel processes depends on the stage.
+"""Training of a Hugging Face model with DeepSpeed's ZeRO, which shards it over the data-parallel processes.
 
 consumes, waits for, is unblocked by: as leader_engine.py says; every process leads a data-parallel group of its own
 
-    stage    1: the optimiser's state    2: the gradient sums, too    3: the weights, too
+    sharded in stage    1: the optimiser's state    2: the gradient sums, too    3: the weights, too
 
     micro-batch -> pack (packing.py) -> policy -> loss (micro_step.py) -> backward, sums over the processes: DeepSpeed
     weights <- AdamW <- clip <- sums / normaliser: DeepSpeed, whose "loss scale" the normaliser is
 
-DeepSpeed divides by a loss scale once, between the sums and the clip; so that is where the normaliser goes in, and the backward
-passes have a scale of 1. It also averages over the processes, which the scale takes back.
+DeepSpeed divides by a loss scale once, between the sums and the clip. The normaliser is passed as this scale, and the backward
+passes have a scale of 1. DeepSpeed also averages over the processes; the scale is divided by their number to undo that.
 
-Written against DeepSpeed 0.19.8. Gradients are added up until `step` (`managed_gradient_accumulation` false), and some of what its
-public functions leave out is done as its own code does it (each place of `Zero` says so).
+Written against DeepSpeed 0.19.8. Gradients are added up until `step` (`managed_gradient_accumulation` false). Some things that its
+public functions do not do are done as its own code does them (the methods of `Zero` name these places).
 
-Left out: `accumulate: exact` (ZeRO adds in its own order), tensor and pipeline parallel, old policy and reference cut over ranks
-(each process holds them whole), bfloat16 with stage 1 (DeepSpeed's optimiser for it neither scales nor skips: stage 2 holds less).
+Left out: `accumulate: exact` (ZeRO adds in its own order); tensor and pipeline parallelism; old policy and reference sharded over
+ranks (each process holds them whole); bfloat16 with stage 1 (DeepSpeed's optimiser for it neither scales nor skips; stage 2 takes
+less memory).
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ from asyncflow.types import Array, Objective, Ragged, TensorSpec
 
 
 class DeepSpeedEngine(LeaderEngine):
-    """Implements `TrainEngine`."""
+    """`TrainEngine` that trains with DeepSpeed's ZeRO, data parallel only."""
 
     def __init__(
         self, model_path: Path | str, options: TrainEngineOptions, *, stage: int = 2, zero: Mapping[str, Any] | None = None
     ) -> None:
         """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread.
 
-        `stage`: of ZeRO. `zero`: more keys of DeepSpeed's own section `zero_optimization`.
+        `stage`: ZeRO's. `zero`: more keys for DeepSpeed's own section `zero_optimization`.
 
         Raises:
-            UserError: DeepSpeed or the device is not there, an option is none of its own, or a model cannot be trained here.
+            UserError: DeepSpeed or the device is not there, the engine does not have an option, or a model cannot be trained here.
         """
         check_deepspeed(options, model_fields(model_path), stage=stage)
         check_device(options.device, "train.device")
@@ -78,10 +79,10 @@ class DeepSpeedEngine(LeaderEngine):
 
 
 class DeepSpeedTraining:
-    """Implements `Training`. Every process makes every call at the same time."""
+    """`Training` with DeepSpeed. Every process makes every call at the same time."""
 
     def __init__(self, model_path: Path, options: TrainEngineOptions, ranks: Ranks, stage: int, zero: Mapping[str, Any]) -> None:
-        """See `DeepSpeedEngine`."""
+        """Load the model and hand it to DeepSpeed; the arguments are those of `DeepSpeedEngine`."""
         self._options, self._model_path, self._ranks = options, model_path, ranks
         self._device, self.data_parallel_rank = str(ranks.device), ranks.dp_rank
         self._is_to_check = options.check_shared_prompt
@@ -117,8 +118,8 @@ class DeepSpeedTraining:
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`.
 
-        A micro-batch that is not finite in one process is added by none: the others of its place in the turn are told as not
-        finite, too. Raises `RunError` when sharing the prompt gives other log-probs than not sharing it.
+        The n-th micro-batches of all processes are computed together. If one of them is not finite, none of them is added, and all
+        are reported as not finite. On a single process, raises `RunError` when sharing the prompt changes the log-probs.
         """
         num_places = int(self._ranks.largest([len(micro_batches)])[0])
         padded = [*micro_batches, *[None] * (num_places - len(micro_batches))]
@@ -131,7 +132,7 @@ class DeepSpeedTraining:
         learning_rate = self._optimizer.learning_rate
         (fill_tokens,) = self._ranks.total([self._fill_tokens])
         self._fill_tokens = 0
-        if not self._num_added:  # every micro-batch was refused
+        if not self._num_added:  # no micro-batch was finite
             return OptimResult(grad_norm=0.0, learning_rate=learning_rate, skipped=True, fill_tokens=fill_tokens)
         self._num_added = 0
         grad_norm, is_done = self._zero.step(normaliser, learning_rate)
@@ -170,7 +171,7 @@ class DeepSpeedTraining:
             write_model(path, self._model_path, tensors)
         else:
             for _ in tensors:
-                pass  # taking part
+                pass  # takes part in gathering
 
     def save_state(self, folder: Path) -> Future[None]:
         """See `TrainEngine.save_state`: rank 0 writes, see gathered_state.py."""
@@ -191,7 +192,10 @@ class DeepSpeedTraining:
         self._zero.refresh()
 
     def _forward_backward(self, micro_batch: MicroBatch | None, objective: Objective) -> MicroBatchResult | None:
-        """One place of a turn; None: this process has no micro-batch for it, and runs a token through every module, times 0."""
+        """Compute the n-th micro-batch together with the other processes.
+
+        None: this process has no n-th micro-batch. It runs one token through every module, with a loss of 0, and returns None.
+        """
         if micro_batch is None:
             nothing = _nothing(self._device)
             self._fill_tokens += nothing.num_tokens
@@ -233,7 +237,7 @@ class DeepSpeedTraining:
         return self._zero(packed, of_targets)
 
     def _everything(self) -> Iterator[tuple[str, Tensor]]:
-        """The state's tensors, each gathered when it is its turn."""
+        """Tensors of the engine's state by name, each gathered when the iteration comes to it."""
         old = self._models.old_model
         for name in self.specs:
             yield f"weights/{name}", self._zero.get(name)
@@ -244,7 +248,7 @@ class DeepSpeedTraining:
 
 
 class Zero:
-    """Trains the parameters of `module`, which is called through it. Every process does every call at the same time."""
+    """DeepSpeed's engine around `module`, which is called through it. Every process makes every call at the same time."""
 
     def __init__(
         self,
@@ -256,14 +260,17 @@ class Zero:
         stage: int,
         zero: Mapping[str, Any],
     ) -> None:
-        """Hand `module` over to DeepSpeed, and `parameters` (float32, those of `adamw`), which it cuts as `stage` says."""
-        os.environ.setdefault("LOCAL_RANK", "0")  # it looks for it even where it is told the device
+        """Hand `module` and its `parameters` (float32, those of `adamw`) to DeepSpeed, which shards them as `stage` says.
+
+        `zero`: more keys for DeepSpeed's section `zero_optimization`.
+        """
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed needs it even if it is given the device
         deepspeed = importlib.import_module("deepspeed")
         deepspeed.utils.logger.setLevel("WARNING")
         self._utils, self._parameters, self._size = deepspeed.utils, parameters, dist.get_world_size()
         config = _config(options, stage, zero)
         which = Namespace(device_rank=device.index or 0)
-        # On a CPU it would compile, for a minute or so, a collective in shared memory, which serves its inference alone.
+        # On a CPU, DeepSpeed would compile, for about a minute, a collective in shared memory, which only its inference uses.
         with patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None):
             self._engine, *_ = deepspeed.initialize(which, model=module, optimizer=adamw, config=config, dist_init_required=False)
         self._optimizer, self._adamw, self._is_whole = self._engine.optimizer, adamw, stage < 3
@@ -272,7 +279,7 @@ class Zero:
         self.make_states(0)
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """The module's forward pass."""
+        """Run the module's forward pass."""
         return self._engine(*arguments)
 
     def add(self, total: Tensor) -> None:
@@ -280,7 +287,10 @@ class Zero:
         self._engine.backward(total)
 
     def step(self, normaliser: int, learning_rate: float) -> tuple[float, bool]:
-        """Divide the sums, clip, update, forget the sums. The norm before the clip, and whether it was finite and all was done."""
+        """Divide the sums by `normaliser`, clip, update, clear the sums.
+
+        Returns the norm before the clip, and whether the update was made: False if the norm was not finite.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         # DeepSpeed's sums are averages over the processes.
@@ -290,33 +300,33 @@ class Zero:
         return float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
 
     def forget(self) -> None:
-        """Forget the sums: what DeepSpeed's own `step` does where it finds an overflow."""
+        """Clear the sums without an update, as DeepSpeed's own `step` does when it finds an overflow."""
         zero = self._optimizer
         zero.zero_grad()
         zero.averaged_gradients = {}
         if self._is_whole:
             zero.all_grad_tensors = {}
             zero._release_preflattened_grad_buffers()
-            zero.micro_step_id = -1  # the first of a step is copied to host memory, and not added to what lies there
+            zero.micro_step_id = -1  # so the first gradients of a step replace those in host memory, and are not added
             zero._offload_accumulated_param_ids = set()
         if self._is_offloaded:
             zero.reset_cpu_buffers()
 
     def get(self, name: str, kind: str = "") -> Tensor:
-        """A whole weight, float32, or the optimiser's state of that `kind` for it, gathered from all processes."""
+        """Whole weight `name`, float32, or the optimiser's state of that `kind` for it, gathered from all processes."""
         parameter = self._parameters[name]
         if kind:
             return self._utils.safe_get_full_optimizer_state(parameter, kind)
         return self._utils.safe_get_full_fp32_param(parameter)
 
     def set(self, name: str, whole: Tensor, kind: str = "") -> None:
-        """Put a whole tensor in the place of what `get` gives; `refresh` follows when all are there."""
+        """Replace what `get` returns by the tensor `whole`. Call `refresh` after all tensors are set."""
         parameter, of_kind = self._parameters[name], [kind] if kind else []
         if self._is_whole:
             put = self._utils.safe_set_full_optimizer_state if kind else self._utils.safe_set_full_fp32_param
             put(parameter, whole.to(parameter.device), *of_kind)
             return
-        # DeepSpeed's own function for the whole refuses what does not divide by the processes.
+        # DeepSpeed's own function for whole tensors refuses sizes that the number of processes does not divide.
         size = self._utils.safe_get_local_fp32_param(parameter).numel()
         padded = torch.zeros(size * self._size, dtype=whole.dtype)
         padded[: whole.numel()] = whole.flatten()
@@ -324,7 +334,7 @@ class Zero:
         put(parameter, padded[dist.get_rank() * size :][:size], *of_kind)
 
     def refresh(self) -> None:
-        """The module computes with the weights as they were set: what DeepSpeed's own `step` does after an update."""
+        """Make the module compute with the weights that were set, as DeepSpeed's own `step` does after an update."""
         if self._is_whole:
             self._optimizer.update_lp_params()
             return
@@ -334,14 +344,14 @@ class Zero:
             whole[0].all_gather(whole)
 
     def make_states(self, num_updates: int) -> None:
-        """Be where so many updates have been made, with moments that are yet to be filled in."""
+        """Set the optimiser's state to that after `num_updates` updates, with zeros for moments; `set` fills these in."""
         zero = self._optimizer
         flat = zero.single_partition_of_fp32_groups if self._is_whole else zero.fp32_partitioned_groups_flat
         for partition in flat:
             moments = {kind: torch.zeros_like(partition, requires_grad=False) for kind in MOMENTS}
             self._adamw.state[partition] = {"step": torch.tensor(float(num_updates)), **moments}
         if self._is_whole:
-            # By itself it looks for them after the first group's first update, when the others have none yet.
+            # DeepSpeed alone would link the states after the first group's first update, when the other groups have none yet.
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
@@ -353,7 +363,7 @@ def _config(options: TrainEngineOptions, stage: int, zero: Mapping[str, Any]) ->
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # `step` says where a step ends, not a count
+        "managed_gradient_accumulation": False,  # the call of `step` ends a step, not a count of micro-batches
         "gradient_clipping": options.max_grad_norm,
         "zero_optimization": section,
         "zero_allow_untested_optimizer": True,
@@ -366,9 +376,10 @@ def _config(options: TrainEngineOptions, stage: int, zero: Mapping[str, Any]) ->
 
 
 class _Policy(nn.Module):
-    """A model as DeepSpeed must see it: whatever uses a weight is the forward pass of the module that holds it.
+    """Model in the form that DeepSpeed needs: each weight is used only in the forward pass of the module that holds it.
 
-    With stage 3 a weight is whole only then. Its output layer is replaced by one that hands its weight to a function.
+    In stage 3 a weight is whole only during that pass. The output layer is replaced by a module that hands its weight to a
+    function.
     """
 
     def __init__(self, module: Any, options: TrainEngineOptions) -> None:
@@ -382,7 +393,10 @@ class _Policy(nn.Module):
         self.parameters_by_name = dict(module.named_parameters())
 
     def forward(self, packed: Packed, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """`function` of the hidden states [T, H] that predict the response tokens, temperature applied, and of the head [V, H]."""
+        """Result of `function`, called with the hidden states [T, H] and the head [V, H].
+
+        The hidden states are those that predict the response tokens, with the temperature applied.
+        """
         inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
         outputs = self.module.base_model(**inputs, attention_mask=None, use_cache=False)
         hidden_TH = packed.predicting(outputs.last_hidden_state[0])
@@ -392,6 +406,8 @@ class _Policy(nn.Module):
 
 
 class _Head(nn.Module):
+    """Output layer that hands its weight to a function, which computes the loss from it."""
+
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
@@ -401,7 +417,7 @@ class _Head(nn.Module):
 
 
 def _everything(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
-    """A number that every weight takes part in."""
+    """Scalar that depends on every weight, so that every process takes part in the backward pass."""
     return (hidden_TH @ head_VH.t()).float().sum()
 
 
@@ -411,7 +427,7 @@ def _nothing(device: str) -> Packed:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """The float32 weights by name, each gathered from all processes when it is asked for: all ask alike."""
+    """Float32 weights by name, each gathered when it is read. All processes read the same names in the same order."""
 
     def __init__(self, zero: Zero, names: Sequence[str]) -> None:
         self._zero, self._names = zero, names
@@ -427,5 +443,5 @@ class _Weights(Mapping[str, Tensor]):
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """Itself, as `CausalModel` calls it."""
+        """This mapping, under the name that it has in `CausalModel`."""
         return self

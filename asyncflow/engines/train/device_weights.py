@@ -2,13 +2,13 @@
 
     compute stream  ... update |- forward and backward passes of the next step ------| update
     copy stream                |- w0 -|- w1 -|     |- w2 -| ...
-    who takes them                    |- w0 ------|- w1 -| ...     from pinned host memory
+    consumer                          |- w0 ------|- w1 -| ...     from pinned host memory
 
-consumes: weights that stay as they are until the last one has been copied
-waits for: each copy, in a thread; whoever takes the tensors
+consumes: weights that do not change until the last one has been copied
+waits for: each copy, in a thread; the consumer of the tensors
 is unblocked by: the copy's event
 
-Two tensors are in host memory at a time: one that is used, and the next one, on its way.
+Two tensors are in host memory at a time: the one that is used, and the next one, which is being copied.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from asyncflow.types import TensorSpec
 
 
 class Copies(Protocol):
-    """How tensors get to the host."""
+    """Way to copy tensors to the host."""
 
     def memory(self, num_bytes: int) -> Tensor:
         """Host memory to copy to: uint8 [num_bytes]."""
         ...
 
     def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy; what is returned waits until the copy is there."""
+        """Begin to copy `source` to `target`. Returns a function that waits until the copy is complete."""
         ...
 
 
 class CopyStream:
-    """`Copies` by a stream of an accelerator's own, after all that is queued on the calling thread's stream when this is made."""
+    """`Copies` on a separate stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
+        """Make the stream. Its copies wait for all work that is on the calling thread's stream at this moment."""
         self._stream = torch.Stream(device)
         self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def memory(self, num_bytes: int) -> Tensor:
-        """See `Copies.memory`: pinned."""
+        """See `Copies.memory`. The memory is pinned."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
@@ -55,7 +56,7 @@ class CopyStream:
 
 
 class DeviceWeights:
-    """`WeightSource` of tensors on an accelerator. They may change when `tensors` has come to its end."""
+    """`WeightSource` of tensors on an accelerator. The tensors may change after `tensors` has come to its end."""
 
     are_lasting = False
 
@@ -77,7 +78,7 @@ class DeviceWeights:
                 (copy, is_there), used, free = ahead, free, used
 
     async def gathered(self) -> None:
-        """See `WeightSource.gathered`: nothing is."""
+        """See `WeightSource.gathered`. Returns at once, since nothing is gathered."""
 
     def _begin(self, name: str, memory: Tensor) -> tuple[Tensor, Callable[[], None]]:
         source = self._tensors[name]

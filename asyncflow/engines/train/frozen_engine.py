@@ -1,4 +1,4 @@
-"""Log-probs under a model that is not trained: the reference as a task of its own.
+"""Log-probs under a model that is not trained: the reference as a separate task.
 
 consumes: prompts with responses
 waits for: nothing but the call before it (one compute thread, which is also the engine's lock)
@@ -19,7 +19,7 @@ from asyncflow.types import Array, Ragged
 
 
 class FrozenEngine:
-    """Implements `LogProbEngine`."""
+    """`LogProbEngine` of a model that is not trained, on one device."""
 
     def __init__(
         self,

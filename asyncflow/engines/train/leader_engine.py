@@ -1,8 +1,8 @@
-"""A train engine's calls, made in its compute thread, and by the ranks that follow it where it is cut over several.
+"""Calls of a train engine, made in its compute thread, and in the ranks that follow it if the model is sharded.
 
 consumes: micro-batches with a loss, optimiser steps, requests for log-probs and weights
 waits for: the call before it (one compute thread, which is also the engine's lock); the same call on the other ranks
-is unblocked by: each call as it comes; a follower by its leader's
+is unblocked by: each call as it comes; a follower by its leader's calls
 
     a leader's loop --call--> LedEngine --call (calls.py)--> the LedEngines that follow
                                   |                                    |
@@ -31,47 +31,67 @@ if TYPE_CHECKING:
 
 
 class Training(Protocol):
-    """`TrainEngine` without coroutines, as one thread calls it; what the methods do is said there.
+    """`TrainEngine` without coroutines, called in one thread. `TrainEngine` documents the methods of the same names.
 
     On several ranks every method is called on all ranks of a data-parallel group, and by all groups alike.
     """
 
     @property
-    def data_parallel_rank(self) -> int | None: ...
+    def data_parallel_rank(self) -> int | None:
+        """Rank of the data-parallel group, from 0, in its leader; None in a rank that follows."""
+        ...
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Of all weights, in the order in which they are gathered."""
+        """Shapes and dtypes of all weights by Hugging Face name, in the order in which they are gathered."""
         ...
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """See `TrainEngine.begin_step`."""
+        ...
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]: ...
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        """See `TrainEngine.forward_backward`."""
+        ...
 
-    def optim_step(self, normaliser: int) -> OptimResult: ...
+    def optim_step(self, normaliser: int) -> OptimResult:
+        """See `TrainEngine.optim_step`."""
+        ...
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        """See `TrainEngine.discard`."""
+        ...
 
-    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged: ...
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine.log_probs`."""
+        ...
 
     def gather(self, name: str) -> Tensor | None:
-        """A weight, whole, on the CPU, contiguous; None but on rank 0."""
+        """Whole weight of that name, on the CPU, contiguous; None on all ranks but rank 0."""
         ...
 
-    def fingerprint(self) -> Mapping[str, str]: ...
+    def fingerprint(self) -> Mapping[str, str]:
+        """See `TrainEngine.fingerprint`."""
+        ...
 
-    def save(self, path: Path) -> None: ...
+    def save(self, path: Path) -> None:
+        """See `TrainEngine.save`."""
+        ...
 
-    def save_state(self, folder: Path) -> Future[None]: ...
+    def save_state(self, folder: Path) -> Future[None]:
+        """See `TrainEngine.save_state`."""
+        ...
 
-    def load_state(self, folder: Path) -> None: ...
+    def load_state(self, folder: Path) -> None:
+        """See `TrainEngine.load_state`."""
+        ...
 
 
 class LeaderEngine:
-    """Implements `TrainEngine` by a `Training`."""
+    """`TrainEngine` that makes each call on a `Training` in the compute thread, and on the ranks that follow this one."""
 
     def __init__(self, training: Training, options: TrainEngineOptions, ranks: Ranks | None) -> None:
-        """`ranks`: the ones that the engine is cut over, which it leaves when it is closed; None if there is one alone."""
+        """`ranks`: those that the engine is sharded over, which it leaves when it is closed; None if there is only one."""
         self.training, self._ranks = training, ranks
         self.device, self.data_parallel_rank = options.device, training.data_parallel_rank
         self._end = ""  # what ended the exchange with the other ranks
@@ -89,7 +109,7 @@ class LeaderEngine:
                 if isinstance(call, calls.SaveState):
                     done.add_done_callback(_look_at)
                     written = done
-        if written is not None:  # whose part would end with this process
+        if written is not None:  # this process must not end before its part of the state is written
             await asyncio.wait([asyncio.wrap_future(written)])
         await self.close()
 
@@ -98,7 +118,7 @@ class LeaderEngine:
         await self._lead(calls.BeginStep())
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt gives other numbers than not sharing it."""
+        """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt changes the numbers."""
         results: list[MicroBatchResult] = await self._lead(calls.ForwardBackward(list(micro_batches)), objective)
         return results
 
@@ -114,12 +134,12 @@ class LeaderEngine:
         await self._lead(calls.Discard())
 
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """See `LogProbEngine.log_probs`: under the policy's current weights."""
+        """See `LogProbEngine.log_probs`. The log-probs are those under the policy's current weights."""
         log_probs: Ragged = await self._lead(calls.LogProbs(prompt_ids, response_ids))
         return log_probs
 
     async def export_weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`: float32."""
+        """See `TrainEngine.export_weights`. The weights are float32."""
         return _GatheredWeights(self.training.specs, self._gather)
 
     async def fingerprint(self) -> Mapping[str, str]:
@@ -128,7 +148,7 @@ class LeaderEngine:
         return fingerprint
 
     async def save(self, path: Path) -> None:
-        """Write config, generation config and float32 weights; the tokenizer's files are the caller's to copy."""
+        """Write config, generation config and float32 weights. The caller copies the tokenizer's files."""
         await self._lead(calls.Save(path))
 
     async def save_state(self, folder: Path) -> Awaitable[None]:
@@ -140,7 +160,7 @@ class LeaderEngine:
         await self._lead(calls.LoadState(folder))
 
     async def close(self) -> None:
-        """See `TrainEngine.close`: the followers close with their leader."""
+        """Stop the compute thread; the ranks that follow this one close, too."""
         if self._ranks is not None and not self._end:
             await self._thread.run(self._leave, self._ranks)
         self._thread.close()
@@ -204,13 +224,13 @@ class LeaderEngine:
     def _leave(self, ranks: Ranks) -> None:
         self._end = "it was closed"
         if self.data_parallel_rank is not None:
-            with suppress(RunError):  # who has gone already need not be told
+            with suppress(RunError):  # a rank that has ended already needs no notice
                 ranks.broadcast(calls.Close())
         ranks.leave()
 
 
 class _GatheredWeights:
-    """`WeightSource` of weights that lie in parts on several ranks."""
+    """`WeightSource` of weights that are sharded over several ranks, gathered one at a time."""
 
     are_lasting = False
 
@@ -222,7 +242,7 @@ class _GatheredWeights:
         """See `WeightSource.tensors`."""
         for number, name in enumerate(self.specs, 1):
             tensor = await self._gather(name)
-            if number == len(self.specs):  # whoever iterates may not ask for more than there are
+            if number == len(self.specs):  # now, since the consumer may stop after the last tensor
                 self._gathered.set()
             if tensor is not None:
                 yield name, tensor
@@ -234,5 +254,5 @@ class _GatheredWeights:
 
 
 def _look_at(written: Any) -> None:
-    """A follower's part of a state that could not be written is told by the first rank, which waits for it."""
+    """Retrieve the error of a follower's write, so that it is not logged here: rank 0, which waits for all, reports it."""
     written.exception()

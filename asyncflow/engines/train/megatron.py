@@ -1,4 +1,4 @@
-"""Trains a Qwen2, Qwen3 or Llama model as Megatron-Core's GPTModel, by tensor, pipeline and data parallelism.
+"""Training of a Qwen2, Qwen3 or Llama model as Megatron-Core's GPTModel, with tensor, pipeline and data parallelism.
 
 consumes, waits for, is unblocked by: as leader_engine.py says
 
@@ -6,12 +6,13 @@ consumes, waits for, is unblocked by: as leader_engine.py says
     micro-batch -> pack (packing.py) -> stages, by Megatron's 1F1B schedule -> loss on the last one (micro_step.py) -> gradient sums
     float32 weights <- AdamW (optimizer.py) <- clip <- sums over data-parallel groups / normaliser
 
-Of Megatron are the model, its parallel layers and groups, and the schedule of the pipeline; the layers are those that need no
-TransformerEngine ("local"), with this package's attention in them (attention.py), so that prompts are shared. Shapes go before
-tensors through the pipeline, so that micro-batches need not be of one length.
+Megatron provides the model, its parallel layers and groups, and the pipeline's schedule. The layers are those that need no
+TransformerEngine ("local"), with this package's attention in them (attention.py), so that prompts are shared. In the pipeline each
+tensor's shape is sent before it, so micro-batches may have different lengths.
 
-Left out: Megatron's optimiser and its buckets of gradients, which are written for CUDA alone (so the optimiser's state is whole in
-each data-parallel group); `accumulate: exact`; sequence, context and expert parallelism; layers that do not divide by the stages.
+Left out: Megatron's optimiser and its buckets of gradients, which are written for CUDA alone (so each data-parallel group holds the
+whole optimiser state); `accumulate: exact`; sequence, context and expert parallelism; a number of layers that the number of stages
+does not divide.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from asyncflow.types import Array, Layout, Objective, Ragged, TensorSpec, UserEr
 
 
 class MegatronEngine(LeaderEngine):
-    """Implements `TrainEngine`."""
+    """`TrainEngine` that trains with Megatron-Core."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread.
@@ -77,10 +78,10 @@ class MegatronEngine(LeaderEngine):
 
 
 class MegatronTraining:
-    """Implements `Training`."""
+    """`Training` with Megatron-Core, as one process of the layout makes it."""
 
     def __init__(self, model_path: Path, fields: Mapping[str, Any], options: TrainEngineOptions, ranks: Ranks) -> None:
-        """`fields`: of the model's config.json."""
+        """Load this process's part of the model. `fields`: the model's config.json. Raises `UserError` as `MegatronEngine`."""
         self._options, self._model_path, self._ranks = options, model_path, ranks
         self._device, self.data_parallel_rank = ranks.device, ranks.dp_rank if ranks.is_leader else None
         try:
@@ -112,8 +113,8 @@ class MegatronTraining:
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`.
 
-        One that is not finite adds nothing; in a pipeline of several stages, whose first ones have let go of it by then, it makes
-        the step one that is skipped. Raises `RunError` when sharing the prompt gives other log-probs than not sharing it.
+        A micro-batch that is not finite adds nothing. In a pipeline of several stages the first stages cannot leave it out any
+        more; there the whole step is skipped. Raises `RunError` when sharing the prompt changes the log-probs.
         """
         if not micro_batches:  # data-parallel groups meet in `optim_step` only
             return []
@@ -147,7 +148,7 @@ class MegatronTraining:
         self._models.before_update()
         has_gradient, is_broken = self._ranks.largest([self._has_gradient, self._is_broken], of="dp")
         (fill_tokens,) = self._ranks.total([self._fill_tokens], of="dp")
-        if is_broken or not has_gradient:  # every micro-batch was refused
+        if is_broken or not has_gradient:  # a broken pipeline step, or no micro-batch was finite
             self._clear()
             norm, learning_rate = math.nan if is_broken else 0.0, self._optimizer.learning_rate
             return OptimResult(grad_norm=norm, learning_rate=learning_rate, skipped=True, fill_tokens=fill_tokens)
@@ -195,7 +196,7 @@ class MegatronTraining:
             write_model(path, self._model_path, tensors)
         else:
             for _ in tensors:
-                pass  # taking part
+                pass  # takes part in gathering
 
     def save_state(self, folder: Path) -> Future[None]:
         """See `TrainEngine.save_state`: rank 0 writes, see gathered_state.py."""
@@ -210,7 +211,7 @@ class MegatronTraining:
 
     @property
     def _is_first_group(self) -> bool:
-        """Of the data-parallel groups, which all have the same weights and state."""
+        """Whether this is the first data-parallel group. Only it exports and saves, since all have the same weights and state."""
         return self._ranks.dp_rank == 0
 
     def _stage(self, config: DecoderConfig, files: WeightFiles, *, is_trained: bool) -> MegatronStage:
@@ -219,7 +220,7 @@ class MegatronTraining:
         return stage
 
     def _master(self, name: str, files: WeightFiles) -> nn.Parameter:
-        """The float32 weight that is updated: the model's own, unless that is narrower."""
+        """Float32 weight that the optimiser updates: the model's own weight, or a copy if that is narrower."""
         weight = self._policy.weights[name]
         if weight.dtype == torch.float32:
             return weight
@@ -239,13 +240,13 @@ class MegatronTraining:
 
     @torch.no_grad()
     def _narrow(self) -> None:
-        """The policy computes with the weights as they are now."""
+        """Copy the updated float32 weights to the policy's narrower weights."""
         for name, weight in self._policy.weights.items():
             if weight is not self._masters[name]:
                 weight.copy_(self._masters[name])
 
     def _summed(self, normaliser: int) -> list[Tensor]:
-        """The step's gradients, in the order of the weights: over all processes that share one, divided."""
+        """Gradients of the step in the order of the weights, summed over all processes that share a weight, and divided."""
         core, is_tied = self._core, self._policy.config.tie_word_embeddings and self._options.layout.pp > 1
         gradients = []
         for name, master in self._masters.items():
@@ -260,7 +261,7 @@ class MegatronTraining:
         return gradients
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        """Over the whole model: what several processes hold is counted by one."""
+        """2-norm of the gradient of the whole model. If several processes hold a weight, one of them counts it."""
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, gradient in zip(self._masters, gradients, strict=True):
             if self._tensors.is_own(name, self._policy.origins[name]):
@@ -269,7 +270,7 @@ class MegatronTraining:
         return math.sqrt(squares.item())
 
     def _told(self, own: list[MicroBatchResult]) -> list[MicroBatchResult]:
-        """What the last stage has found, on all of them."""
+        """Results of the last stage, sent to all stages. `own`: this process's results."""
         group = self._core.pp_group
         if group.size() == 1:
             return own
@@ -291,14 +292,14 @@ class MegatronTraining:
 
 
 class PackedCoreAttention(nn.Module):
-    """Attention between the projections, as Megatron calls it; the layout comes as its `attention_mask`."""
+    """Attention between the projections, as Megatron calls it. The layout comes in the argument `attention_mask`."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, **__: Any) -> None:
         super().__init__()
         self.layer_idx, self._scale = layer_number - 1, config.kv_channels**-0.5
 
     def forward(self, query_P1HD: Tensor, key_P1KD: Tensor, value_P1KD: Tensor, attention_mask: Any, **_: Any) -> Tensor:
-        """The output [P, 1, H * D]."""
+        """Attention output [P, 1, H * D]. `attention_mask`: an `AttentionLayout`."""
         query_1HPD, key_1KPD, value_1KPD = (x_P1HD.permute(1, 2, 0, 3) for x_P1HD in (query_P1HD, key_P1KD, value_P1KD))
         positions_1P = attention_mask.positions_P[None]
         out_1PHD, _none = packed_attention(
@@ -308,15 +309,16 @@ class PackedCoreAttention(nn.Module):
 
 
 class MegatronStage:
-    """What one process holds of a model, and the passes through it, which all processes of a data-parallel group make alike.
+    """Part of a model in one process, and the passes through it, which all processes of a data-parallel group make together.
 
-    A `Policy` for `TriModel`: the processes of the last stage get what `log_probs` says, the others zeros.
+    It can serve as each of the models of a `TriModel`. Its `log_probs` are right in the processes of the last stage, and zeros in
+    the others.
     """
 
     def __init__(
         self, core: Core, config: DecoderConfig, options: TrainEngineOptions, *, is_trained: bool, padding_id: int | None
     ) -> None:
-        """Weights as they come out of Megatron: random or none; `load` follows. `padding_id`: the config's `pad_token_id`."""
+        """Build this stage's layers, with weights that are not set yet; call `load` next. `padding_id`: config's `pad_token_id`."""
         layout = options.layout
         dtype = getattr(torch, options.dtype if is_trained else options.frozen_dtype or options.dtype)
         self.core, self.config, self.dtype, self.device = core, config, dtype, core.device
@@ -344,7 +346,7 @@ class MegatronStage:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take this process's part of whole tensors, by Hugging Face name. Raises `UserError` if one is missing."""
+        """Copy this process's part of the whole `tensors` (by Hugging Face name). Raises `UserError` if one is missing."""
         for name, origin in self.origins.items():
             if lacking := [source for source in origin.names if source not in tensors]:
                 raise UserError(f"The model lacks the weight {lacking[0]}: get its files again.")
@@ -353,12 +355,12 @@ class MegatronStage:
 
     @torch.no_grad()
     def move_from(self, policy: MegatronStage) -> None:
-        """Take over the policy's weights as they are now."""
+        """Copy the policy's present weights into this model."""
         for name, weight in self.weights.items():
             weight.copy_(policy.weights[name])
 
     def enter(self, packed: Packed) -> Tensor:
-        """Through this stage's layers: its output [P, 1, H], which the next one takes by `set_input_tensor`."""
+        """Output [P, 1, H] of this stage's layers. Megatron hands it to the next stage by `set_input_tensor`."""
         hidden_P1H = None
         if self.is_first:
             hidden_P1H = self._model.embedding(input_ids=packed.tokens_P[None], position_ids=None)
@@ -369,20 +371,23 @@ class MegatronStage:
         return self._model.decoder(hidden_states=hidden_P1H, attention_mask=packed.layout, rotary_pos_emb=angles_P11D)
 
     def head(self, packed: Packed, hidden_P1H: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-        """On the last stage: hidden states [T, H] that predict the response tokens, temperature applied; head [V, H]; its place."""
+        """Inputs of the loss, on the last stage: hidden states [T, H], head [V, H], and the head's place in the vocabulary.
+
+        The hidden states are those that predict the response tokens, with the temperature applied. `hidden_P1H`: `enter`'s output.
+        """
         hidden_TH = packed.predicting(hidden_P1H[:, 0])
         if self._temperature != 1.0:
             hidden_TH = hidden_TH / self._temperature
         own_VH = self._model.output_layer.weight  # None: tied to the embedding, which is on this stage, too
         head_VH = self._model.embedding.word_embeddings.weight if own_VH is None else own_VH
-        # Rows that fill the vocabulary up are no tokens: their logits, 0, would take part in the softmax.
+        # Rows that only fill up the vocabulary are no tokens: without the cut their logits, 0, would be in the softmax.
         num_rows = self.config.vocab_size - (0 if self._shard is None else self._shard.offset)
         return hidden_TH, head_VH[:num_rows], self._shard
 
     def run(self, batches: Sequence[Packed], loss: Callable[[int, Tensor], Tensor], *, has_grad: bool) -> None:
-        """All micro-batches through the stages, and back again if `has_grad`.
+        """Run all micro-batches forward through the stages and, with `has_grad`, backward.
 
-        On the last stage `loss` gets the number of a micro-batch and the hidden states [P, 1, H], and answers with a scalar.
+        On the last stage `loss` takes the number of a micro-batch and its hidden states [P, 1, H], and returns a scalar.
         """
         if self.is_first and self.is_last:
             for number, packed in enumerate(batches):
@@ -416,7 +421,7 @@ class MegatronStage:
 
 
 def stage_origins(config: DecoderConfig, num_stages: int) -> list[dict[str, Origin]]:
-    """Megatron's names of each stage's weights, with where they come from."""
+    """Origins of each stage's weights, by Megatron's names: one mapping for each stage."""
     each = config.num_hidden_layers // num_stages
     stages = range(num_stages)
     return [origins(config, range(i * each, (i + 1) * each), is_first=i == 0, is_last=i == num_stages - 1) for i in stages]
@@ -426,7 +431,7 @@ class Core:
     """Megatron-Core under one layout. Its groups are global: a process has one layout at a time."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Import Megatron and make its groups, which all processes do at the same time. torch.distributed is initialised."""
+        """Import Megatron and make its groups; all processes do so at the same time. torch.distributed must be initialised."""
         if device.type == NPU and importlib.util.find_spec("mindspeed") is not None:
             importlib.import_module("mindspeed.megatron_adaptor")  # replaces parts of Megatron, so it must come first
         self.device = device
@@ -440,7 +445,7 @@ class Core:
         self.embedding_group = state.get_embedding_group(check_initialized=False)
 
     def build(self, config: DecoderConfig, layout: Layout, dtype: torch.dtype, *, is_first: bool, is_last: bool) -> Any:
-        """A stage's GPTModel."""
+        """Build the GPTModel of one pipeline stage, with parameters of `dtype`."""
         transformer = self._import("transformer.transformer_config").TransformerConfig(
             num_layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
@@ -463,7 +468,7 @@ class Core:
             params_dtype=dtype,
             variable_seq_lengths=True,
             moe_token_dispatcher_type="alltoall",  # there is none, but the default refuses the line above
-            calculate_per_token_loss=True,  # the schedule divides by no count of its own
+            calculate_per_token_loss=True,  # the schedule itself divides by nothing
             use_cpu_initialization=True,
             perform_initialization=False,
             gradient_accumulation_fusion=False,
@@ -488,7 +493,7 @@ class Core:
         )
 
     def pipeline(self, forward_step: Callable[..., Any], model: Any, num_micro_batches: int, *, has_grad: bool) -> None:
-        """Megatron's 1F1B schedule over so many micro-batches."""
+        """Run Megatron's 1F1B schedule over `num_micro_batches`. Without `has_grad`: only the forward passes."""
         schedules = self._import("pipeline_parallel.schedules")
         with self.calls():
             schedules.forward_backward_pipelining_without_interleaving(
@@ -496,14 +501,14 @@ class Core:
                 data_iterator=None,
                 model=model,
                 num_microbatches=num_micro_batches,
-                seq_length=1,  # each micro-batch says its own
+                seq_length=1,  # each tensor's own shape is sent before it
                 micro_batch_size=1,
                 forward_only=not has_grad,
             )
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """Around what asks for CUDA whatever the device is: on a CPU it is told the CPU."""
+        """Context for calls of Megatron that ask for CUDA on every device; on a CPU, they get the CPU inside it."""
         if self.device.type != "cpu":
             yield
             return
@@ -519,23 +524,23 @@ class Core:
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Makes tensors on the CPU where `device="cuda"` is written out."""
+    """Function mode that makes tensors on the CPU where the code asks for `device="cuda"`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return func(*args, **({**kwargs, "device": "cpu"} if kwargs.get("device") == "cuda" else kwargs))
 
 
-# -- what a process keeps of each weight, and of what belongs to it, told by Hugging Face names --------------------------------
+# -- a process's part of each weight and of its optimiser state, exchanged by Hugging Face names -------------------------------
 #
 #     weights (float32), moments, the old policy's --sent by the stage that has them--> all stages --gathered over tp--> whole ones
-#     whole tensors of a checkpoint --cut (Origin)--> the same, in place
+#     whole tensors of a checkpoint --sharded (Origin)--> the same, in place
 #
-# Megatron keeps up to three of Hugging Face's tensors as one weight, which is sent as one.
+# Megatron keeps up to three of Hugging Face's tensors as one weight, which is sent as one tensor.
 
 
 class StageTensors:
-    """A process's part of a model's state. All processes of a data-parallel group make every call alike."""
+    """Process's part of a model's state. All processes of a data-parallel group make the same calls in the same order."""
 
     def __init__(
         self,
@@ -546,30 +551,31 @@ class StageTensors:
         layout: Layout,
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """`masters`: the float32 weights by Megatron's name; `shapes`: of all whole tensors by Hugging Face's."""
+        """Set up the names. `masters`: float32 weights by Megatron's name; `shapes`: of all whole tensors, by Hugging Face name."""
         self._policy, self._masters, self._optimizer, self._old_model = policy, masters, optimizer, old_model
         self._num_shards, self._shapes = layout.tp, shapes
         self._stages = stage_origins(policy.config, layout.pp)
-        # A last stage's copy of a tied embedding is no weight of its own.
+        # The last stage's copy of a tied embedding is not a separate weight.
         tied = (layout.pp - 1, "output_layer.weight") if policy.config.tie_word_embeddings else None
         self._places = [(i, name) for i, stage in enumerate(self._stages) for name in stage if (i, name) != tied]
         self._place_of = {source: (i, name) for i, name in self._places for source in self._stages[i][name].names}
         self.specs = {name: TensorSpec(shapes[name], "float32") for name in self._place_of}
-        # What came with the weight that was asked for last; not of an earlier update, as the first one, the embedding, comes alone.
+        # Tensors that were gathered together with the last one asked for. They cannot be of an earlier update: the first weight of
+        # an export, the embedding, is gathered alone, and replaces them.
         self._rest: dict[str, Tensor] = {}
 
     def is_own(self, name: str, origin: Origin) -> bool:
-        """Whether no other process of the group counts the weight of that name of Megatron's."""
+        """Whether this process is the one of the group that counts the weight `name` (Megatron's) in the norm."""
         return not (origin.cut == "whole" and self._policy.tp > 0) and (self._policy.stage, name) in self._places
 
     def weight(self, name: str) -> Tensor:
-        """The whole float32 tensor of that Hugging Face name."""
+        """Whole float32 tensor of that Hugging Face name, on the CPU, contiguous, gathered from all processes of the group."""
         found = self._rest if name in self._rest else self._gather(*self._place_of[name], "weights")
         self._rest = {other: tensor for other, tensor in found.items() if other != name}
         return found[name].cpu().contiguous()
 
     def everything(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of a state, each gathered when it is its turn."""
+        """Tensors of the state by name, each gathered when the iteration comes to it."""
         for stage, name in self._places:
             for kind in self._kinds():
                 for source, tensor in self._gather(stage, name, kind).items():
@@ -577,7 +583,7 @@ class StageTensors:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Take this process's parts of a state's tensors. Raises `RunError`."""
+        """Copy this process's parts of the state in `folder`. Raises `RunError` if a tensor is missing or has another shape."""
         for name, origin in self._policy.origins.items():
             for kind in self._kinds():
                 part = self._kept(name, kind)
@@ -589,7 +595,7 @@ class StageTensors:
 
     @torch.no_grad()
     def _gather(self, stage: int, name: str, kind: str) -> dict[str, Tensor]:
-        """A stage's weight, or what there is of that `kind` for it, whole, by Hugging Face names."""
+        """Whole tensors, by Hugging Face name, of a stage's weight `name` (Megatron's); `kind`: `weights`, a moment, or `old`."""
         origin, group = self._stages[stage][name], self._policy.core.pp_group
         if stage == self._policy.stage:
             own = self._kept(name, kind).detach().contiguous()
@@ -603,7 +609,7 @@ class StageTensors:
         return dict(zip(origin.names, origin.join(shards), strict=True))
 
     def _kept(self, name: str, kind: str) -> Tensor:
-        """This process's part of a weight (float32), of what the optimiser has for it, or of the old policy's."""
+        """Part of a tensor that this process keeps: the weight (float32), the optimiser's state, or the old policy's weight."""
         if kind == "old" and self._old_model is not None:
             return self._old_model.weights[name]
         master = self._masters[name]
@@ -611,13 +617,13 @@ class StageTensors:
 
 
 def _state_name(name: str, kind: str) -> str:
-    """As state.py calls it."""
+    """Name of a tensor in the files of state.py."""
     return f"optimizer/{name}/{kind}" if kind in MOMENTS else f"{kind}/{name}"
 
 
-# -- where each weight comes from in a Hugging Face checkpoint, and how tensor parallelism cuts it -----------------------------
+# -- where each weight comes from in a Hugging Face checkpoint, and how tensor parallelism shards it ---------------------------
 #
-#     Megatron                         Hugging Face                cut over tensor-parallel ranks
+#     Megatron                         Hugging Face                sharded over tensor-parallel ranks
 #     embedding.word_embeddings        model.embed_tokens          rows, of a vocabulary filled up to equal shards
 #     output_layer                     lm_head, or the embedding   the same
 #     ...linear_qkv                    q_proj, k_proj, v_proj      key heads, each with its queries: [q q k v] [q q k v] ...
@@ -628,7 +634,7 @@ def _state_name(name: str, kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One of Megatron's weights. `names`: of the tensors it is made of, by Hugging Face."""
+    """Origin of one of Megatron's weights: the Hugging Face names of its tensors, and the way it is sharded."""
 
     names: tuple[str, ...]
     cut: Literal["whole", "rows", "columns", "vocabulary", "heads"]
@@ -637,7 +643,7 @@ class Origin:
     vocab_size: int = 1
 
     def shard(self, tensors: Sequence[Tensor], rank: int, num_ranks: int) -> Tensor:
-        """What rank `rank` of `num_ranks` holds of whole `tensors`, which come in the order of `names`."""
+        """Part of the whole `tensors` (in the order of `names`) that tensor-parallel rank `rank` of `num_ranks` holds."""
         if self.cut == "whole":
             return tensors[0]
         if self.cut == "columns":
@@ -652,7 +658,7 @@ class Origin:
         return torch.cat(heads, dim=1).chunk(num_ranks)[rank].flatten(0, 1)
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The inverse of `shard`: the whole tensors, in the order of `names`, from all ranks' shards."""
+        """Whole tensors, in the order of `names`, from the shards of all ranks. The inverse of `shard`."""
         if self.cut == "whole":
             return [shards[0]]
         if self.cut == "columns":
@@ -668,19 +674,20 @@ class Origin:
 
 
 def padded_vocabulary(vocab_size: int, num_ranks: int) -> int:
-    """Rows of the embedding when it is filled up to equal shards."""
+    """Number of rows of the embedding after it is filled up to equal shards for `num_ranks` ranks."""
     return -(-vocab_size // num_ranks) * num_ranks
 
 
 def embedding(config: DecoderConfig) -> Origin:
-    """The embedding, which is the output layer, too, where the two are tied."""
+    """Origin of the embedding; also that of the output layer, if the two are tied."""
     return Origin(("model.embed_tokens.weight",), "vocabulary", vocab_size=config.vocab_size)
 
 
 def origins(config: DecoderConfig, layers: range, *, is_first: bool, is_last: bool) -> dict[str, Origin]:
-    """Megatron's names of the weights of a pipeline stage that has `layers` of the model, the embedding and the output layer.
+    """Origins of the weights of a pipeline stage with these `layers` of the model, by Megatron's names.
 
-    A last stage that is not the first has an output layer of its own, also where it is tied to the embedding.
+    The first stage has the embedding, the last one the output layer. A last stage that is not the first has a separate output
+    layer, even if it is tied to the embedding.
     """
     weights: dict[str, Origin] = {}
     if is_first:

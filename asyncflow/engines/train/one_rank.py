@@ -1,4 +1,4 @@
-"""Training on one device: what `TorchEngine` does in its thread where there is one rank.
+"""Training on one device, as `TorchEngine` does it in its thread if there is one rank.
 
     micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
                                        +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks (log_probs.py)
@@ -34,12 +34,12 @@ from asyncflow.types import Array, HeldWeights, Objective, Ragged, TensorSpec, W
 
 
 class OneRank:
-    """Implements `Training`."""
+    """`Training` in plain PyTorch, on one device."""
 
     data_parallel_rank: int | None = 0
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
-        """Load the model. Raises `UserError` when it cannot be trained here."""
+        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here."""
         self._chunk_tokens = options.log_prob_chunk_tokens
         self._is_to_check = options.check_shared_prompt
         self._device = options.device
@@ -64,13 +64,13 @@ class OneRank:
         self.models.begin_step()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt gives other numbers than not sharing it."""
+        """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt changes the numbers."""
         return [self._forward_backward(micro_batch, objective) for micro_batch in micro_batches]
 
     def optim_step(self, normaliser: int) -> OptimResult:
         """See `TrainEngine.optim_step`."""
         self.models.before_update()
-        gradients = self._sums.gradients(normaliser)  # none if every micro-batch was refused
+        gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
         result = self._optimizer.update(gradients, order_free_norm(gradients))
         self._sums.clear()
         return result
@@ -85,7 +85,7 @@ class OneRank:
         return self.policy.response_log_probs(prompt_ids, response_ids)
 
     def weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`. In the thread that has made them, after whose work they are copied from a device."""
+        """See `TrainEngine.export_weights`. Call it in the compute thread: copies from a device wait for that thread's work."""
         device = torch.device(self._device)
         if device.type == CPU:
             return HeldWeights(self.policy.parameters)

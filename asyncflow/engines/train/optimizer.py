@@ -1,8 +1,8 @@
-"""AdamW, its warm-up and its clip: from a step's gradients to the next weights.
+"""AdamW with warm-up and clip: from a step's gradients to the next weights.
 
     gradients, their norm (accumulate.py) -> clip -> AdamW at this update's learning rate -> parameters, in place
 
-The count of updates is state as the moments are: the warm-up depends on it.
+The number of updates is part of the state, as the moments are: the warm-up depends on it.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from asyncflow.engines.base import OptimResult, TrainEngineOptions
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 PIECE_ELEMENTS: Final = 2**26
-"""Parameters whose state is on the device together where it is kept in host memory: half a GiB of state."""
+"""Parameters whose state is on the device at the same time, if it is kept in host memory: half a GiB of state."""
 
 
 class UpdateState(Protocol):
-    """What a checkpoint holds of an optimiser."""
+    """State of an optimiser, as a checkpoint saves and restores it."""
 
     @property
     def num_updates(self) -> int:
-        """How many updates were made."""
+        """Number of updates that were made."""
         ...
 
     def make_states(self, num_updates: int) -> None:
-        """Be where so many updates have been made, with moments that are yet to be filled in."""
+        """Set the state to that after `num_updates` updates, with moments that the caller fills in through `states`."""
         ...
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(parameter's name, kind of state, tensor) of every parameter that was ever updated."""
+        """Triples (parameter's name, kind of state, tensor) for every parameter that was ever updated."""
         ...
 
 
 class Optimizer:
-    """Updates named parameters from what their `.grad` holds."""
+    """AdamW over named parameters, which updates them from the gradients in their `.grad`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainEngineOptions) -> None:
         """`parameters`: float32, tied ones once."""
         self.num_updates = 0
-        self._host: dict[tuple[nn.Parameter, str], Tensor] = {}  # where state is kept that was brought over
+        self._host: dict[tuple[nn.Parameter, str], Tensor] = {}  # offloaded state
         self._parameters = parameters
         self._learning_rate, self._warmup_steps = options.learning_rate, options.warmup_steps
         self._max_grad_norm = options.max_grad_norm
@@ -61,13 +61,13 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next update."""
+        """Learning rate of the next update."""
         return self._learning_rate * min(1.0, (self.num_updates + 1) / max(1, self._warmup_steps))
 
     def update(self, gradients: list[Tensor], grad_norm: float) -> OptimResult:
-        """Clip `gradients`, which are what the parameters' `.grad` holds and whose norm is `grad_norm`, and step.
+        """Clip `gradients`, which the parameters' `.grad` holds and whose norm is `grad_norm`, and update the parameters.
 
-        Skipped, and nothing is changed, if there are none or their norm is not finite.
+        Skips the update, and changes nothing, if there are no gradients or their norm is not finite.
         """
         learning_rate = self.learning_rate
         if not gradients or not math.isfinite(grad_norm):
@@ -84,7 +84,7 @@ class Optimizer:
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
 
     def make_states(self, num_updates: int) -> None:
-        """Be where so many updates have been made, with moments that are yet to be filled in."""
+        """See `UpdateState.make_states`. The moments are zeros until the caller fills them in."""
         self.num_updates = num_updates
         self.adamw.state.clear()
         for parameter in self._parameters.values() if num_updates else ():
@@ -93,7 +93,7 @@ class Optimizer:
             self.adamw.state[parameter] = {"step": torch.tensor(float(num_updates)), **moments}
 
     def _step_by_piece(self) -> None:
-        """The state is in host memory, and comes over for some parameters at a time: the arithmetic, and its bits, are the same."""
+        """Update some parameters at a time, with their state brought from host memory and back. The bits are the same."""
         gradients = {p: p.grad for p in self._parameters.values() if p.grad is not None}
         for parameter in gradients:
             parameter.grad = None  # AdamW updates what has a gradient
@@ -115,14 +115,14 @@ class Optimizer:
         return self._host[parameter, kind].copy_(state)
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(parameter's name, kind of state, tensor) of every parameter that was ever updated."""
+        """See `UpdateState.states`."""
         for name, parameter in self._parameters.items():
             for kind, state in self.adamw.state[parameter].items():
                 yield name, kind, state
 
 
 def _pieces(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In order, at most `PIECE_ELEMENTS` together, or a single larger one."""
+    """Parameters in order, in pieces of at most `PIECE_ELEMENTS` elements; a larger parameter is a piece alone."""
     piece: list[nn.Parameter] = []
     for parameter in parameters:
         if piece and sum(p.numel() for p in (*piece, parameter)) > PIECE_ELEMENTS:

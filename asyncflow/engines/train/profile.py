@@ -1,4 +1,4 @@
-"""Times one layer of a model on this rank of a layout, and what the rank does beside it, with random numbers for weights and data.
+"""Timings of one layer of a model on this rank of a layout, and of the rank's other work. Weights and data are random.
 
     layer_forward, layer_backward       by packed tokens of a micro-batch, on this rank's part of the matrices
     head_loss                           output layer, loss and their gradients, by response tokens
@@ -7,10 +7,10 @@
 
 consumes: a model's config.json
 waits for: the other ranks, at each collective
-is unblocked by: their coming to it, or the group's deadline
+is unblocked by: the other ranks' arrival there, or the group's deadline
 
-Each piece of work is done once unmeasured, as `warm_up`, and then `repeats` times, alone: what a run overlaps, such as FSDP's
-gathers with computing, is for whoever adds the pieces up.
+Each piece of work is done once as `warm_up`, and then measured `repeats` times, alone. A run overlaps some pieces, such as FSDP's
+gathers with computing; the user of these timings has to consider that.
 
 Left out: the embedding, casting the weights to `train.dtype`, frozen models.
 """
@@ -46,15 +46,18 @@ from asyncflow.types import Objective, Ragged
 # P packed tokens, T response tokens, R responses, H hidden elements, V tokens of the vocabulary.
 
 MESSAGE_BYTES: Final = (4 << 10, 1 << 20, 16 << 20)
-"""What collectives are timed with: the smallest shows what a call costs, the largest what a byte does."""
+"""Message sizes that collectives are timed with: the smallest shows the cost of a call, the largest the cost of a byte."""
 
 Measure = Callable[..., AbstractContextManager[object]]
-"""`measure(task, tokens=..., bytes=...)`: a block whose time is written down (`Recorder.busy`)."""
+"""Function `measure(task, tokens=..., bytes=...)` that returns a context whose time is recorded (`Recorder.busy`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Micro-batches of about so many packed tokens, a prompt and `num_responses` equally long responses, each `repeats` times."""
+    """Amount of work to measure: one micro-batch for each entry of `tokens`, its size in packed tokens (about).
+
+    A micro-batch is a prompt and `num_responses` responses, all of equal length. Each piece of work is measured `repeats` times.
+    """
 
     tokens: tuple[int, ...]
     num_responses: int
@@ -64,9 +67,10 @@ class Amount:
 def profile_layer(
     model_path: Path, options: TrainEngineOptions, objective: Objective, *, has_reference: bool, amount: Amount, measure: Measure
 ) -> Mapping[str, Tensor]:
-    """Measure on this rank; all ranks of the layout call it alike. Returns the layer's weights, float32, whole, on the CPU.
+    """Measure one layer of the model on this rank, and return the layer's random weights, float32, whole, on the CPU.
 
-    `has_reference`: the objective looks at a reference's log-probs. Raises `UserError` where a train engine would.
+    All ranks of the layout call it with the same arguments. `has_reference`: the objective uses a reference's log-probs.
+    `measure` records the times, see `Measure`. Raises `UserError` if a train engine cannot run here.
     """
     check_device(options.device, "train.device")
     torch.set_num_threads(options.num_threads)
@@ -95,19 +99,22 @@ def profile_layer(
 
 
 class Stopwatch:
-    """Measures what is done on a device, from when all before it has ended until it has itself."""
+    """Stopwatch for work on a device: from the end of all earlier work until the end of the measured work."""
 
     def __init__(self, measure: Measure, device: torch.device, repeats: int, ranks: Ranks | None) -> None:
         self._measure, self._repeats, self._ranks = measure, repeats, ranks
         self._has_queue = device.type != "cpu"
 
     def rounds(self) -> range:
-        """The first is the one to warm up in."""
+        """Numbers of the rounds; round 0 is the warm-up."""
         return range(self._repeats + 1)
 
     @contextmanager
     def timed(self, task: str, turn: int, **counts: int) -> Iterator[None]:
-        """The block is measured as `task`, or as `warm_up` in round 0; all ranks begin together."""
+        """Measure the block inside as `task`, or as `warm_up` in round 0; all ranks begin together.
+
+        `turn`: the number of the round. `counts`: amounts that are recorded with the time, such as tokens or bytes.
+        """
         self._wait()
         with nullcontext() if self._ranks is None else self._ranks.named(f"timing {task}"):
             if self._ranks is not None:
@@ -117,7 +124,7 @@ class Stopwatch:
                 self._wait()
 
     def time(self, task: str, work: Callable[[], object], **counts: int) -> None:
-        """Measure `work` in every round."""
+        """Measure `work` in every round, as `timed` does."""
         for turn in self.rounds():
             with self.timed(task, turn, **counts):
                 work()
@@ -128,7 +135,7 @@ class Stopwatch:
 
 
 def _one_layer(model_path: Path) -> Any:
-    """A model as that at the path, but for the number of its layers and its weights."""
+    """Model with the config at the path, but with one layer only and with random weights."""
     config = AutoConfig.from_pretrained(model_path)
     check_family(config.to_dict())
     config.num_hidden_layers = 1
@@ -197,7 +204,7 @@ def _time_optimizer(watch: Stopwatch, layer: nn.Module, options: TrainEngineOpti
 
 
 def _time_collectives(watch: Stopwatch, axis: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Of one axis of the layout, all of its groups at once; nothing where it has one rank."""
+    """Time the collectives of one axis of the layout, in all its groups at once. Does nothing if a group has one rank."""
     for num_bytes in MESSAGE_BYTES if group.size() > 1 else ():
         part = torch.zeros(-(-num_bytes // 4 // group.size()), device=device)
         whole = torch.zeros(len(part) * group.size(), device=device)
@@ -210,7 +217,7 @@ def _time_collectives(watch: Stopwatch, axis: str, group: dist.ProcessGroup, dev
 
 
 def _there_and_back(message: Tensor, group: dist.ProcessGroup) -> None:
-    """Between the first two stages, the next two, and so on; one without a partner does nothing."""
+    """Send a message and one back, between ranks 0 and 1, 2 and 3, and so on; a rank without a partner does nothing."""
     rank = group.rank()
     partner = rank ^ 1
     if partner < group.size():
@@ -222,7 +229,7 @@ def _there_and_back(message: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _packed(num_tokens: int, num_responses: int, vocabulary_size: int, device: torch.device) -> Packed:
-    """A prompt and its responses, of equal lengths."""
+    """Packed prompt and responses of equal lengths, with random tokens, about `num_tokens` together."""
     length = max(1, num_tokens // (num_responses + 1))
     rng = np.random.default_rng(0)
     prompt_ids = rng.integers(vocabulary_size, size=length)
@@ -231,5 +238,5 @@ def _packed(num_tokens: int, num_responses: int, vocabulary_size: int, device: t
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """This rank's part."""
+    """Part of the parameter that this rank holds."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,9 +1,9 @@
-"""Small models with random weights, for tests and for measuring: `python -m asyncflow.engines.train.random_model --help`.
+"""Small models with random weights, for tests and measurements: `python -m asyncflow.engines.train.random_model --help`.
 
     python -m asyncflow.engines.train.random_model random:qwen2-tiny out/ --texts questions.txt
 
 Writes a folder in Hugging Face format: config.json, generation_config.json, model.safetensors, tokenizer.json and
-tokenizer_config.json. Neither torch nor transformers is imported, which would take longer than all the rest.
+tokenizer_config.json. Imports neither torch nor transformers, since that would take longer than all the rest.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SPECS: Final = {
     "random:qwen3-tiny": _Shape("qwen3", 128, 384, 2, 4, 2),
     "random:llama-tiny": _Shape("llama", 128, 384, 2, 4, 2),
 }
-"""What can be made: 0.6 million parameters under a full vocabulary, `qwen2-small` 4.3."""
+"""Models that can be made. With a full vocabulary they have 0.6 million parameters, and `qwen2-small` 4.3 million."""
 
 
 def make_random_model(spec: str, out: Path, texts: Iterable[str], seed: int) -> None:
@@ -98,7 +98,7 @@ def make_random_model(spec: str, out: Path, texts: Iterable[str], seed: int) -> 
 
 def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    # Transformers gives every Qwen2 model this, whatever the file says: so the file says it.
+    # Transformers uses this normalizer for every Qwen2 model, whatever the file contains. So the file contains it, too.
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -140,7 +140,7 @@ def _config(shape: _Shape, vocabulary_size: int) -> dict[str, Any]:
 
 
 def _random_tensors(shape: _Shape, vocabulary_size: int, seed: int) -> dict[str, Array]:
-    """float32 by Hugging Face name: matrices normal with `initializer_range`, norms 1, biases 0, as transformers does it."""
+    """Weights, float32, by Hugging Face name: matrices normal with `initializer_range`, norms 1, biases 0, as in transformers."""
     rng = np.random.default_rng(seed)
     hidden, wide = shape.hidden_size, shape.intermediate_size
     heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
@@ -168,7 +168,7 @@ def _random_tensors(shape: _Shape, vocabulary_size: int, seed: int) -> dict[str,
 
 
 def main() -> int:
-    """The module as a program; exit code 2 after a mistake of the user's."""
+    """Run the module as a program. Returns the exit code: 0, or 2 after a wrong argument or a file error."""
     parser = argparse.ArgumentParser(prog="python -m asyncflow.engines.train.random_model", description="Make a random model.")
     parser.add_argument("spec", help=", ".join(SPECS))
     parser.add_argument("out", type=Path, help="folder to write")

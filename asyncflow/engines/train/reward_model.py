@@ -1,10 +1,10 @@
-"""A sequence classifier with one label, as a reward: the logit that it gives a prompt with its response.
+"""Reward model: a sequence classifier with one label, whose logit for a prompt with its response is the reward.
 
 consumes: token ids
 waits for: nothing but the call before it (one compute thread, which is also the engine's lock)
 is unblocked by: each call as it comes
 
-One sequence at a time and nothing padded, so that a reward does not depend on what it happens to be computed with.
+It computes one sequence at a time, without padding, so that a reward does not depend on other sequences.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from asyncflow.types import Array, UserError
 
 
 class RewardModelEngine:
-    """Implements `ClassifierEngine`."""
+    """`ClassifierEngine` with a Hugging Face sequence classifier, on one device."""
 
     def __init__(self, model_path: Path | str, *, device: str, dtype: str, num_threads: int) -> None:
-        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be computed here."""
+        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be computed here.
+
+        `dtype`: torch's name of the weights' dtype, such as `bfloat16`. `num_threads`: threads that compute on the CPU.
+        """
         check_device(device, "reward.model.device")
         try:
             model = AutoModelForSequenceClassification.from_pretrained(
@@ -39,7 +42,7 @@ class RewardModelEngine:
         self._thread = ComputeThread("reward-model", setup=lambda: torch.set_num_threads(num_threads))
 
     async def score(self, token_ids: Array) -> float:
-        """See `ClassifierEngine.score`."""
+        """See `ClassifierEngine.score`. Also raises `MemoryError` if the device's memory does not suffice."""
         if not len(token_ids) or (self._longest is not None and len(token_ids) > self._longest):
             raise ValueError(f"{len(token_ids)} tokens, and the reward model takes 1 to {self._longest}")
         return await self._thread.run(self._score, token_ids)

@@ -1,14 +1,14 @@
-"""A train engine's state in a checkpoint: named tensors, written by every rank, read under any layout.
+"""State of a train engine in a checkpoint: named tensors, written by every rank, read under any layout.
 
     tensors --stage--> copies in host memory --thread--> <folder>/shard-00001-....safetensors    (one or more for every rank)
     <folder>/*.safetensors --torch.distributed.checkpoint--> tensors, in place, whatever layout they were saved under
 
-Everything is a tensor, the counts too, under names that no layout changes (`weights/<Hugging Face name>`,
-`optimizer/<name>/exp_avg`), so that files are safetensors and nothing else: torch.distributed.checkpoint's own storage writes its
-metadata, and what is no tensor, by pickle. Its planner says which part of a sharded tensor (DTensor) lies where, and puts parts
-together again when another layout loads them; since every rank plans for itself (`no_dist`), ranks exchange nothing.
+Everything is a tensor, the counts too, under names that do not depend on the layout (`weights/<Hugging Face name>`,
+`optimizer/<name>/exp_avg`). So all files are safetensors: torch.distributed.checkpoint's own storage would write its metadata, and
+values that are not tensors, by pickle. Its planner finds out where each part of a sharded tensor (DTensor) lies, and puts the parts
+together again when another layout loads them. Every rank plans for itself (`no_dist`), so ranks exchange nothing.
 
-A part that several ranks hold is written by the first of them.
+If several ranks hold the same part, the first of them writes it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from asyncflow.engines.train.optimizer import UpdateState
 from asyncflow.types import RunError
 
 FILE_BYTES: Final = 1 << 30
-"""Tensors of about so many bytes share a file: so much again is held in memory while they are written."""
+"""Size of a file in bytes, about. While a file is written, its size is needed in memory a second time."""
 WRITE_SECONDS: Final = 600.0
-"""How long the other ranks may take longer than the first one."""
+"""Seconds that the first rank waits for the files of the others after it has written its own."""
 _LOOK_SECONDS: Final = 0.05
 
 
 class EngineState:
-    """One rank's part of an engine that updates `parameters` by `optimizer`, with an old policy perhaps."""
+    """State of an engine on this rank: its parameters, optimiser, random generators and, if there is one, old policy."""
 
     def __init__(
         self,
@@ -56,25 +56,28 @@ class EngineState:
         num_ranks: int = 1,
         is_first: bool = True,
     ) -> None:
-        """`parameters` and `old`: of this rank, by Hugging Face names, tied ones once; DTensors where they are cut over ranks.
-        `is_first`: see `StateWriter.begin`."""
+        """Take references to the tensors that are saved and restored.
+
+        `parameters` and `old`: this rank's, by Hugging Face names, tied ones once; DTensors if they are sharded over ranks. `old`:
+        weights of the old policy, if it is a separate model. `is_first`: see `StateWriter.begin`.
+        """
         self._parameters, self._optimizer, self._old = parameters, optimizer, old or {}
         self._rank, self._is_first = rank, is_first
         self._writer = StateWriter(rank, num_ranks)
         self._random = _random_states()
 
     def begin_step(self) -> None:
-        """Remember the random numbers as they are: a state that is saved in the middle of a step is that of its start."""
+        """Remember the random generators' states. A state that is saved within a step holds those at the step's start."""
         self._random = _random_states()
 
     def save(self, folder: Path) -> Future[None]:
-        """See `StateWriter.begin`. Between updates, whatever has been accumulated since."""
+        """Write this rank's part of the state to `folder`, see `StateWriter.begin`. Accumulated gradients are not saved."""
         tensors = self._tensors() | {"updates": torch.tensor([self._optimizer.num_updates])}
         own = {f"random/{self._rank}/{kind}": state for kind, state in self._random.items()}
         return self._writer.begin(tensors, folder, own=own, is_first=self._is_first)
 
     def load(self, folder: Path) -> None:
-        """Be as the engine that was saved there. Raises `RunError` where that had another model."""
+        """Restore the state that was saved in `folder`. Raises `RunError` if it belongs to another model."""
         updates = torch.zeros(1, dtype=torch.int64)
         load_tensors_into({"updates": updates}, folder)
         self._optimizer.make_states(int(updates))
@@ -96,7 +99,7 @@ class EngineState:
 
 
 class StateWriter:
-    """Writes one rank's tensors in the background, one state at a time."""
+    """Writer of one rank's tensors, which works in the background, one state at a time."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -104,11 +107,13 @@ class StateWriter:
     def begin(
         self, tensors: Mapping[str, Tensor], folder: Path, *, own: Mapping[str, Tensor] | None = None, is_first: bool = True
     ) -> Future[None]:
-        """Copy the tensors, then write the copies to `folder` while the caller goes on. `own`: those that no other rank has.
+        """Copy the tensors, and write the copies to `folder` in a thread. Returns when the tensors may change.
 
-        `is_first`: of the ranks that hold the same plain tensors, this one writes them; a DTensor knows by itself. Returns when the
-        tensors may change. The future is done when the files of this rank are on the disk, on the first rank (0) when those of all
-        ranks are; it raises `OSError` where they could not be written, `RunError` naming a rank that has not in time.
+        `own`: tensors that no other rank has. `is_first`: whether this rank is the one that writes plain tensors, which several
+        ranks hold; for DTensors this is found from their placements.
+
+        The future is done when the files of this rank are on the disk; on the first rank (0), when those of all ranks are. It
+        raises `OSError` if they could not be written, and `RunError` that names a rank which failed or was not done in time.
         """
         staged = {name: _copy(tensor) for name, tensor in tensors.items() if _writes(tensor, is_first)}
         staged |= {name: _copy(tensor) for name, tensor in (own or {}).items()}
@@ -135,7 +140,7 @@ class StateWriter:
             else:
                 self._wait_for_others(folder)
             written.set_result(None)
-        except BaseException as error:  # handed to who waits for it
+        except BaseException as error:  # raised where the future is awaited
             written.set_exception(_cause(error))
 
     def _wait_for_others(self, folder: Path) -> None:
@@ -157,9 +162,9 @@ class StateWriter:
 
 
 def load_tensors_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill the tensors with what `folder` holds under their names, under whatever layout it was saved.
+    """Fill the tensors, in place, from the state in `folder`, by name. The state may have been saved under any layout.
 
-    Raises `RunError` naming what is missing, or has another shape.
+    Raises `RunError`, which names a tensor that is missing or has another shape, or if the files cannot be read.
     """
     try:
         known = _sizes(folder)
@@ -175,36 +180,42 @@ def load_tensors_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """SHA-256 of each tensor's bytes, in hexadecimal; they may come one at a time."""
+    """SHA-256 of each tensor's bytes, in hexadecimal, by name. Takes one tensor at a time, so they may be gathered lazily."""
     return {name: hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
 def _expect_no_group() -> None:
-    """Have torch not warn at each call that a rank is on its own: it is meant to be. Said at the call, since whoever imports this
-    within `warnings.catch_warnings`, in any thread, loses what was said at the import."""
+    """Silence torch's warning that there is no process group: each rank saves and loads alone, on purpose.
+
+    The filter is set at each call, because an import within `warnings.catch_warnings`, in any thread, would lose it again.
+    """
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
 
 
 def _sizes(folder: Path) -> dict[str, torch.Size]:
-    """Of all tensors that are there, put together."""
+    """Sizes of all whole tensors in the folder, by name."""
     found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: tensor.size for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
 class _RankWriter(HuggingFaceStorageWriter):
-    """torch's writer of safetensors, whose file names say by which rank: planning alone, every rank thinks it is the first."""
+    """Writer of safetensors (torch's) that puts the rank into the file names.
+
+    Every rank plans alone and would take itself for the first, so without it all ranks would use the same names.
+    """
 
     def __init__(self, path: str, rank: int, file_numbers: dict[str, int]) -> None:
         super().__init__(path, fqn_to_index_mapping=file_numbers, save_distributed=True)
         self._rank = rank
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Put the file numbers and this rank's shard number into the plans. Overrides torch's method of this name."""
         storage = {"fqn_to_index_mapping": self.fqn_to_index_mapping, "shard_index": self._rank + 1}
         return [dataclasses.replace(plan, storage_data=storage) for plan in plans]
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The file that each tensor belongs to, from 1 on."""
+    """Number of the file, from 1, that each tensor goes to, by the tensor's name."""
     numbers, number, size = {}, 1, 0
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -215,7 +226,7 @@ def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _writes(tensor: Tensor, is_first: bool) -> bool:
-    """Whether this rank is the first of those that hold the same part, and it is not empty."""
+    """Whether this rank writes its part of the tensor: the part is not empty, and no rank before this one holds it, too."""
     if not isinstance(tensor, DTensor):
         return is_first
     place = tensor.device_mesh.get_coordinate()
@@ -224,7 +235,7 @@ def _writes(tensor: Tensor, is_first: bool) -> bool:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """In host memory, contiguous; a part stays a part of the whole."""
+    """Copy in host memory, contiguous. The copy of a DTensor is a DTensor with the same place in the whole."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -234,13 +245,13 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What torch.distributed.checkpoint has wrapped: the first failure of a rank."""
+    """First error that torch.distributed.checkpoint has wrapped in `error`, or `error` itself if it has wrapped none."""
     failures = getattr(error, "failures", None)
     return next((cause for cause, *_ in failures.values()), error) if failures else error
 
 
 def _random_states() -> dict[str, Tensor]:
-    """Of the generators that a loss may draw from: the CPU's, and the present accelerator's."""
+    """States of the random generators that a loss may use: the CPU's, and that of the accelerator if there is one."""
     states = {"cpu": torch.get_rng_state()}
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()

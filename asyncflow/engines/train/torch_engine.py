@@ -1,8 +1,8 @@
-"""Trains a Hugging Face model in plain PyTorch, on one device (one_rank.py) or cut over the ranks of a layout (many_ranks.py).
+"""Training of a Hugging Face model in plain PyTorch, on one device (one_rank.py) or sharded over ranks (many_ranks.py).
 
 consumes, waits for, is unblocked by: as leader_engine.py says
 
-Parameters, gradient sums and optimiser state are float32 or more whatever `dtype` says.
+Parameters, gradient sums and optimiser state are float32 or wider, whatever `dtype` is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchEngine(LeaderEngine):
-    """Implements `TrainEngine`."""
+    """`TrainEngine` in plain PyTorch."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread. Waits for the other ranks.
@@ -46,7 +46,7 @@ class TorchEngine(LeaderEngine):
         super().__init__(training, options, ranks)
 
     async def export_weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`: float32; of one rank nothing is gathered, and on the CPU they are no copies."""
+        """See `TrainEngine.export_weights`. The weights are float32. With one rank nothing is gathered or, on the CPU, copied."""
         if not isinstance(self.training, OneRank):
             return await super().export_weights()
         return await self._thread.run(self.training.weights)

@@ -3,12 +3,12 @@
     prompt              -> prompt, causal
     response k          -> response k, causal  +  prompt, whole        merged by their log-sum-exp (LSE)
 
-Nothing is padded, there is no mask of any size, and the prompt's keys and values are not copied. Who attends to whom travels as an
-extra argument (`layout`) through the model's forward. Transformers builds no mask for an implementation that it does not know, and
-would infer packing from position ids only for its own; so what protects a response from its neighbours is this file, and it refuses
-to run without a layout or with other positions.
+Nothing is padded, no mask is built, and the prompt's keys and values are not copied. The layout (which token attends to which) is
+passed as an extra argument (`layout`) through the model's forward. Transformers builds no mask for an attention implementation that
+it does not know, and infers packing from position ids only for its own ones. So only this file separates a response from its
+neighbours; it refuses to run without a layout or with other positions.
 
-In rows (a prompt for each response) no segment is a prompt for others, and the first part is all there is.
+In rows (a prompt for each response) no segment is a prompt for others: only the first part, each segment to itself, is computed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: the output [1, P, H, D] and no weights.
+    """Attention output [1, P, H, D], and None for the attention weights, as transformers' attention interface has it.
 
     Raises:
-        ValueError: the layout is missing or does not make up P, the positions are others, or something is asked for that packed
-            tokens do not have.
+        ValueError: the layout is missing or its lengths do not add up to P, `position_ids` are not those of the layout, or the call
+            asks for a mask, dropout or a sliding window, which packed attention does not have.
     """
     shape = query_1HPD.shape
     if layout is None or shape[0] != 1 or not sum(layout.segment_lengths) == shape[2] == key_1KPD.shape[2]:
@@ -69,9 +69,9 @@ def packed_attention(
 
 
 def _merge(own_out_SHD: Tensor, own_lse_SH: Tensor, out_SHD: Tensor, lse_SH: Tensor, lengths: tuple[int, ...]) -> None:
-    """Merge another part's output and LSE into a part's own, in place. In the precision of the LSE."""
-    # On CPU in pieces, so that the bits of a response do not depend on the others: the last elements of a call, which fill no
-    # vector register, are rounded otherwise.
+    """Merge another part's output and LSE into a part's own, in place, in the precision of the LSE."""
+    # On CPU in pieces, so that the bits of a response do not depend on the others: the last elements of a call, which do not fill
+    # a vector register, are rounded differently.
     sizes = lengths if out_SHD.is_cpu else (len(out_SHD),)
     for own_out, own_lse, out, lse in zip(
         *(x.split_with_sizes(sizes) for x in (own_out_SHD, own_lse_SH, out_SHD, lse_SH)), strict=True
@@ -82,15 +82,17 @@ def _merge(own_out_SHD: Tensor, own_lse_SH: Tensor, out_SHD: Tensor, lse_SH: Ten
 
 
 class _PackedAttention(torch.autograd.Function):
-    """The softmax over a part's keys weighs exp(lse_part - lse) in the softmax over all of them, lse = log sum exp lse_part.
+    """Attention over two parts of the keys, merged: the own segment and, for responses, the shared prompt.
 
-    The merged output [P, H, D] and its LSE [P, H] are all that the backward needs beside the inputs: see kernels.py.
+    The softmax over a part's keys has the weight exp(lse_part - lse) in the softmax over all keys, with lse = log sum exp lse_part.
+    Besides the inputs, the backward needs only the merged output [P, H, D] and its LSE [P, H]: see kernels.py.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor, layout: AttentionLayout, scale: float, kernel: Kernel
     ) -> Tensor:
+        """Merged attention output [P, H, D]."""
         own = AttentionPart(layout.segment_lengths, is_causal=True, scale=scale)
         shared = AttentionPart(layout.segment_lengths[1:], is_causal=False, scale=scale)
         out_PHD, lse_PH = kernel.forward(query_PHD, key_PKD, value_PKD, own)
@@ -104,6 +106,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        """Gradients of query, key and value; the shared prompt's gradients are the sum over both parts."""
         query_PHD, key_PKD, value_PKD, out_PHD, lse_PH = ctx.saved_tensors
         grads = ctx.kernel.backward(grad_PHD, query_PHD, key_PKD, value_PKD, out_PHD, lse_PH, ctx.own)
         if n := ctx.prompt_length:

@@ -1,9 +1,9 @@
-"""One causal language model on packed tokens: hidden states where a response token is predicted, and log-probs of those tokens.
+"""Causal language model on packed tokens: hidden states that predict response tokens, and log-probs of these tokens.
 
     Packed (packing.py) -> the model's layers (attention.py) -> hidden_TH -> log-probs (log_probs.py)
 
-The model's files are transformers' own: layout and attention reach them as an extra argument and by name. It stays in
-evaluation mode: with dropout the ratio of new to old log-probs would not be 1 where the weights are the same.
+The model's code is transformers' own: the layout reaches it as an extra argument, and the attention by its registered name. The
+model stays in evaluation mode: with dropout the ratio of new to old log-probs would not be 1 for equal weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.types import Array, Ragged, UserError
 
-_LOADING = threading.Lock()  # transformers sets the process up for each load: of two at once one may lack its tied weights
+_LOADING = threading.Lock()  # a load changes global state of transformers: two at the same time may lose tied weights
 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
 
 
 class CausalModel:
-    """A model's weights, and the arithmetic that they are used in."""
+    """Causal language model: its weights, and the device and dtype that its passes compute in."""
 
     def __init__(
         self,
@@ -50,10 +50,11 @@ class CausalModel:
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
-        Its weights are kept in `weights_dtype` on `weights_device`, and every pass computes in `dtype` on `device`. Where these
-        differ, a pass starts from a copy that lives as long as it does: the numbers that a rollout engine of that dtype holds.
-        Gradients come back to the weights. `temperature` is that of the rollout's sampling. At most `chunk_tokens` rows of
-        logits exist at a time. `recomputes`: a layer's activations are made again in the backward pass.
+        Its weights are kept in `weights_dtype` on `weights_device` (None: `device`), and every pass computes in `dtype` on
+        `device`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the same numbers as
+        a rollout engine of that dtype. Gradients are added to the kept weights. `temperature` is the rollout's sampling
+        temperature. At most `chunk_tokens` rows of logits exist at a time. `recomputes`: each layer's activations are computed
+        again in the backward pass.
 
         Raises:
             UserError: there is no such model, or it cannot be trained here.
@@ -66,13 +67,16 @@ class CausalModel:
         head_VH = self.module.get_output_embeddings().weight
         self._head_name = next(name for name, parameter in self.parameters.items() if parameter is head_VH)
         layers = self.module.base_model.layers if recomputes else []
-        # Their weights are cast where they are computed again, so that the copies live no longer than that.
+        # Such a layer casts its weights itself, in each of its passes, so that the copies exist no longer than the pass.
         self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
         for layer in layers:
             recompute_activations(layer, partial(_cast_parameters, layer, self.device, dtype))
 
     def hidden(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, H] that predict the response tokens, temperature applied, and the output layer's weight [V, H]."""
+        """Hidden states [T, H] that predict the response tokens, and the output layer's weight [V, H] as a pass uses it.
+
+        The hidden states are divided by the temperature, so that their product with the weight gives the logits to sample from.
+        """
         weights = self._cast()
         hidden_TH = self._states(packed, weights)
         if self._temperature != 1.0:
@@ -80,12 +84,12 @@ class CausalModel:
         return hidden_TH, weights[self._head_name]
 
     def _cast(self) -> dict[str, Tensor]:
-        """The weights as a pass computes with them, but for those that a layer casts itself."""
+        """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""
         here = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._cast_by_layer}
         return {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
 
     def _states(self, packed: Packed, weights: Mapping[str, Tensor]) -> Tensor:
-        """The last layer's states [T, H] that predict the response tokens."""
+        """Hidden states [T, H] of the last layer that predict the response tokens. `weights`: from `_cast`."""
         base, prefix = self.module.base_model, self.module.base_model_prefix + "."
         state = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         state |= {name: buffer.to(self.device) for name, buffer in base.named_buffers()}
@@ -100,18 +104,21 @@ class CausalModel:
 
     @torch.no_grad()
     def response_log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
+        """See `LogProbEngine.log_probs`. The layout is the same as in training, so that the bits are the same."""
         packed = pack_thrifty(prompt_ids, response_ids, self.device)
         return Ragged(self.log_probs(packed).cpu().numpy(), response_ids.offsets)
 
 
 class FrozenModel(CausalModel):
-    """A model that is not trained: an old policy, or the reference."""
+    """Model that is not trained: an old policy, or the reference."""
 
     def __init__(
         self, path: Path | str, *, device: str, dtype: torch.dtype, temperature: float, chunk_tokens: int, offload: bool = False
     ) -> None:
-        """See `CausalModel`. Weights are kept in `dtype`; `offload`: in host memory, so that each pass pays for their transfer."""
+        """Load the model as `CausalModel` does. Weights are kept in `dtype`.
+
+        `offload`: keep them in host memory; each pass then copies them to the device.
+        """
         super().__init__(
             path,
             device=device,
@@ -125,31 +132,34 @@ class FrozenModel(CausalModel):
 
     @torch.no_grad()
     def log_probs(self, packed: Packed) -> Tensor:
-        """See `CausalModel.log_probs`; without gradient."""
+        """See `CausalModel.log_probs`. The log-probs carry no gradient."""
         return super().log_probs(packed)
 
     @torch.no_grad()
     def move_from(self, policy: CausalModel) -> None:
-        """Take over the policy's weights as they are now."""
+        """Copy the policy's present weights into this model."""
         for name, parameter in self.parameters.items():
             parameter.copy_(policy.parameters[name])
 
 
 def recompute_activations(layer: nn.Module, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-    """Have a layer keep nothing but what goes into it, and compute it again in the backward pass; each time `within` a context."""
+    """Make a layer keep only its inputs, and compute its activations again in the backward pass.
+
+    `within` makes a context; the layer's forward runs inside one each time.
+    """
     plain_forward = layer.forward
 
     def forward(*inputs: Any, **others: Any) -> Any:
         with within():
             return plain_forward(*inputs, **others)
 
-    # Nothing draws random numbers: the model is in evaluation mode.
+    # The random state need not be kept: in evaluation mode the layer draws no random numbers.
     layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
 def _cast_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Within it a module's parameters are copies that carry their gradients back."""
+    """Context inside which a layer's parameters are cast copies, whose gradients flow back to the parameters."""
     own = [(module, name, parameter) for module in layer.modules() for name, parameter in module.named_parameters(recurse=False)]
     for module, name, parameter in own:
         module._parameters[name] = parameter.to(device, dtype)  # type: ignore[assignment]
@@ -161,7 +171,10 @@ def _cast_parameters(layer: nn.Module, device: torch.device, dtype: torch.dtype)
 
 
 def load_module(path: Path | str, dtype: torch.dtype) -> Any:
-    """Transformers' model at `path`, computing packed attention. Raises `UserError` when it cannot be trained or is not there."""
+    """Load transformers' model at `path` in `dtype`, on the CPU, with packed attention.
+
+    Raises `UserError` if there is no model, if it lacks weights, or if it cannot be trained.
+    """
     config = _config(path)
     disable_progress_bar()
     with _LOADING:
@@ -175,9 +188,10 @@ def load_module(path: Path | str, dtype: torch.dtype) -> Any:
 
 
 def empty_module(path: Path | str, dtype: torch.dtype) -> Any:
-    """The same model without memory for its weights, which are on the meta device. Raises as `load_module`; reads no weights.
+    """Make the model of `load_module` without memory for its weights, which are on the meta device. Reads no weights.
 
-    What is computed and not read (the rotary frequencies) is lost when memory is made for it: `compute_buffers` follows that.
+    Buffers that are computed, not read (the rotary frequencies), have no values either: call `compute_buffers` after memory was
+    made for the model. Raises `UserError` if there is no model, or if it cannot be trained.
     """
     config = _config(path)
     with _LOADING, torch.device("meta"):
@@ -186,7 +200,7 @@ def empty_module(path: Path | str, dtype: torch.dtype) -> Any:
 
 
 def compute_buffers(module: Any, device: torch.device) -> None:
-    """Compute what a model has besides its weights."""
+    """Compute a model's buffers (the rotary frequencies) on `device`. Use it after `empty_module`."""
     rotary = module.base_model.rotary_emb
     module.base_model.rotary_emb = type(rotary)(config=module.config).to(device)
 

@@ -1,4 +1,4 @@
-"""Sharing the prompt must change nothing: a micro-batch is computed both ways, and compared."""
+"""Check that sharing the prompt changes nothing: a micro-batch is computed with and without sharing, and compared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from asyncflow.types import RunError
 # T response tokens.
 
 TOLERANCES = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.25, 0.01)}
-"""By the dtype of the passes: nats that a token's log-prob may differ by, and the gradients' distance relative to the norm.
+"""Tolerances by the dtype of the passes: difference of a token's log-prob in nats, and relative distance of the gradients.
 
-What rounding makes of them, seen on small models: 1e-5 and 1e-6 in float32, 0.09 and 0.003 in bfloat16. A response that sees
-another one makes 0.3 and 0.02 or more.
+Rounding alone gives, on small models, 1e-5 and 1e-6 in float32, and 0.09 and 0.003 in bfloat16. If a response sees another
+response, the differences are 0.3 and 0.02 or more.
 """
 
 _ADVICE = "that is a fault of the attention on this device, to be reported; train.responses_per_micro_batch=1 trains without it"
@@ -39,14 +39,17 @@ def check_sharing(policy: CausalModel, micro_batch: MicroBatch) -> None:
         for tensors in ([a - b for a, b in zip(gradients, expected, strict=True)], expected)
     )
     if not (rows_T.isfinite().all() and math.isfinite(size)):
-        return  # the weights or the batch are broken either way, which is told where the loss is looked at
+        return  # the weights or the batch are broken without sharing, too; the check of the loss reports it
     refuse(log_prob_fault(shared_T, rows_T, shared, micro_batch, policy.dtype) or gradient_fault(distance, size, policy.dtype))
 
 
 def check_shared_log_probs(
     log_probs: Callable[[Packed], Tensor], micro_batch: MicroBatch, device: str | torch.device, dtype: torch.dtype
 ) -> None:
-    """`check_sharing` without the gradients, for a model that is more than its parameters. `log_probs` (float32 [T]): the policy's.
+    """Compare only the log-probs of a micro-batch, with and without a shared prompt.
+
+    For engines whose gradients cannot be computed from the parameters alone. `log_probs` gives the policy's, float32 [T], and
+    `dtype` is that of its passes.
 
     Raises:
         RunError: they differ by more than rounding explains.
@@ -57,13 +60,16 @@ def check_shared_log_probs(
 
 
 def both_ways(micro_batch: MicroBatch, device: str | torch.device) -> tuple[Packed, Packed]:
-    """The micro-batch packed with a shared prompt, and with one for each row."""
+    """Micro-batch packed twice: with one shared prompt, and with a prompt for each row."""
     shared, rows = (pack(micro_batch.prompt_ids, micro_batch.response_ids, device, is_shared=way) for way in (True, False))
     return shared, rows
 
 
 def log_prob_fault(shared_T: Tensor, rows_T: Tensor, packed: Packed, micro_batch: MicroBatch, dtype: torch.dtype) -> str:
-    """The worst log-prob, if it differs by more than rounding explains; else nothing. `packed`: with the shared prompt."""
+    """Description of the worst log-prob, if it differs by more than rounding explains; else "".
+
+    `shared_T`, `rows_T`: log-probs float32 [T] with and without sharing. `packed`: the micro-batch with the shared prompt.
+    """
     if not rows_T.isfinite().all():
         return ""
     differences_T = (shared_T - rows_T).abs()
@@ -75,14 +81,17 @@ def log_prob_fault(shared_T: Tensor, rows_T: Tensor, packed: Packed, micro_batch
 
 
 def gradient_fault(distance: float, size: float, dtype: torch.dtype) -> str:
-    """What is wrong with a gradient that is so far from that of the rows, whose norm is `size`; nothing if rounding explains it."""
+    """Description of a wrong gradient; "" if rounding explains the difference.
+
+    `distance`: norm of the difference between the gradients with and without sharing. `size`: norm of the one without.
+    """
     if not math.isfinite(size) or distance <= TOLERANCES[dtype][1] * size:
         return ""
     return f"a gradient {distance:.3g} away from that of the rows alone, whose norm is {size:.3g}"
 
 
 def refuse(fault: str) -> None:
-    """Raises `RunError` if there is one."""
+    """Raise `RunError` with the description of a fault, unless it is empty."""
     if fault:
         raise RunError(f"sharing the prompt gives {fault}: {_ADVICE}")
 

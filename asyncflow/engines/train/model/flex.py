@@ -1,7 +1,7 @@
-"""Packed attention as one call of flex_attention, for what no flash-attention kernel of the device takes: float32 on CUDA.
+"""Packed attention as one call of flex_attention, for tensors that no flash-attention kernel takes, such as float32 on CUDA.
 
-The block mask, which says what blocks of 128 queries and 128 keys have a pair to compute, is made from the segments' lengths;
-inside a block the mask is a comparison of positions. It has run on no GPU yet: the tests hold the mask against the plain one.
+The block mask says which blocks of 128 queries and 128 keys have a pair to compute. It is made from the segments' lengths; inside a
+block the mask is a comparison of positions. This code has not run on a GPU yet; the tests compare the mask with a plain one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK_TOKENS = 128
 
 
 def flex_attend(query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor, layout: AttentionLayout, scale: float) -> Tensor:
-    """The output [P, H, D], differentiable."""
+    """Attention output [P, H, D] of packed tokens, differentiable. `scale`: factor of the scores."""
     mask = block_mask(layout.segment_lengths, layout.prompt_length, query_PHD.device)
     query_1HPD, key_1KPD, value_1KPD = (x.transpose(0, 1)[None] for x in (query_PHD, key_PKD, value_PKD))
     out_1HPD = _compiled()(query_1HPD, key_1KPD, value_1KPD, block_mask=mask, scale=scale, enable_gqa=True)
@@ -31,7 +31,10 @@ def flex_attend(query_PHD: Tensor, key_PKD: Tensor, value_PKD: Tensor, layout: A
 
 @lru_cache(maxsize=4)  # every layer of a model asks again
 def block_mask(segment_lengths: tuple[int, ...], prompt_length: int, device: torch.device) -> BlockMask:
-    """A query sees the keys from the start of its segment to itself, and the prompt."""
+    """Block mask for packed tokens: a query sees the keys from the start of its segment up to itself, and the shared prompt.
+
+    `prompt_length`: tokens of the shared prompt, which is the first segment; 0 if there is none.
+    """
     lengths = np.array(segment_lengths)
     num_tokens = int(lengths.sum())
     start_P = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -61,6 +64,6 @@ def block_mask(segment_lengths: tuple[int, ...], prompt_length: int, device: tor
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Tensor]:
-    # Uncompiled it would make the scores of all pairs. Dynamic: lengths differ from one micro-batch to the next.
+    # Without compilation it would compute the scores of all pairs. Dynamic: lengths differ between micro-batches.
     compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
     return compiled

@@ -1,4 +1,4 @@
-"""Writes a model's weights in Hugging Face format from tensors that come one at a time, and without the model's module."""
+"""Writing of a model in Hugging Face format, from tensors that come one at a time, without the model's module."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transformers import AutoConfig, GenerationConfig
 def write_model(path: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write config, generation config (those of the model at `source`) and weights to the folder `path`.
 
-    `tensors`: (Hugging Face name, tensor of any device), tied ones once, all of one dtype, which the config will say. They are held
-    in host memory until the last has come.
+    `tensors`: (Hugging Face name, tensor on any device), tied ones once, all of one dtype, which is written to the config. All
+    tensors are kept in host memory until the last one has come.
     """
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
     config = AutoConfig.from_pretrained(source)

@@ -1,10 +1,10 @@
-"""Attention kernels of each device behind one small contract, which is what shared-prompt attention is made of (attention.py).
+"""Attention kernels of each device behind one small contract, from which attention.py builds attention with a shared prompt.
 
-Parts are merged by their log-sum-exp (LSE). The gradient of a part of a merged softmax is the part's own, but with the merged
-output and the merged LSE in place of the part's: p = exp(score - LSE) and dscore = p (dout . v - dout . out). That is what a
-flash-attention backward computes from what it is given, so `backward` takes both.
+Parts are merged by their log-sum-exp (LSE). The gradient of a part of a merged softmax has the form of the part's own gradient,
+with the merged output and the merged LSE in place of the part's: p = exp(score - LSE) and dscore = p (dout . v - dout . out). A
+flash-attention backward computes exactly this from its arguments, so `backward` takes both.
 
-CPU is what the tests run; the two others have run on no device yet, only against their calls as documented.
+The tests run the CPU kernel. The two others have not run on a device yet; they were written against the documented calls.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from asyncflow.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """The pairs of a call, and the scale of their scores.
+    """Pairs of queries and keys that one kernel call computes, and the scale of their scores.
 
-    Causal: queries and keys are of the same segments, each of which attends causally to itself. Else every query attends to
-    every key, whatever the segments.
+    Causal: queries and keys have the same segments, and each segment attends causally to itself. Otherwise every query attends to
+    every key, whatever the segments are.
     """
 
     lengths: tuple[int, ...]  # of the segments of the queries: they add up to Q
@@ -39,10 +39,14 @@ class AttentionPart:
 
 
 class Kernel(Protocol):
-    """The LSE is float32, or float64 where the queries are. Keys and values are not repeated for the query heads they serve."""
+    """Attention kernel of one device, forward and backward.
+
+    The LSE is float32, or float64 if the queries are float64. Keys and values have K heads: they are not repeated for the query
+    heads.
+    """
 
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
-        """Output [Q, H, D] and LSE [Q, H] of the scaled scores."""
+        """Attention output [Q, H, D] and LSE [Q, H] of the scaled scores."""
 
     def backward(
         self,
@@ -54,14 +58,14 @@ class Kernel(Protocol):
         lse_QH: Tensor,
         part: AttentionPart,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values; gradient, output and LSE given are those of the whole softmax."""
+        """Gradients of queries, keys and values. `grad_QHD`, `out_QHD` and `lse_QH` are those of the whole, merged softmax."""
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """The kernel for tensors of this device and dtype; None: flex_attention's (flex.py).
+    """Kernel for tensors of this device and dtype; None: use flex_attention (flex.py).
 
     Raises:
-        UserError: there is none for this device.
+        UserError: there is no attention for this device.
     """
     if device.type == CUDA:
         return CudaFlash() if has_flash_attention(device) and dtype in (torch.float16, torch.bfloat16) else None
@@ -71,9 +75,10 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 class CpuFlash:
-    """PyTorch's CPU flash attention, forward one call for each segment.
+    """PyTorch's CPU flash attention; the forward pass makes one call for each segment.
 
-    So the bits of a segment do not depend on its neighbours: within one call they would, by where it lies in the call's blocks.
+    So the bits of a segment do not depend on its neighbours. Within one call they would, since the segment's place decides how it
+    is cut into the call's blocks.
     """
 
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
@@ -104,7 +109,7 @@ class CpuFlash:
         grad_query_KGQD = _by_head(grad_query_QHD, key_MKD)
         grad_KGQD, query_KGQD, out_KGQD, lse_KGQ = (_by_head(x, key_MKD) for x in (grad_QHD, query_QHD, out_QHD, lse_QH))
         key_KGMD, value_KGMD = (_expanded(x, query_QHD) for x in (key_MKD, value_MKD))
-        # What segments see together gets one sum over all of them, in one call.
+        # Keys that all segments see get one sum over all of them, in one call.
         for queries in _segments(part.lengths) if part.is_causal else [slice(None)]:
             keys = queries if part.is_causal else slice(None)
             grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -125,12 +130,12 @@ class CpuFlash:
 
 
 def _by_head(x_QHd: Tensor, key_MKD: Tensor) -> Tensor:
-    """[Q, H, ...] as [K, G, Q, ...]: the query heads of one key head together."""
+    """View of [Q, H, ...] as [K, G, Q, ...], which groups the query heads by their key head."""
     return torch.unflatten(x_QHd, 1, (key_MKD.shape[1], -1)).movedim(0, 2)
 
 
 def _expanded(x_MKD: Tensor, query_QHD: Tensor) -> Tensor:
-    """Keys or values as [K, G, M, D], where all G are the same memory."""
+    """Keys or values as [K, G, M, D], where all G share the same memory."""
     return x_MKD.transpose(0, 1)[:, None].expand(-1, query_QHD.shape[1] // x_MKD.shape[1], -1, -1)
 
 
@@ -178,7 +183,7 @@ class CudaFlash:
         return grad_query_QHD, grad_key_MKD, grad_value_MKD
 
     def _segments(self, query_QHD: Tensor, key_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor, int, int]:
-        """Where the segments of queries and those of keys begin and end (int32), and the longest of each."""
+        """Offsets of the segments of queries and of keys (int32), and the longest segment of each, in tokens."""
         of_queries, of_keys = (part.lengths, part.lengths) if part.is_causal else ((len(query_QHD),), (len(key_MKD),))
         device = query_QHD.device
         return _offsets(of_queries, device), _offsets(of_keys, device), max(of_queries), max(of_keys)

@@ -7,9 +7,10 @@ the entropies, and there are two ways to it:
     token_local_loss           the loss is a sum over tokens: each chunk's loss and gradient are made while its logits are there
     log_probs_and_entropy      any loss (of whole sequences, say): its gradient comes later, and the logits are made again for it
 
-Under tensor parallelism each rank has some rows of the head (`VocabularyShard`), and makes its columns of the logits. Of each chunk
-three numbers a token go round, one gather: the log-sum-exp, the expected logit and the target's logit of each shard. All ranks then
-compute the same log-probs and entropies, to the bit. In the backward the hidden states' gradient is summed, once for all chunks.
+Under tensor parallelism each rank has some rows of the head (`VocabularyShard`), and makes its columns of the logits. One gather
+for each chunk exchanges three numbers a token: the log-sum-exp, the expected logit and the target's logit of each shard. All ranks
+then compute the same log-probs and entropies, to the bit. In the backward the hidden states' gradients are summed once for all
+chunks.
 """
 
 from __future__ import annotations
@@ -31,21 +32,24 @@ from asyncflow.types import LossSums, is_maximum
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyShard:
-    """Where the rows of a head that this rank has lie in the vocabulary; the other ranks of `group` have the others.
+    """Place in the vocabulary of the head's rows that this rank has; the other ranks of `group` have the other rows.
 
-    Shards need not be of one size. All ranks of the group call these functions alike: the same hidden states, targets and chunks.
+    Shards may differ in size. All ranks of the group make the same calls, with the same hidden states, targets and chunks.
     """
 
     group: dist.ProcessGroup
     offset: int  # the token of the shard's first row
 
     def find(self, targets_C: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        """The targets' rows in the shard, int64 [C], and bool [C], where there is one: elsewhere the row is any."""
+        """Rows of the targets in the shard, int64 [C], and whether they are there, bool [C]; if not, the row has no meaning."""
         rows_C = targets_C - self.offset
         return rows_C.clamp(0, num_rows - 1), (rows_C >= 0) & (rows_C < num_rows)
 
     def join(self, lse_C: Tensor, expected_C: Tensor, chosen_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From the shards' log-sum-exps, expected logits and chosen logits (0 where there is none) to those of the vocabulary."""
+        """Log-sum-exps, expected logits and target logits over the whole vocabulary, each [C], from those of this rank's shard.
+
+        `chosen_C`: the target's logit; 0 if the target is not in the shard.
+        """
         own_3C = torch.stack([lse_C, expected_C, chosen_C])
         all_R = [torch.empty_like(own_3C) for _ in range(self.group.size())]
         dist.all_gather(all_R, own_3C, group=self.group)
@@ -57,12 +61,12 @@ class VocabularyShard:
 def log_probs_and_entropy(
     hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, *, chunk_tokens: int, shard: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden head^T)[target] and the entropy of the softmax in nats, both float32 [T].
+    """Log-probs log softmax(hidden head^T)[target] and entropies of the softmax in nats, both float32 [T].
 
-    hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Both carry a
-    gradient to hidden states and head; that of entropies which no loss uses costs nothing. At most `chunk_tokens` rows of logits
-    exist at a time. With `shard`, head_VH is that part of the head; the results are those of the whole, and so is the gradient of
-    the hidden states.
+    hidden_TH and head_VH share a floating dtype; the softmax is float32 (float64 for float64). targets_T int64. Both results carry
+    a gradient to hidden states and head; the gradient of entropies costs nothing if no loss uses them. At most `chunk_tokens` rows
+    of logits exist at a time. With `shard`, head_VH is this rank's part of the head; results and gradient of the hidden states are
+    those of the whole head.
     """
     apply: Any = _ChosenLogProbs.apply  # torch has no types for it
     log_probs_T, entropy_T = apply(hidden_TH, head_VH, targets_T, chunk_tokens, shard)
@@ -78,11 +82,12 @@ def token_local_loss(
     chunk_tokens: int,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """A loss that is a sum over tokens: the scalar, its metrics joined over the chunks, and the detached log-probs (float32 [T]).
+    """Loss that is a sum over tokens: the scalar, its metrics joined over the chunks, and the detached log-probs (float32 [T]).
 
-    `loss` is given a slice of T with that chunk's log-probs and entropies (leaves that require grad), both as in
-    `log_probs_and_entropy`, and may use no other chunk's. The scalar carries the gradient to hidden states and head, whose
-    values are there already: it can be run backward once. Without grad mode there is neither. `shard`: as there.
+    `loss` takes a slice of T with that chunk's log-probs and entropies (leaves that require grad), both as in
+    `log_probs_and_entropy`, and may not use other chunks. The gradients for hidden states and head are computed here already, chunk
+    by chunk, and the scalar carries them: it can be run backward once. Without grad mode no gradient is computed. `shard`: as in
+    `log_probs_and_entropy`.
     """
     has_grad = torch.is_grad_enabled() and (hidden_TH.requires_grad or head_VH.requires_grad)
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
@@ -118,7 +123,10 @@ def token_local_loss(
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """As few as fit, of even sizes: a last one of 1 to 3 tokens would be multiplied by another routine, with other bits."""
+    """Slices of at most `chunk_tokens` tokens, as few as possible, of even sizes.
+
+    A last chunk of 1 to 3 tokens would be multiplied by another routine, with other bits.
+    """
     num_chunks = -(-num_tokens // chunk_tokens)
     ends = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
     return [slice(begin, end) for begin, end in pairwise(ends)]
@@ -127,7 +135,7 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
 def _softmax(
     hidden_CH: Tensor, head_VH: Tensor, targets_C: Tensor, shard: VocabularyShard | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs [C] of the targets, entropies [C], log-sum-exp [C] and probabilities [C, V]."""
+    """Log-probs [C] of the targets, entropies [C], log-sum-exps [C] and probabilities [C, V] of one chunk."""
     logits_CV = hidden_CH @ head_VH.t()
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     lse_C = logits_CV.logsumexp(1)
@@ -152,10 +160,11 @@ def _backward(
     grad_head_VH: Tensor,
     shard: VocabularyShard | None,
 ) -> Tensor:
-    """From the gradient of the log-probs to that of the hidden states (the shard's share of it); adds to that of the head.
+    """Gradient [C, H] of the hidden states from that of the log-probs; adds the head's gradient to `grad_head_VH`.
 
     d log p[target] / d logits = onehot(target) - p, and dH / d logits = - p (log p + H). `bonus`: the gradient of the entropies
-    [C] and these themselves, where the loss uses them. Overwrites the probabilities.
+    [C] and the entropies [C], if the loss uses them. With `shard` the result is only the shard's share of the gradient. Overwrites
+    the probabilities `p_CV`.
     """
     chosen_grad_C = grad_C
     if shard is not None:
@@ -175,12 +184,13 @@ def _backward(
 
 
 class _ChosenLogProbs(torch.autograd.Function):
-    """The log-sum-exp is kept, so that the backward makes logits again but no reduction over them."""
+    """`log_probs_and_entropy` by chunks. It keeps the log-sum-exp, so the backward makes the logits again, but reduces nothing."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden_TH: Tensor, head_VH: Tensor, targets_T: Tensor, chunk_tokens: int, shard: VocabularyShard | None
     ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, float32 [T]."""
         dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
         log_probs_T, entropy_T, lse_T = (hidden_TH.new_empty(len(hidden_TH), dtype=dtype) for _ in range(3))
         for part in _chunks(len(hidden_TH), chunk_tokens):
@@ -188,7 +198,7 @@ class _ChosenLogProbs(torch.autograd.Function):
             del p_CV  # before the next chunk's logits
         ctx.save_for_backward(hidden_TH, head_VH, targets_T, lse_T, entropy_T)
         ctx.chunk_tokens, ctx.shard = chunk_tokens, shard
-        ctx.set_materialize_grads(False)  # what no loss uses has None for a gradient
+        ctx.set_materialize_grads(False)  # a result that no loss uses has None for a gradient
         return log_probs_T, entropy_T
 
     @staticmethod
@@ -196,6 +206,7 @@ class _ChosenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_T: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Gradients of hidden states and head; None for both if no loss uses log-probs or entropies."""
         hidden_TH, head_VH, targets_T, lse_T, entropy_T = ctx.saved_tensors
         if grad_T is None and grad_entropy_T is None:
             return None, None, None, None, None
@@ -214,18 +225,20 @@ class _ChosenLogProbs(torch.autograd.Function):
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A scalar whose gradients for hidden states and head were made beside it."""
+    """Scalar whose gradients for hidden states and head were computed before."""
 
     @staticmethod
     def forward(
         ctx: Any, total: Tensor, hidden_TH: Tensor, head_VH: Tensor, grad_hidden_TH: Tensor, grad_head_VH: Tensor
     ) -> Tensor:
+        """Copy of the scalar `total`."""
         ctx.save_for_backward(grad_hidden_TH, grad_head_VH)
         return total.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
+        """Known gradients times `grad`, the scalar's own gradient."""
         # In place, since the head's is as large as the head; torch then refuses a second backward.
         grad_hidden_TH, grad_head_VH = ctx.saved_tensors
         return None, grad_hidden_TH.mul_(grad), grad_head_VH.mul_(grad), None, None

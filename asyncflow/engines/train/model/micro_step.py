@@ -1,10 +1,10 @@
-"""One micro-batch, from its tokens to a loss that can be run backward: what every train engine does alike.
+"""Path of a micro-batch from its tokens to a loss that can be run backward, the same for every train engine.
 
     micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
                                        +--> policy (the engine's own) -------> hidden states ---+--> loss, by chunks (log_probs.py)
 
-The backward pass, the sums of gradients and the update are the engine's. Between `given` and `loss` lies the policy's own pass, so
-that a pipeline may compute the two on different processes.
+The engine does the backward pass, the sums of gradients and the update. It also runs the policy, between `given` and `loss`, so
+that a pipeline may compute these two in different processes.
 """
 
 from __future__ import annotations
@@ -27,29 +27,33 @@ from asyncflow.types import Array, LossSums, Objective, TokenBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """What a loss needs of a micro-batch besides the policy's hidden states; float32, on the device of the model."""
+    """Inputs of the loss besides the policy's hidden states; float32 where not noted, on the model's device.
+
+    The suffix gives the shape: T response tokens, R rows. `row_tokens_R`: number of loss tokens of each row. `old_T`, `ref_T`,
+    `rollout_T`: log-probs of old policy, reference and rollout engine.
+    """
 
     packed: Packed
     rollout_T: Tensor
     mask_T: Tensor
     advantages_T: Tensor
     row_tokens_R: Tensor
-    old_T: Tensor | None  # None: the policy itself is the old one, for all rows
-    is_policy_T: Tensor  # bool: where it is
-    is_fresh_T: Tensor  # bool: sampled by the weights that the step began with, for all that the rollout engine says
+    old_T: Tensor | None  # None: the policy itself is the old policy, for all rows
+    is_policy_T: Tensor  # bool: whether the policy itself is the token's old policy
+    is_fresh_T: Tensor  # bool: whether the staleness, as the rollout engine reports it, is 0: sampled by the step's first weights
     ref_T: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroLoss:
-    """`total`: the loss, to be run backward once, and not at all unless `result.is_finite`."""
+    """Loss of a micro-batch. `total` may be run backward once, and only if `result.is_finite`."""
 
     total: Tensor
     result: MicroBatchResult
 
 
 def given(models: TriModel[Any], packed: Packed, micro_batch: MicroBatch) -> Given:
-    """Ask the frozen models, and bring the micro-batch's columns to the device of `packed`.
+    """Compute the log-probs of the frozen models, and copy the micro-batch's columns to the device of `packed`.
 
     Raises `ValueError` for rows that are too stale for the old policy.
     """
@@ -64,7 +68,10 @@ def given(models: TriModel[Any], packed: Packed, micro_batch: MicroBatch) -> Giv
 def given_frozen(
     models: TriModel[Any], packed: Packed, micro_batch: MicroBatch, old_T: Tensor | None, ref_T: Tensor | None
 ) -> Given:
-    """As `given`, with the log-probs (float32 [T]) of old model and reference, None where there is no such model."""
+    """Inputs of the loss, as `given` returns them, from known log-probs (float32 [T]) of the frozen models.
+
+    `old_T`, `ref_T`: of old model and reference; None if there is no such model, or if its log-probs are not needed.
+    """
     if micro_batch.ref_logprobs is not None:
         ref_T = _tensor(micro_batch.ref_logprobs.values, packed)
     rollout_T, mask_T = _tensor(micro_batch.rollout_logprobs.values, packed), _tensor(micro_batch.loss_mask.values, packed)
@@ -89,8 +96,11 @@ def loss(
     chunk_tokens: int,
     shard: VocabularyShard | None = None,
 ) -> MicroLoss:
-    """The loss from the policy's hidden states [T, H] and its output layer [V, H], or this rank's `shard` of it; waits for the
-    device once."""
+    """Loss from the policy's hidden states [T, H] and its output layer [V, H], with the numbers of its result.
+
+    `chunk_tokens`: rows of logits that exist at a time, at most. With `shard`, `head_VH` is this rank's part of the output layer.
+    Waits for the device once.
+    """
     targets_T = known.packed.targets_T
 
     def part_loss(part: slice, logprobs_C: Tensor, entropy_C: Tensor) -> LossSums:

@@ -1,4 +1,4 @@
-"""One prompt and its responses end to end in one sequence, unpadded; the prompt once for all (shared) or once for each (rows).
+"""Packing of a prompt and its responses into one sequence without padding; one shared prompt, or one for each response (rows).
 
     shared       tokens       p p p   a a   b b b        segments of 3, 2, 3; the responses see the prompt
                  positions    0 1 2   3 4   3 4 5
@@ -24,33 +24,36 @@ from torch import Tensor
 from asyncflow.types import Array, Ragged
 
 LEAST_TOKEN_RATIO = 1.1
-"""Below it a shared prompt saves less than its extra attention calls cost (measured by benchmarks/shared_prompt.py)."""
+"""Ratio of tokens below which sharing the prompt saves less than its extra attention calls cost.
+
+See `token_ratio`. Measured by benchmarks/shared_prompt.py.
+"""
 INERT_TOKENS = 4
-"""Of a micro-batch that is there so that no module is missed: from 4 on a matrix product is that of the others."""
+"""Tokens of an inert micro-batch (`pack_inert`). From 4 tokens on, matrix products take the same routine as other micro-batches."""
 
 # P tokens of the packed sequence, prompt or prompts included; T response tokens; R responses; H hidden elements.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayout:
-    """Who attends to whom, for the attention calls of a model's forward, which it reaches as the extra argument `layout`.
+    """Layout of a packed sequence: which token attends to which. A model's attention calls get it as the argument `layout`.
 
-    Each segment attends causally to itself. With `has_prompt` the first one is a prompt, which all the others also see whole.
+    Each segment attends causally to itself. With `has_prompt` the first segment is a prompt, which all other segments see whole.
     """
 
     segment_lengths: tuple[int, ...]  # add up to P
     has_prompt: bool
-    positions_P: Tensor  # int64: what the model must be given as position_ids
+    positions_P: Tensor  # int64: the model's position_ids
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the shared prompt; 0 if there is none."""
+        """Number of tokens of the shared prompt; 0 if there is none."""
         return self.segment_lengths[0] if self.has_prompt else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Tensors are int64, on the device of the model."""
+    """Packed prompt and responses: P tokens of the sequence, T response tokens. Tensors are int64, on the model's device."""
 
     tokens_P: Tensor
     targets_T: Tensor  # the response tokens, end to end
@@ -58,22 +61,24 @@ class Packed:
     layout: AttentionLayout
     prompt_length: int
     response_lengths: tuple[int, ...]
-    fill_tokens: int = 0  # of the last segment, if it is one that stands for nothing
+    fill_tokens: int = 0  # tokens of the last segment, if it only fills up the sequence
 
     @property
     def positions_P(self) -> Tensor:
+        """Positions of the tokens, int64 [P], for the model's `position_ids`."""
         return self.layout.positions_P
 
     @property
     def num_tokens(self) -> int:
-        """P: tokens that the model computes, those that fill up included."""
+        """Number P of tokens that the model computes, fill tokens included."""
         return sum(self.layout.segment_lengths)
 
     def predicting(self, hidden_PH: Tensor) -> Tensor:
-        """The hidden states [T, H] that predict the response tokens.
+        """Hidden states [T, H] that predict the response tokens, from all hidden states [P, H].
 
-        Slices and a concatenation: a gather that takes one row many times adds up that row's gradient in an order that varies from
-        run to run. One split, whose backward is one concatenation, where each slice on its own would fill a gradient of all of P.
+        Uses slices and a concatenation: a gather that takes one row many times would add up that row's gradient in an order that
+        varies between runs. The slices come from one split, whose backward is one concatenation; separate slices would each make a
+        gradient of all P tokens.
         """
         if not self.response_lengths:
             return hidden_PH[:0]
@@ -88,7 +93,7 @@ class Packed:
 def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu", *, is_shared: bool) -> Packed:
     """Pack the responses (R ragged int64 entries) of one prompt (int64 [Lp]).
 
-    With `is_shared` they share one copy of the prompt, else each has its own. A single response has it anyway.
+    With `is_shared` the responses share one copy of the prompt, else each has its own copy. A single response always has its own.
 
     Raises:
         ValueError: the prompt or a response is empty, so that nothing would predict its first token or be predicted.
@@ -119,21 +124,29 @@ def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu
 
 
 def pack_thrifty(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu") -> Packed:
-    """Share the prompt where that is worth it: a function of the lengths alone, so that every model computes the same layout."""
+    """Pack a prompt (int64 [Lp]) and its responses (R ragged int64), and share the prompt if that saves enough tokens.
+
+    The decision depends on the lengths alone, so every model computes the same layout. Raises `ValueError` as `pack`.
+    """
     ratio = token_ratio(len(prompt_ids), responses.lengths.tolist())
     return pack(prompt_ids, responses, device, is_shared=ratio >= LEAST_TOKEN_RATIO)
 
 
 def pack_inert(num_tokens: int, device: str | torch.device = "cpu") -> Packed:
-    """A segment that attends to itself alone and predicts nothing: for a process without a micro-batch while others have one."""
+    """Pack one segment of zeros that attends only to itself and predicts nothing.
+
+    A process computes it when it has no micro-batch while others have one.
+    """
     tokens_P = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     layout = AttentionLayout((num_tokens,), has_prompt=False, positions_P=torch.arange(num_tokens, device=device))
     return Packed(tokens_P, tokens_P[:0], tokens_P[:0], layout, num_tokens, response_lengths=(), fill_tokens=num_tokens)
 
 
 def filled_alike(packed: Sequence[Packed], at_most: float = 1.0) -> list[Packed]:
-    """Each as long as the longest, by one more segment at its end that no other sees and that predicts nothing; or as they are, if
-    more than `at_most` of all tokens would be such."""
+    """Packed sequences of one length: shorter ones get a last segment that no other segment sees and that predicts nothing.
+
+    If fill tokens would be more than the fraction `at_most` of all tokens, the sequences are returned as they are.
+    """
     longest = max((one.num_tokens for one in packed), default=0)
     if longest * len(packed) * (1 - at_most) > sum(one.num_tokens for one in packed):
         return [*packed]
@@ -141,7 +154,7 @@ def filled_alike(packed: Sequence[Packed], at_most: float = 1.0) -> list[Packed]
 
 
 def _filled(packed: Packed, num_tokens: int) -> Packed:
-    zeros = packed.tokens_P.new_zeros(num_tokens)  # a position that every model has, again and again
+    zeros = packed.tokens_P.new_zeros(num_tokens)  # token 0 at position 0, which every model has
     layout = AttentionLayout(
         segment_lengths=(*packed.layout.segment_lengths, num_tokens),
         has_prompt=packed.layout.has_prompt,
@@ -151,6 +164,6 @@ def _filled(packed: Packed, num_tokens: int) -> Packed:
 
 
 def token_ratio(prompt_length: int, response_lengths: Sequence[int]) -> float:
-    """Tokens in rows over tokens in the shared sequence: K (Lp + Lr) / (Lp + K Lr) for K responses of equal lengths."""
+    """Ratio of the tokens in rows to the tokens in the shared sequence: K (Lp + Lr) / (Lp + K Lr) for K equal responses."""
     num_response_tokens = sum(response_lengths)
     return (prompt_length * len(response_lengths) + num_response_tokens) / (prompt_length + num_response_tokens)

@@ -1,10 +1,10 @@
-"""The tri-model (PA 4.2): policy, old policy and reference on one layout, in one micro-step.
+"""Tri-model (PA 4.2): policy, old policy and reference on one layout, in one micro-step.
 
     packed micro-batch --+--> policy ------> log-probs, with gradient
                          +--> old ---------> old log-probs        (`train.old`)
                          +--> reference ---> reference log-probs  (a KL term asks for it)
 
-What the old policy of the ratio R = pi_theta / pi_old is (PA 2):
+The old policy of the ratio R = pi_theta / pi_old (PA 2), by `train.old`:
 
 | `old` | is | right for | costs |
 |---|---|---|---|
@@ -13,14 +13,14 @@ What the old policy of the ratio R = pi_theta / pi_old is (PA 2):
 | `previous` | theta_t for rows of staleness 1; for the others the policy itself | staleness 0 and 1, one update a step | the same |
 | `rollout` | the engine that sampled, by its own log-probs | any staleness; corrects for the engine, too | nothing |
 
-Why `current` at staleness 0: the weights that generated batch t are those that it is trained on, since nothing is updated before
-the whole batch is consumed (PA, Theorem 1). PA's algorithm moves the policy into the old model right before each update (line 20),
-which leaves it one update behind: theta_t while policy and rollout are theta_(t+1). For a batch of staleness 0 that is the wrong
-policy; it is the right one where rollout runs one version behind, and that is what `previous` means here. Rows are told apart by
-their own staleness, since the first batch of such a run has none.
+Why `current` at staleness 0: batch t is trained on the same weights that generated it, since nothing is updated before the whole
+batch is consumed (PA, Theorem 1). PA's algorithm copies the policy into the old model right before each update (line 20). So the
+old model is one update behind: theta_t while policy and rollout are theta_(t+1). For a batch of staleness 0 that is the wrong
+policy. It is the right one if the rollout runs one version behind, and that is what `previous` means here. Each row's own staleness
+decides, since the first batch of such a run has staleness 0.
 
-Where the loss weighs each token by old policy / rollout (`algorithm.correction`), the old policy need not be the one that sampled,
-and each of these is right for any staleness: `current` and `step_start` are then the proximal policy of decoupled PPO.
+If the loss weighs each token by old policy / rollout (`algorithm.correction`), the old policy need not be the one that sampled, and
+each of these is right for any staleness: `current` and `step_start` are then the proximal policy of decoupled PPO.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from asyncflow.types import SAMPLED_UP_TO, Array, Old
 # R rows.
 
 OLD_MODELS: tuple[Old, ...] = ("step_start", "previous")
-"""Those that take a second model."""
+"""Values of `train.old` that need a second model."""
 
 
 class Weights(Protocol):
-    """A model whose weights can be taken over by one like it."""
+    """Frozen model that can copy the policy's weights."""
 
     def move_from(self, policy: Any, /) -> None:
-        """Take over the policy's weights as they are now."""
+        """Copy the policy's present weights into this model."""
         ...
 
 
@@ -50,7 +50,10 @@ Model = TypeVar("Model", bound=Weights)
 
 
 class TriModel(Generic[Model]):
-    """Which of the frozen models a micro-batch needs; `begin_step` and `before_update` move weights."""
+    """Policy with its old policy and reference: decides which frozen model a micro-batch needs, and keeps their weights up to date.
+
+    The engine calls `begin_step` and `before_update`, which copy the policy's weights to the old model when `old` asks for it.
+    """
 
     def __init__(
         self,
@@ -61,23 +64,28 @@ class TriModel(Generic[Model]):
         *,
         is_corrected: bool = False,
     ) -> None:
-        """`old_model` is there for `OLD_MODELS` alone. `is_corrected`: rows may be staler than `old` by itself is right for."""
+        """Take the models. `old_model`: only if `old` is one of `OLD_MODELS`. `reference`: None if no loss needs it.
+
+        `is_corrected`: the loss corrects for staleness, so rows may be staler than `old` alone is right for.
+        """
         self.policy, self.old, self.old_model, self.reference = policy, old, old_model, reference
         self.is_corrected = is_corrected
 
     def begin_step(self) -> None:
-        """The policy is at the start of a step."""
+        """Note that a step begins: with `step_start`, copy the policy's weights to the old model."""
         if self.old == "step_start" and self.old_model is not None:
             self.old_model.move_from(self.policy)
 
     def before_update(self) -> None:
-        """The policy is about to be updated (Algorithm 1, line 20). After update t, `previous` is theta_t, to the
-        bit unless it is kept in a narrower dtype."""
+        """Note that an update follows: with `previous`, copy the policy's weights to the old model (Algorithm 1, line 20).
+
+        So after update t the old model is theta_t, to the bit unless it is kept in a narrower dtype.
+        """
         if self.old == "previous" and self.old_model is not None:
             self.old_model.move_from(self.policy)
 
     def is_policy(self, micro_batch: MicroBatch) -> Array:
-        """Bool [R]: the rows whose old policy is the policy itself.
+        """Rows whose old policy is the policy itself, bool [R].
 
         Raises `ValueError` for rows that are too stale for the old policy, unless the loss corrects for that.
         """
@@ -92,5 +100,5 @@ class TriModel(Generic[Model]):
         return np.full(len(micro_batch.indices), self.old == "current")
 
     def asks_old_model(self, micro_batch: MicroBatch) -> bool:
-        """Whether the old model's log-probs are needed. Raises as `is_policy`."""
+        """Whether a micro-batch needs the old model's log-probs. Raises `ValueError` as `is_policy`."""
         return self.old_model is not None and not self.is_policy(micro_batch).all()

@@ -1,9 +1,9 @@
-"""A model of values: a causal language model whose output layer is one number for each token.
+"""Model of values: a causal language model whose output layer gives one number for each token.
 
     Packed (packing.py) -> the model's layers (attention.py) -> hidden_TH -> . head_1H -> values_T
 
-The value before a response token comes from the same hidden state that predicts the token. The head begins at zero: the first
-values are all 0, which favours nothing. The language model's own output layer is no part of it, unless it is tied to the embedding.
+The value before a response token comes from the same hidden state that predicts the token. A new head is zero, so the first values
+are all 0 and favour nothing. The language model's own output layer is not a part of it, unless it is tied to the embedding.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ HEAD_FILE: Final = "value_head.safetensors"
 
 
 class ValueModel(CausalModel):
-    """A model's weights, and a head of its own."""
+    """Causal language model with a value head, `HEAD` [1, H], instead of its output layer."""
 
     def __init__(self, path: Path | str, *, device: str, dtype: torch.dtype, recomputes: bool = False) -> None:
-        """See `CausalModel`. A head that lies beside the model is read. Raises `UserError` where it does not fit."""
+        """Load the model as `CausalModel` does, and its head from `HEAD_FILE` in the same folder, if that is there.
+
+        Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
+        """
         super().__init__(path, device=device, dtype=dtype, temperature=1.0, chunk_tokens=1, recomputes=recomputes)
         prefix = self.module.base_model_prefix + "."
         self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
@@ -43,17 +46,17 @@ class ValueModel(CausalModel):
                 self.parameters[HEAD].copy_(head_1H)
 
     def values(self, packed: Packed) -> Tensor:
-        """The values (float32 [T], with gradient) before the response tokens."""
+        """Values (float32 [T], with gradient) before the response tokens."""
         hidden_TH = self._states(packed, self._cast())
         return torch.nn.functional.linear(hidden_TH.float(), self.parameters[HEAD]).squeeze(-1)
 
     @torch.no_grad()
     def response_values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """See `CriticEngine.values`. The layout is the one that training takes, so that the bits are the same."""
+        """See `CriticEngine.values`. The layout is the same as in training, so that the bits are the same."""
         packed = pack_thrifty(prompt_ids, response_ids, self.device)
         return Ragged(self.values(packed).cpu().numpy(), response_ids.offsets)
 
     def save(self, folder: Path) -> None:
-        """Write the model, and its head beside it."""
+        """Write the model in Hugging Face format to `folder`, and its head to `HEAD_FILE` there."""
         self.module.save_pretrained(folder)
         save_file({HEAD: self.parameters[HEAD].detach().cpu().contiguous()}, folder / HEAD_FILE)

@@ -1,4 +1,4 @@
-"""A model's weights as they lie in its safetensors files: read one at a time, or a part of one, never more than is asked for."""
+"""Weights of a model in its safetensors files, read one at a time or in parts, so that no more is read than is needed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asyncflow.types import UserError
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The weights by Hugging Face name, in the files' own dtype, on the CPU; each is read when it is asked for."""
+    """Weights by Hugging Face name, in the files' own dtype, on the CPU; each is read when it is looked up."""
 
     def __init__(self, model_path: Path | str) -> None:
-        """Raises `UserError` where there are none, or they cannot be read."""
+        """Open the files of the model at `model_path`. Raises `UserError` if there are none, or if they cannot be read."""
         self._path = Path(model_path)
-        self._files: dict[str, Any] = {}  # the opened file of each
+        self._files: dict[str, Any] = {}  # opened file of each weight
         try:
             for path in weight_files(self._path):
                 opened: Any = safe_open(path, framework="pt")
@@ -43,11 +43,11 @@ class WeightFiles(Mapping[str, Tensor]):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all weights."""
+        """Shapes of all weights by name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises `UserError` unless every one of these is there, and has this shape."""
+        """Check that every weight of `shapes` is there and has that shape. Raises `UserError`."""
         own = self.shapes
         lacking = sorted(name for name, shape in shapes.items() if own.get(name) != shape)
         if lacking:
@@ -57,7 +57,10 @@ class WeightFiles(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def fill(self, part: Tensor, name: str, begin: Sequence[int]) -> None:
-        """Copy into `part`, of any dtype and device, what lies in the weight from `begin` on, by dimension."""
+        """Copy a part of the weight `name` into `part`, which may have any dtype and device.
+
+        `begin`: the part's first index in each dimension; its extent is the shape of `part`.
+        """
         if part.numel():
             where = tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))
             part.copy_(self._files[name].get_slice(name)[where])
