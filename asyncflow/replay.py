@@ -201,7 +201,7 @@ class ReplayJob(Job):
             driver.ledger.give_up([DeadRow(row >> driver.shape.group_bits, row, why) for row in missing])
             await driver.queue.filter(missing, why)
 
-    def _rescue_model(self, driver: Any) -> None:
+    def _save_published_model(self, driver: Any) -> None:
         """The model is of no use to anybody."""
 
     def _write_report(self) -> None:

@@ -94,8 +94,7 @@ class RolloutEngine(Protocol):
     async def export_weights(self) -> WeightSource | None:
         """Installed weights by Hugging Face names, in the engine's own dtype; None if the engine cannot export them.
 
-        The source is valid until the next install. A run asks for it once, at its end, and only if its trainer was lost together
-        with the newest weights.
+        The source is valid until the next install. It shows to the bit what an install has made of the tensors.
         """
         ...
 

@@ -89,11 +89,6 @@ class Rollout:
         self._scoring = 0
         self._changed = Signal()
 
-    @property
-    def installed(self) -> int:
-        """The version that the engine generates by."""
-        return self._installed
-
     async def run(self) -> None:
         """Generate until the worker is to leave, or the run is stopping; unfinished groups are then abandoned."""
         while (target := await self._versions.join()) is not None:

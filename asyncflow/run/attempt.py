@@ -110,9 +110,9 @@ class Attempt:
         """Whether there is a final model of this attempt."""
         return self._folder.model_id() != self._model_before
 
-    def rescue_model(self, published: Manifest | None, rescued: Manifest | None, model: Path, committed: int) -> None:
-        """If the trainer could not save in time: the last version that it published is a safetensors file with the same names, or
-        else what is `rescued` from a rollout worker.
+    def save_published_model(self, published: Manifest | None, model: Path, committed: int) -> None:
+        """Make the last version that was published the run's model, if the trainer could not save in time: it is a safetensors file
+        with the same names.
 
         A model of an earlier attempt stays where there is none that could take its place. `model`: what the run was started from.
         """
@@ -129,12 +129,10 @@ class Attempt:
             return
         if folder.model_version == published.version:
             return
-        if not Path(published.address).exists():  # on another machine, or, without staleness, being written over
-            if rescued is None:
-                where = "the newest checkpoint has the model, if there is one"
-                self._says(f"the trainer could not save in time, and its last published weights are not there: {where}")
-                return
-            published = rescued
+        if not Path(published.address).exists():  # on another machine
+            where = "the newest checkpoint has the model, if there is one"
+            self._says(f"the trainer could not save in time, and its last published weights are not on this machine: {where}")
+            return
         with folder.saving_model() as partial:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -142,9 +140,7 @@ class Attempt:
             shutil.copyfile(model / "config.json", partial / "config.json")
             copy_tokenizer(model, partial)
         self._model_version = published.version
-        had = f"version {published.version}, as a rollout worker had it"
-        whose = had if published is rescued else "the last published weights"
-        self._says(f"the trainer could not save in time: {folder.model} holds {whose}")
+        self._says(f"the trainer could not save in time: {folder.model} holds the last published weights")
 
     def _look_at_critic(self, committed: int) -> None:
         """Say so if the critic could not save in time: no other process has it."""

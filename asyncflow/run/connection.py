@@ -30,7 +30,6 @@ from asyncflow.loops.samples import Shape
 from asyncflow.run.factories import shape_of
 from asyncflow.run.model_files import ModelFiles, model_here
 from asyncflow.run.rendezvous import Rendezvous
-from asyncflow.run.rescue import Rescue
 from asyncflow.run.saving import Saves
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, control_socket
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
@@ -74,7 +73,6 @@ class RunConnection:
     saves: Saves
     reporter: Reporter
     rendezvous: Rendezvous
-    rescue: Rescue
 
 
 @asynccontextmanager
@@ -132,8 +130,8 @@ async def joined(
         async with beside(reporter.run(), queue.renew_held()):
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
             versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
-            rendezvous, rescue = proxy(Rendezvous, peer, "rendezvous"), proxy(Rescue, peer, "rescue")
-            yield RunConnection(config, job, shape_of(config), queue, ledger, versions, saves, reporter, rendezvous, rescue)
+            rendezvous = proxy(Rendezvous, peer, "rendezvous")
+            yield RunConnection(config, job, shape_of(config), queue, ledger, versions, saves, reporter, rendezvous)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()

@@ -74,11 +74,13 @@ def critic_engine(run: RunConnection) -> CriticEngine:
 def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> WeightSync:
     """The way of the weights, for who sends them or receives them on `device`."""
     config = run.config
-    for_evaluators = int(receives and config.eval.num_workers > 0)  # on a machine that generates, too: what they fetch may be older
+    # A sender keeps one version more than is needed: the newest is whole while the next one is written. A receiver's machine has
+    # one more where there are evaluators: they fetch older versions.
+    one_more = not receives or config.eval.num_workers > 0
     kinds = {kind_of(place) for place in (config.train.device, config.rollout.device)}
     options = WeightSyncOptions(
         directory=Path(run.job.weights_dir),
-        keep=schedule_of(run).max_staleness + 1 + for_evaluators,
+        keep=schedule_of(run).max_staleness + 1 + one_more,
         dtype=config.weight_sync.dtype,
         deadline_seconds=config.weight_sync.deadline_seconds,
         num_receivers=config.rollout.num_workers,

@@ -38,7 +38,6 @@ from asyncflow.run.fleet import rollout_worker, workers
 from asyncflow.run.prepare import Prepared, prepare
 from asyncflow.run.prompts import left_out_lines, source_of, tokenize
 from asyncflow.run.record import Observer
-from asyncflow.run.rescue import Rescue
 from asyncflow.run.resume import Resumed
 from asyncflow.run.running import Running
 from asyncflow.run.scaling import Scaling
@@ -123,16 +122,6 @@ class Job:
             says=listener.says,
         )
         driver.serve("scaling", self.scaling)
-        self._rescue = Rescue(
-            attempt.weights_dir,
-            driver.versions,
-            driver.hub,
-            config.checkpoint.stop_grace_seconds,
-            has_failed=lambda: self._running.has_failed,
-            has_saved=lambda: attempt.has_saved,
-            says=listener.says,
-        )
-        driver.serve("rescue", self._rescue)
         self.driver = driver
         await driver.transfer_queue.open()
         await self._open_doors()
@@ -187,7 +176,7 @@ class Job:
         await self._server.close()
         control_socket(self.config.run_dir).unlink(missing_ok=True)
         if not self._evaluate_only:
-            self._rescue_model(driver)
+            self._save_published_model(driver)
         await driver.saves.close()
         await driver.close()
         if not self._evaluate_only:
@@ -262,10 +251,8 @@ class Job:
             self.listener.says(f"the trainers that torchrun has started did not end within {grace:g} s")
         await driver.settle()
 
-    def _rescue_model(self, driver: Driver) -> None:
-        self._rescue.close()
-        committed = driver.ledger.ledger.committed
-        self._attempt.rescue_model(driver.versions.newest, self._rescue.published, self._prepared.model, committed)
+    def _save_published_model(self, driver: Driver) -> None:
+        self._attempt.save_published_model(driver.versions.newest, self._prepared.model, driver.ledger.ledger.committed)
 
     def _write_report(self) -> None:
         write_trace(self.config.run_dir)
@@ -292,10 +279,8 @@ class Job:
 
     def _grace_seconds(self, driver: Driver) -> float:
         """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
-        the one that they go on from, so that they can save its model. What nobody else has they may give back in any case."""
+        the one that they go on from, so that they can save its model."""
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
-        if self._rescue.may_be_needed():
-            return max(grace, checkpoint.stop_grace_seconds)
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
         is_to_be_read = not driver.has_begun
         is_hasty = self._running.has_failed or self.ended_by == signal.SIGINT

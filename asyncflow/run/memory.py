@@ -186,7 +186,7 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
 def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[MemoryUse]:
     """Parts of the memory of the first trainer's machine, and of each machine that generates."""
     b = _BYTES[config.weight_sync.dtype or "float32"]
-    kept = max_staleness + 1 + (_RETAINED if config.eval.num_workers else 0)
+    kept = max_staleness + 2 + (_RETAINED if config.eval.num_workers else 0)
     return [MemoryUse("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
 
 

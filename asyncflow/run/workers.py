@@ -36,7 +36,6 @@ from asyncflow.run.engines import (
 from asyncflow.run.factories import make_algorithm, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
-from asyncflow.run.rescue import give_back
 from asyncflow.run.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
 from asyncflow.run.saving import Saving, checkpoints_of
 from asyncflow.run.scoring import scoring
@@ -106,11 +105,7 @@ async def roll_out(
     await loop.run()
     run.reporter.recorder.waiting("stop")
     await receiver.close()
-    try:
-        if not is_evaluator:
-            await give_back(run.rescue, engine, loop.installed)
-    finally:
-        await engine.close()
+    await engine.close()
 
 
 async def unit_worker(name: str, run_dir: Path) -> None:

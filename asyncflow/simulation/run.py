@@ -198,7 +198,7 @@ class SimulatedJob(Job):
             f"{config.run.seed}/hangs"
         )  # of its own, so that the rest of a run's draws stay as they are
         self._sync = SleepingWeightSync(
-            keep=schedule.max_staleness + 1,
+            keep=schedule.max_staleness + 2,
             num_bytes=costs.weight_bytes,
             publish_seconds=costs.publish_seconds,
             fetch_seconds=costs.fetch_seconds,
@@ -254,7 +254,7 @@ class SimulatedJob(Job):
             self._virtual.call_at(when, self._call_for_weights)
         return cast(Server, wire), self._simulated
 
-    def _rescue_model(self, driver: Driver) -> None:
+    def _save_published_model(self, driver: Driver) -> None:
         """There is no model to be saved."""
 
     def _write_report(self) -> None:

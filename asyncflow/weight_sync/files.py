@@ -5,9 +5,9 @@
                 weights-6.safetensors.tmp    the file that is being written
 
 A new file in /dev/shm costs ten times the copy into it, since the kernel must find and clear every page. So a version is written
-over the oldest one, whose pages are there: there are `keep` files. By then nobody may need the oldest; where `keep` is 1, as
-without staleness, no version is to be had while one is written. Older versions that are `retained` are passed over: as many files
-more, which stay when they are not retained any more.
+over the oldest one, whose pages are there: there are `keep` files. By then no reader may need the oldest. A run's sender keeps
+one more than its schedule needs, so that the newest version is whole while the next one is written. Older versions that are
+`retained` are passed over: as many files more, which stay when they are not retained any more.
 
 Readers use the files where they are. A reader locks the one that it reads (flock, shared) until it needs it no more; the writer
 locks a file (exclusively) before it writes over it. Where a reader is so late that it still has the file whose turn it is, the

@@ -109,7 +109,7 @@ def test_what_generation_takes() -> None:
     engine = {"name": "vllm", "instances": 4, "tensor_parallel": 2}
     parts = by_name(rollout_parts(config_of(rollout={"num_slots": 6, "dtype": "bfloat16", "engine": engine}), TINY, 20))
     assert parts["weights"] == 4040 and parts["keys and values"] == 2 * (2 * 4 * 1 * 2) * 2 * 20
-    assert host_parts(config_of(weight_sync={"dtype": "bfloat16"}), TINY, 2)[0].num_bytes == 3 * 2 * 4040
+    assert host_parts(config_of(weight_sync={"dtype": "bfloat16"}), TINY, 2)[0].num_bytes == 4 * 2 * 4040
 
 
 def test_the_cache_is_as_large_as_the_engines_own() -> None:
