@@ -174,7 +174,7 @@ class ReplayJob(Job):
     def __init__(self, config: Config, plan: Plan, listener: Listener | None = None) -> None:
         super().__init__(config, listener)
         self._plan = plan
-        self._attempt = ReplayLife(config, self.listener.says, plan)
+        self._attempt = ReplayLife(config, self.listener.log, plan)
 
     def _fleet(self, weights_dir: Path) -> list[WorkerSpec]:
         specs = workers(self.config, weights_dir, is_training=True, are_trainers_there=False)
@@ -185,7 +185,7 @@ class ReplayJob(Job):
         await super().start()
         assert self.driver is not None
         for step, batch in self._plan.batches.items():
-            self.driver.beside.start(self._give_up_missing(step, batch))
+            self.driver.background.start(self._give_up_missing(step, batch))
 
     async def _give_up_missing(self, step: int, batch: Batch) -> None:
         driver, there = self.driver, set(batch.indices.tolist())
@@ -198,7 +198,7 @@ class ReplayJob(Job):
                     return
                 await asyncio.sleep(0.05)
             why = "the run gave it up"
-            driver.ledger.give_up([DeadRow(row >> driver.shape.group_bits, row, why) for row in missing])
+            driver.ledger.fail([DeadRow(row >> driver.shape.group_bits, row, why) for row in missing])
             await driver.queue.filter(missing, why)
 
     def _save_published_model(self, driver: Any) -> None:
@@ -211,8 +211,8 @@ class ReplayJob(Job):
 class ReplayLife(Attempt):
     """What a replay begins with, in a scratch folder: no data set, and rows that are complete."""
 
-    def __init__(self, config: Config, says: Callable[[str], None], plan: Plan) -> None:
-        super().__init__(config, says, resume=False)
+    def __init__(self, config: Config, log: Callable[[str], None], plan: Plan) -> None:
+        super().__init__(config, log, resume=False)
         self._plan = plan
 
     async def begin(self, prepare: Prepare) -> AttemptInputs:

@@ -110,13 +110,13 @@ class Checkpoints:
             if entry.name.endswith((_PARTIAL, _OVER)):
                 shutil.rmtree(entry, ignore_errors=True)
 
-    def newest(self, says: Callable[[str], None]) -> int | None:
-        """The newest version whose checkpoint is whole; `says` why newer ones are passed over. None: there is none."""
+    def newest(self, log: Callable[[str], None]) -> int | None:
+        """The newest version whose checkpoint is whole; `log` why newer ones are passed over. None: there is none."""
         for version in reversed(self.versions()):
             try:
                 self.check(version)
             except RunError as error:
-                says(f"{error}: it is passed over")
+                log(f"{error}: it is passed over")
             else:
                 return version
         return None

@@ -40,7 +40,7 @@ class Display(Listener):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._console.print(text, markup=False)
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
@@ -50,11 +50,11 @@ class Display(Listener):
         )
         self._progress.update(self._task, completed=step + 1, figures=figures)
         if not self._console.is_terminal:
-            self.says(f"step {step + 1}/{self._steps}  {figures}  {row.get('perf/step_seconds', 0.0):.2f} s")
+            self.log(f"step {step + 1}/{self._steps}  {figures}  {row.get('perf/step_seconds', 0.0):.2f} s")
 
     def evaluation(self, row: Row) -> None:
         names = [name for name in row if name.startswith("accuracy/")]
         figures = ", ".join(f"{name.removeprefix('accuracy/')} {row[name]:.3f}" for name in names) or "none"
         unscored = sum(value for name, value in row.items() if name.startswith("unscored/"))
         lost = f", {unscored} responses could not be scored" if unscored else ""
-        self.says(f"held-out accuracy after {row['step']} steps: {figures} ({row['num_prompts']} prompts{lost})")
+        self.log(f"held-out accuracy after {row['step']} steps: {figures} ({row['num_prompts']} prompts{lost})")

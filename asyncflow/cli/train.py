@@ -50,7 +50,7 @@ async def _train(config: Config, resume: bool) -> int:
     began = time.monotonic()
     with Display(config.run.name, config.run.steps) as display:
         if line := _correction(config):
-            display.says(line)
+            display.log(line)
         job = Job(config, display, resume=resume)
         is_finished = await run_with_signals(job, job.run())
     verb = "finished" if is_finished else "interrupted"

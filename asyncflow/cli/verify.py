@@ -121,7 +121,7 @@ def _variant(given: Config, name: str, steps: int, salt: int, schedule: str | di
 async def _run(config: Config, kill_in_step: int | None) -> tuple[Certificate, Kill | None]:
     """One of the two runs, to its end."""
     with _Run(config, kill_in_step) as run:
-        run.says(f"{config.run.name}, in {config.run_dir}")
+        run.log(f"{config.run.name}, in {config.run_dir}")
         if not await run_with_signals(run.job, run.job.run()):
             raise RunError(f"the {config.run.name} run was interrupted")
     assert run.job.certificate is not None

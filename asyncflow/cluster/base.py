@@ -62,7 +62,7 @@ class Cluster(Protocol):
 
     async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
         """Return when every worker has ended well, those that join meanwhile included, but for those that outlive the others.
-        `on_death(name, why, is_given_up)` is told of one that died, and is started again or has been often enough.
+        `on_death(name, why, is_final)` is told of one that died, and is started again or has been often enough.
 
         One that has found a mistake of the user's would find it again. If it is one that may be started again, and the run
         `goes_on_without(name)` it, it is given up at once.

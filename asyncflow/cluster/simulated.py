@@ -51,7 +51,7 @@ class SimulatedCluster:
         self.num_deaths = self.num_stalls = self.num_cut_short = 0
         self.late: list[str] = []
         self.failures: list[str] = []
-        self._on_death: Callable[[str, str, bool], None] = lambda name, why, is_given_up: None
+        self._on_death: Callable[[str, str, bool], None] = lambda name, why, is_final: None
         self._wire, self._mains, self._faults = wire, mains, faults
         self._workers: dict[str, _Worker] = {}
         self._lives: dict[str, int] = {}

@@ -194,9 +194,9 @@ class PolicyVersions:
         self.workers.left(worker)
         self.forget(worker)
 
-    def died(self, worker: str, is_given_up: bool) -> None:
+    def died(self, worker: str, is_final: bool) -> None:
         """A worker has died, and is started again or not."""
-        if is_given_up:
+        if is_final:
             self.workers.failed.add(worker)
         self.forget(worker)
 

@@ -166,11 +166,11 @@ class Evaluations:
         shape: Shape,
         signal: Signal,
         *,
-        says: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         """`versions`: the evaluators' own, on which a version is published when its turn has come."""
         self._queue, self._ledger, self._held_out, self._versions = queue, ledger, held_out, versions
-        self._shape, self._signal, self._says = shape, signal, says
+        self._shape, self._signal, self._log = shape, signal, log
         self._under_way: int | None = None
         self._waiting: dict[int, Manifest | None] = {0: None} if held_out.is_due(0) else {}  # at most one with weights
         self._staying: set[int] = set()  # those whose weights stay, as the trainer has been told
@@ -199,7 +199,7 @@ class Evaluations:
         for late in [version for version in self._waiting if version]:
             del self._waiting[late]
             self._held_out.leave_out()
-            self._says(f"version {late} is not evaluated: {why}")
+            self._log(f"version {late} is not evaluated: {why}")
 
     def kept(self) -> list[Manifest]:
         """The versions whose weights are to stay, oldest first: the one that evaluators serve, also when it is evaluated, for they

@@ -61,11 +61,11 @@ class Attempt:
     """One attempt. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read. `certificate`: of a
     finished run."""
 
-    def __init__(self, config: Config, says: Callable[[str], None], *, resume: bool) -> None:
+    def __init__(self, config: Config, log: Callable[[str], None], *, resume: bool) -> None:
         self.rows: dict[int, Mapping[str, float]] = {}
         self.certificate: Certificate | None = None
         self.weights_dir: Path | None = None
-        self._config, self._says, self._resume = config, says, resume
+        self._config, self._log, self._resume = config, log, resume
         self._folder = RunDir(config.run_dir)
         self._model_before: int | None = None  # what was there when the run started
         self._model_version: int | None = None  # of what this attempt has saved
@@ -125,13 +125,13 @@ class Attempt:
         if published is None:
             is_there = self._model_before is not None
             left = f"{folder.model} stays as it was" if is_there else "there is no model to save"
-            self._says(f"no step was committed, so {left}")
+            self._log(f"no step was committed, so {left}")
             return
         if folder.model_version == published.version:
             return
         if not Path(published.address).exists():  # on another machine
             where = "the newest checkpoint has the model, if there is one"
-            self._says(f"the trainer could not save in time, and its last published weights are not on this machine: {where}")
+            self._log(f"the trainer could not save in time, and its last published weights are not on this machine: {where}")
             return
         with folder.saving_model() as partial:
             shutil.rmtree(partial, ignore_errors=True)
@@ -140,7 +140,7 @@ class Attempt:
             shutil.copyfile(model / "config.json", partial / "config.json")
             copy_tokenizer(model, partial)
         self._model_version = published.version
-        self._says(f"the trainer could not save in time: {folder.model} holds the last published weights")
+        self._log(f"the trainer could not save in time: {folder.model} holds the last published weights")
 
     def _look_at_critic(self, committed: int) -> None:
         """Say so if the critic could not save in time: no other process has it."""
@@ -148,7 +148,7 @@ class Attempt:
         if self._has_critic and committed and (version is None or version < committed):
             left = "is not there" if version is None else f"stays as it was after {version} steps"
             where = "the newest checkpoint has it, if there is one"
-            self._says(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
+            self._log(f"the critic could not save in time: {self._folder.critic} {left}; {where}")
 
     def note_end(self) -> None:
         """The run has ended in order, last of all: say so of the model that this attempt has saved."""
@@ -176,7 +176,7 @@ class Attempt:
             return None
         self._folder.restore_models()
         checkpoints = checkpoints_of(self._config)
-        version = await asyncio.to_thread(checkpoints.newest, self._says)
+        version = await asyncio.to_thread(checkpoints.newest, self._log)
         if version is not None:
             return await asyncio.to_thread(read_driver, checkpoints.path(version), checkpoints.added(version))
         if checkpoints.versions():
@@ -194,9 +194,9 @@ class Attempt:
             )
         folder.check(may_overwrite=may_overwrite or (self._resume and folder.is_run()))
         if self._resume and folder.is_run():
-            self._says(f"there is no whole checkpoint yet in {folder.checkpoints}: beginning anew, in the place of what is there")
+            self._log(f"there is no whole checkpoint yet in {folder.checkpoints}: beginning anew, in the place of what is there")
         elif self._resume:
-            self._says(f"there is no checkpoint in {folder.checkpoints}: the run begins at its start")
+            self._log(f"there is no checkpoint in {folder.checkpoints}: the run begins at its start")
 
     def _begin_anew(self, prepared: Prepared, scratch: Path) -> Prepared:
         """Make the run's folder; a model made in `scratch` moves into it."""
@@ -217,7 +217,7 @@ class Attempt:
     def _tell_of_the_end(self, prepared: Prepared, resumed: Resumed) -> None:
         """The run is finished, with its model: nothing is to be done."""
         run_dir, steps = self._config.run_dir, self._config.run.steps
-        self._says(
+        self._log(
             f"this run is finished already: all of its {steps} steps are done, and {self._folder.model} is its model; raise "
             f"run.steps to go on"
         )
@@ -229,16 +229,16 @@ class Attempt:
         """With the rows that this attempt's queue can take."""
         rows = usable(resumed.rows, queue_schema(self._config))
         if resumed.rows is not None and rows is None:
-            self._says(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")
+            self._log(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")
             resumed = dataclasses.replace(resumed, is_whole=False)
         return dataclasses.replace(resumed, rows=rows)
 
     async def _go_back(self, resumed: Resumed) -> None:
         """Let the run's folder be as it was when the checkpoint was written."""
         version, run_dir = resumed.state.version, self._config.run_dir
-        self._says(f"going on from {resumed.folder}: {version} of {self._config.run.steps} steps are done")
+        self._log(f"going on from {resumed.folder}: {version} of {self._config.run.steps} steps are done")
         if why := resumed.state.record.why_not_deterministic:
-            self._says(
+            self._log(
                 f"what was under way is generated again and may come out otherwise, so later steps may have other bits ({why})"
             )
         checkpoints = checkpoints_of(self._config)

@@ -127,7 +127,7 @@ async def joined(
     queue, clock = TransferQueueClient(places), clock or asyncio.get_running_loop().time
     reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
     try:
-        async with beside(reporter.run(), queue.renew_held()):
+        async with background(reporter.run(), queue.renew_held()):
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
             versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
             rendezvous = proxy(Rendezvous, peer, "rendezvous")
@@ -162,7 +162,7 @@ def _unnumbered(config: Config) -> Config:
 
 
 @asynccontextmanager
-async def beside(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run coroutines in the background of a block; the failure of one ends the block."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(coroutine) for coroutine in coroutines]

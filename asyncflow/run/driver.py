@@ -29,6 +29,7 @@ from asyncflow.loops.selection import Selection
 from asyncflow.registry import build
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import EVALUATORS_VERSIONS
+from asyncflow.run.context import RunContext
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
     make_storage,
@@ -61,12 +62,12 @@ class Driver:
     """Driver of a run, from the step at which it is `resumed`, or from the start."""
 
     def __init__(self, config: Config, prepared: Prepared, observer: Observer, resumed: Resumed | None = None) -> None:
-        self.config, self._says = config, observer.says
+        self.config, self._log = config, observer.log
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
         self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
         self.last_progress = self._clock()
-        self.beside = BackgroundTasks()
+        self.background = BackgroundTasks()
         self._first = first = resumed.state.version if resumed is not None else 0
 
         has_key = config.queue.listen is not None or weights_need_key(config)
@@ -77,43 +78,34 @@ class Driver:
         ledger = self._make_ledger()
         books = ProgressView(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
-        self._selection = Selection(self.queue, self.ledger, self.beside.start)
+        self._selection = Selection(self.queue, self.ledger, self.background.start)
         self.versions = PolicyVersions(
             self.schedule, books, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first
         )
         self.devices = Devices(num_devices(config), self._clock)
-        self.record = self._make_record(ledger, observer, resumed)
-        self.hub = self.record.hub
-        self.evaluating = Evaluating(
-            config,
-            self.schedule,
-            self.ledger,
-            self.versions,
-            self.queue,
-            self.transfer_queue.controllers,
-            self.record,
-            signal,
-            prepared.held_out,
-            resumed,
-            start=self.beside.start,
-            says=observer.says,
+        context = RunContext(
+            config=config,
+            shape=self.shape,
+            schedule=self.schedule,
+            queue=self.transfer_queue,
+            client=self.queue,
+            ledger=self.ledger,
+            versions=self.versions,
+            background=self.background,
+            signal=signal,
+            clock=self._clock,
+            log=observer.log,
+            progress=self.progress,
         )
+        before = resumed.record if resumed is not None else RecordState()
+        self.record = RunRecord(context, observer, num_devices=self.devices.mean, before=before)
+        self.hub = self.record.hub
+        self.evaluating = Evaluating(context, self.record, prepared.held_out, resumed)
         evaluators = self.evaluating.evaluators
         self.all_versions = [self.versions, *([evaluators] if evaluators is not None else [])]
-        self.health = Health(config, self.all_versions, self.hub, signal, says=observer.says, fails=self.beside.fail)
+        self.health = Health(context, self.all_versions, self.hub)
         self.source, self._admissions = self._make_order(prepared, resumed)
-        self.saves = Saves(
-            config,
-            self.schedule,
-            ledger,
-            self.versions,
-            self.transfer_queue,
-            self.evaluating,
-            self.source,
-            self._admissions,
-            self.record,
-            says=observer.says,
-        )
+        self.saves = Saves(context, self.evaluating, self.source, self._admissions, self.record)
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
             "versions": self.versions,
@@ -142,7 +134,7 @@ class Driver:
     def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
         """Callbacks of a task's controller."""
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
-        callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._gave_up}
+        callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._rows_failed}
         if task == EVALUATE_TASK:
             callbacks |= {"on_lost": self._lost, "on_change": self._signal.notify}
         if task == "rollout":
@@ -166,22 +158,6 @@ class Driver:
             chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
             num_members=self.shape.prompts_per_step,
             has_evaluators=config.eval.num_workers > 0,
-        )
-
-    def _make_record(self, ledger: Ledger, observer: Observer, resumed: Resumed | None) -> RunRecord:
-        return RunRecord(
-            self.config,
-            self.schedule,
-            ledger,
-            self.queue,
-            self.transfer_queue.controllers,
-            observer,
-            start=self.beside.start,
-            fails=self.beside.fail,
-            now=self._clock,
-            progress=self.progress,
-            num_devices=self.devices.mean,
-            before=resumed.record if resumed is not None else RecordState(),
         )
 
     def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
@@ -229,7 +205,7 @@ class Driver:
         self.hub.left(worker)
         is_needed = not self.ledger.is_stopping or self.ledger.is_finishing
         if worker.startswith("trainer/") and launch_of(os.environ) and is_needed:
-            self.beside.fail(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
+            self.background.fail(RunError(f"worker {worker}, which torchrun had started, has gone: its output says why"))
 
     def loops(self) -> list[Coroutine[Any, Any, None]]:
         """The driver's own loops; they end when the run stops."""
@@ -260,11 +236,11 @@ class Driver:
     async def settle(self) -> None:
         """Do what is to be done beside the run with storage units that are in processes of their own, while there are any."""
         if self.config.queue.place == "workers":
-            await self.beside.settle(self.transfer_queue.places.patience_seconds)
+            await self.background.settle(self.transfer_queue.places.patience_seconds)
 
     async def close(self) -> None:
         """Write what is left and close the files."""
-        await self.beside.close()
+        await self.background.close()
         await self.transfer_queue.close()
         self.record.close()
 
@@ -298,7 +274,7 @@ class Driver:
     # -- what the books tell ------------------------------------------------------------------------------------------------
 
     def _end_step(self, task: str, step: int) -> None:
-        self.beside.start(self.queue.end_step(task, step))
+        self.background.start(self.queue.end_step(task, step))
 
     def _begun(self, lease: Lease, want: Want) -> None:
         if want.installed is not None:
@@ -313,21 +289,21 @@ class Driver:
         self._admissions.put_back(decided.surplus)
         self.record.decided(step, decided)
 
-    def _gave_up(self, dead: list[DeadRow]) -> None:
+    def _rows_failed(self, dead: list[DeadRow]) -> None:
         self.progress()
         dead = [letter for letter in dead if self.ledger.ledger.knows(letter.group)]  # surplus is dropped, whatever becomes of it
         for letter in dead:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
-            self._says(f"row {letter.row} is given up{attempts}: {letter.error}")
+            self._log(f"row {letter.row} is given up{attempts}: {letter.error}")
         self.record.rows_died(dead)
         self.evaluating.held_out.rows_died(dead)
-        self.beside.start(self.queue.drop([letter.row for letter in dead]))
-        self.ledger.give_up(dead)
+        self.background.start(self.queue.drop([letter.row for letter in dead]))
+        self.ledger.fail(dead)
 
     def _lost(self, unit: int, rows: list[int]) -> None:
         shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
         why = f"storage unit {unit} has died and lost {len(rows)} rows ({shown}); a durable queue.storage would have kept them"
-        self.beside.fail(RunError(why))
+        self.background.fail(RunError(why))
 
     def _committed(self, task: str, totals: list[StepTotals], updates: list[Update]) -> None:
         self.record.committed(task, totals, updates)

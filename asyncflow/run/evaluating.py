@@ -10,60 +10,43 @@ is unblocked by: whoever generates them
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from asyncflow.config import Config
-from asyncflow.control.ledger import LedgerService
 from asyncflow.control.modes import Periodic
 from asyncflow.control.policy_versions import PolicyVersions
-from asyncflow.control.schedule import Schedule
-from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.loops.evaluation import EVALUATORS, Evaluations, EvaluatorsProgress, HeldOut, Row, evaluate
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
-from asyncflow.run.factories import shape_of
+from asyncflow.run.context import RunContext
 from asyncflow.run.record import RunRecord
 from asyncflow.run.resume import Resumed, evaluated_versions, left_out_before
-from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.controller import Controller
 from asyncflow.weight_sync.base import Manifest
 
 
 class Evaluating:
     """Evaluations of one run. `held_out`: which versions, on what; `evaluators`: policy versions of workers that only evaluate."""
 
-    def __init__(
-        self,
-        config: Config,
-        schedule: Schedule,
-        ledger: LedgerService,
-        versions: PolicyVersions,
-        queue: TransferQueueClient,
-        controllers: Mapping[str, Controller],
-        record: RunRecord,
-        signal: Signal,
-        prompts: Sequence[Prompt],
-        resumed: Resumed | None,
-        *,
-        start: Callable[[Coroutine[Any, Any, None]], None],
-        says: Callable[[str], None],
-    ) -> None:
-        """`versions`: the rollout workers', on which the trainer publishes. `prompts`: those held out. `start` runs work beside the
-        run."""
-        self._config, self._schedule, self._ledger, self._versions = config, schedule, ledger, versions
-        self._queue, self._record, self._start, self._says = queue, record, start, says
-        self._written = evaluated_versions(config.run_dir)
+    def __init__(self, context: RunContext, record: RunRecord, prompts: Sequence[Prompt], resumed: Resumed | None) -> None:
+        """`prompts`: those held out. `resumed`: the checkpoint that this attempt resumes."""
+        self._context, self._config, self._versions, self._record = context, context.config, context.versions, record
+        self._written = evaluated_versions(context.config.run_dir)
         self.held_out = self._make_held_out(prompts, resumed)
         self.evaluators: PolicyVersions | None = None
         self._by_evaluators: Evaluations | None = None
-        if size := config.eval.num_workers:
-            books = EvaluatorsProgress(ledger.ledger, controllers, EVALUATE_TASK)
-            self.evaluators = PolicyVersions(
-                Periodic(), books, signal, asyncio.get_running_loop().time, WorkerPool(size, EVALUATORS)
+        if size := context.config.eval.num_workers:
+            progress = EvaluatorsProgress(context.ledger.ledger, context.queue.controllers, EVALUATE_TASK)
+            pool = WorkerPool(size, EVALUATORS)
+            self.evaluators = PolicyVersions(Periodic(), progress, context.signal, context.clock, pool)
+            self._by_evaluators = Evaluations(
+                context.client,
+                context.ledger,
+                self.held_out,
+                self.evaluators,
+                context.shape,
+                context.signal,
+                log=context.log,
             )
-            self._by_evaluators = Evaluations(queue, ledger, self.held_out, self.evaluators, shape_of(config), signal, says=says)
+            versions = context.versions
             versions.on_published, versions.on_no_room = self._by_evaluators.published, self._by_evaluators.no_room
 
     @property
@@ -76,14 +59,15 @@ class Evaluating:
         if self._by_evaluators is not None:
             await self._by_evaluators.run()
             return
+        queue, ledger = self._context.client, self._context.ledger
         for version in self.held_out.versions():
-            await evaluate(self._queue, self._ledger, self.held_out, version)
+            await evaluate(queue, ledger, self.held_out, version)
 
     def waiting(self, version: int) -> list[Manifest]:
         """Older weights whose evaluation is not written yet: a run that resumes at `version` needs them."""
         if self._by_evaluators is not None:
             return [each for each in self._by_evaluators.kept() if each.version < version and each.version not in self._written]
-        oldest = max(0, version - self._schedule.max_staleness)
+        oldest = max(0, version - self._context.schedule.max_staleness)
         planned = {v for v in range(oldest, version) if self.held_out.is_planned(v)}
         return self._versions.kept(planned - self._written)
 
@@ -92,7 +76,7 @@ class Evaluating:
         config, first = self._config, resumed.state.version if resumed is not None else 0
         again = {0, *(resumed.versions if resumed is not None else ())}
         # Rollout workers serve none that is older; evaluators do, if its weights are there.
-        oldest = 0 if config.eval.num_workers else first - self._schedule.max_staleness
+        oldest = 0 if config.eval.num_workers else first - self._context.schedule.max_staleness
         lost = {v for v in range(first) if v not in again or v < oldest}
         held_out = HeldOut(
             prompts,
@@ -107,14 +91,14 @@ class Evaluating:
         )
         left_out = [version for version in sorted(lost - self._written) if held_out.is_planned(version)]
         for version in left_out:
-            self._says(f"version {version} has not been evaluated to the end, and nobody has its weights any more: it is left out")
+            self._context.log(f"version {version} is left out: its evaluation was not finished, and its weights are gone")
         held_out.leave_out(max(0, len(left_out) - left_out_before(config.run_dir)))  # may have told of some that are due again
         return held_out
 
     def _evaluated(self, row: Row) -> None:
-        if self._ledger.is_stopping:
+        if self._context.ledger.is_stopping:
             return  # cut short: its figures would be of some prompts only
-        self._start(self._write(row))
+        self._context.background.start(self._write(row))
 
     async def _write(self, row: Row) -> None:
         await self._record.evaluated(row)

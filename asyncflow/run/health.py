@@ -9,47 +9,37 @@ is unblocked by: the clock
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from asyncflow.config import Config
 from asyncflow.control.policy_versions import PolicyVersions
-from asyncflow.control.signal import Signal
 from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.run.context import RunContext
 from asyncflow.telemetry.hub import Hub
 from asyncflow.types import RunError
 
 
 class Health:
-    """Health of a run's workers. `all_versions`: the policy versions of each pool; `signal`: theirs. `fails` ends the run, if it
-    has not ended for another reason."""
+    """Health of a run's workers. `all_versions`: the policy versions of each pool."""
 
-    def __init__(
-        self,
-        config: Config,
-        all_versions: Sequence[PolicyVersions],
-        hub: Hub,
-        signal: Signal,
-        *,
-        says: Callable[[str], None],
-        fails: Callable[[RunError], None],
-    ) -> None:
-        self._config, self._hub, self._signal, self._says, self._fails = config, hub, signal, says, fails
-        self._silent_seconds = config.queue.lease_seconds / 2
-        self._boards = {versions.workers.pool: versions for versions in all_versions}
+    def __init__(self, context: RunContext, all_versions: Sequence[PolicyVersions], hub: Hub) -> None:
+        self._config, self._hub, self._signal = context.config, hub, context.signal
+        self._log, self._fail = context.log, context.background.fail
+        self._silent_seconds = self._config.queue.lease_seconds / 2
+        self._by_pool = {versions.workers.pool: versions for versions in all_versions}
         self._silent: set[str] = set()
         self._told: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
-        self._patience_seconds = config.weight_sync.deadline_seconds
+        self._patience_seconds = self._config.weight_sync.deadline_seconds
         for versions in all_versions:
             versions.is_silent, versions.on_stale = self._is_silent, self._stale
 
-    def died(self, worker: str, why: str, is_given_up: bool) -> None:
+    def died(self, worker: str, why: str, is_final: bool) -> None:
         """A worker's process has ended, and is started again or given up."""
-        self._says(f"worker {worker} {why}")
+        self._log(f"worker {worker} {why}")
         if (versions := self._versions(worker)) is not None:
-            versions.died(worker, is_given_up)
+            versions.died(worker, is_final)
             self._judge(versions, worker, why)
-        elif is_given_up:  # the others are needed, all of them
-            self._fails(RunError(f"worker {worker} {why}"))
+        elif is_final:  # the others are needed, all of them
+            self._fail(RunError(f"worker {worker} {why}"))
 
     def goes_on_without(self, worker: str) -> bool:
         """Whether the run may go on without one that has found a mistake of the user's.
@@ -69,14 +59,14 @@ class Health:
     def _look_around(self) -> None:
         silent = {worker for worker in self._hub.states if self._versions(worker) is not None and self._is_silent(worker)}
         for worker in silent - self._silent:
-            self._says(f"worker {worker} says nothing any more: what it holds is given to others")
+            self._log(f"worker {worker} says nothing any more: what it holds is given to others")
         if silent != self._silent:
             self._silent = silent
             self._signal.notify()
 
     def _versions(self, worker: str) -> PolicyVersions | None:
         """Policy versions of the worker's pool; None for a pool that has none."""
-        return self._boards.get(worker.partition("/")[0])
+        return self._by_pool.get(worker.partition("/")[0])
 
     def _is_silent(self, worker: str) -> bool:
         return self._hub.is_silent(worker, self._silent_seconds)
@@ -92,7 +82,7 @@ class Health:
         reasons = self._told[worker][1]
         if why not in reasons:
             reasons.add(why)
-            self._says(f"worker {worker} has no weights to serve, and tries again: {why}")
+            self._log(f"worker {worker} has no weights to serve, and tries again: {why}")
 
     def _look_later(self, versions: PolicyVersions, worker: str, since: float) -> None:
         """Judge one that has had no weights since then, in a while, and again for as long as it has none."""
@@ -114,4 +104,4 @@ class Health:
         if healthy < needed and not versions.is_stopping:
             who = "evaluators" if versions.workers.pool == EVALUATORS else "rollout workers"
             numbers = f"{healthy} of {workers} {who} are left, and {needs} {needed}"
-            self._fails(RunError(f"worker {worker} {why}; {numbers}"))
+            self._fail(RunError(f"worker {worker} {why}; {numbers}"))

@@ -55,7 +55,7 @@ from asyncflow.types import RunError, UserError
 class Listener:
     """Observer of a run: it is called with what happens; the command line draws it. All methods may be left as they are."""
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Something worth a line."""
 
     def group(self, step: int) -> None:
@@ -86,7 +86,7 @@ class Job:
         self.ended_by: int | None = None  # the signal that has interrupted it
         self.driver: Driver | None = None
         self._evaluate_only, self._resume = evaluate_only, resume
-        self._attempt = Attempt(config, self.listener.says, resume=resume)
+        self._attempt = Attempt(config, self.listener.log, resume=resume)
         self._interrupted = asyncio.Event()
         self._changed = Signal()
 
@@ -104,22 +104,22 @@ class Job:
         self._prepared = prepared = begun.prepared
         num_kept = len(prepared.prompts), len(prepared.held_out)
         for line in [*left_out_lines(config, prepared.num_left_out, num_kept), *advice(config)]:
-            listener.says(line)
-        observer = Observer(listener.group, self._on_step, self._on_evaluation, listener.says)
+            listener.log(line)
+        observer = Observer(listener.group, self._on_step, self._on_evaluation, listener.log)
         driver = Driver(config, begun.prepared, observer, begun.resumed)
         driver.saves.on_settled = self._changed.notify
         watch = Watch(driver)
         driver.serve("status", watch)
         self._server, self._cluster = self._place(driver, attempt.weights_dir)
-        self._running = Running(driver, self._cluster, self._interrupted, listener.says)
+        self._running = Running(driver, self._cluster, self._interrupted, listener.log)
         self.scaling = Scaling(
             config,
             driver.versions,
             self._cluster,
             driver.devices,
             spec=partial(rollout_worker, config),
-            start=driver.beside.start,
-            says=listener.says,
+            start=driver.background.start,
+            log=listener.log,
         )
         driver.serve("scaling", self.scaling)
         self.driver = driver
@@ -248,7 +248,7 @@ class Job:
     async def _settle(self, driver: Driver, grace: float) -> None:
         """The cluster's workers have ended: who else needs storage units is waited for."""
         if launch_of(os.environ) and not await driver.hub.have_left("trainer/", grace):
-            self.listener.says(f"the trainers that torchrun has started did not end within {grace:g} s")
+            self.listener.log(f"the trainers that torchrun has started did not end within {grace:g} s")
         await driver.settle()
 
     def _save_published_model(self, driver: Driver) -> None:
@@ -266,7 +266,7 @@ class Job:
         await self._server.start(control_socket(run_dir))
         if listen is not None:
             door = await self._server.start(listen)
-            self.listener.says(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
+            self.listener.log(f"the queue listens at {door}, with {run_dir / KEY_FILE}")
             self._attempt.tell_workers(msgspec.structs.replace(self._attempt.job, door=door))
 
     def _is_done(self) -> bool:

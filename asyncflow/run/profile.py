@@ -77,7 +77,7 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
         workers = trainers(config, "asyncflow.run.profile:profile_rank", weights_dir)
         await cluster.start(workers)
         async with asyncio.timeout(deadline_seconds):
-            await cluster.wait(lambda name, why, is_given_up: None)
+            await cluster.wait(lambda name, why, is_final: None)
     except TimeoutError as error:
         raise RunError(
             f"the profile had not ended within {deadline_seconds:g} s: take fewer tokens, or a smaller layout "

@@ -11,21 +11,19 @@ import asyncio
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from asyncflow.config import Config
-from asyncflow.control.ledger import Consumed, Decided, Ledger, StepTotals, Update
-from asyncflow.control.schedule import Schedule
+from asyncflow.control.ledger import Consumed, Decided, StepTotals, Update
 from asyncflow.control.signal import Signal
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import EVALUATION_GROUPS
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
-from asyncflow.run.factories import shape_of
+from asyncflow.run.context import RunContext
 from asyncflow.run.training_checks import TrainingChecks
 from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.attribution import attributed
@@ -34,11 +32,8 @@ from asyncflow.telemetry.hub import Hub
 from asyncflow.telemetry.metrics import StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
-from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.controller import Controller
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transfer_queue.metrics import run_metrics
-from asyncflow.types import RunError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +44,7 @@ class Observer:
     group: Callable[[int], None]
     step: Callable[[int, Mapping[str, float]], None]
     evaluation: Callable[[Row], None]
-    says: Callable[[str], None]
+    log: Callable[[str], None]
 
 
 class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,32 +68,22 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RunRecord:
-    """Record of a run. `start` runs work beside the run, and `fails` ends it; `now` is the run's clock; `progress` is told that
-    something has moved."""
+    """Record of a run."""
 
     def __init__(
         self,
-        config: Config,
-        schedule: Schedule,
-        ledger: Ledger,
-        queue: TransferQueueClient,
-        controllers: Mapping[str, Controller],
+        context: RunContext,
         observer: Observer,
         *,
-        start: Callable[[Coroutine[Any, Any, None]], None],
-        fails: Callable[[RunError], None],
-        now: Callable[[], float],
-        progress: Callable[[], None],
         num_devices: Callable[[float, float], float],
         before: RecordState,
     ) -> None:
-        """Opens the run's files. `num_devices`: between two moments, on average. `before`: of the attempts before this one."""
-        self._config, self._schedule, self._ledger, self._observer = config, schedule, ledger, observer
-        self._queue, self._controllers = queue, controllers
-        self._start, self._now, self._progress, self._num_devices = start, now, progress, num_devices
-        self.shape = shape_of(config)
-        run_dir = config.run_dir
-        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, progress)
+        """Open the run's files. `num_devices`: between two moments, on average. `before`: of the attempts before this one."""
+        self._context, self._config, self._observer = context, context.config, observer
+        self._ledger, self._schedule, self._progress = context.ledger.ledger, context.schedule, context.progress
+        self._now, self._num_devices = context.clock, num_devices
+        config, run_dir = context.config, context.config.run_dir
+        self.hub = Hub(SpanLog(run_dir / SPANS_FILE), self._keep_sample, context.progress)
         self._samples = (run_dir / SAMPLES_FILE).open("a", buffering=1, encoding="utf-8")
         self._evaluating = asyncio.Lock()
         self._evaluations = (run_dir / EVAL_FILE).open("a", buffering=1, encoding="utf-8")
@@ -110,7 +95,7 @@ class RunRecord:
         self._moments: dict[tuple[str, int], float] = {}  # ("opened", step) and ("installed", version): when first
         self._started: float | None = None  # of the step under way: the first admission, or the last commit
         self._finishing = asyncio.Lock()  # rows of metrics are written in the order of their steps
-        self._first = self._num_finished = ledger.committed
+        self._first = self._num_finished = self._ledger.committed
         self._finished = Signal()
         self._before = before
         self._observed = Observed(
@@ -119,14 +104,11 @@ class RunRecord:
         self._dead_committed = before.rows_dead
         self._redelivered = before.rows_redelivered
         in_a_row = (before.skipped_in_a_row, before.critic_skipped_in_a_row)
-        self._soundness = TrainingChecks(
-            config,
-            ledger,
-            skipped_in_a_row=dict(zip(ledger.trained, in_a_row, strict=False)),
+        self._checks = TrainingChecks(
+            context,
+            skipped_in_a_row=dict(zip(self._ledger.trained, in_a_row, strict=False)),
             has_said_unshared=before.has_said_unshared,
             reward_failures=self._reward_failures,
-            says=observer.says,
-            fails=fails,
         )
 
     def state(self) -> RecordState:
@@ -138,12 +120,12 @@ class RunRecord:
             overlapped_steps=sorted(step for step in observed.overlapped_steps if step < self._ledger.committed),
             rows_dead=self._dead_committed,
             skipped_updates=observed.skipped_updates,
-            skipped_in_a_row=self._soundness.skipped_in_a_row[self._ledger.trained[0]],
+            skipped_in_a_row=self._checks.skipped_in_a_row[self._ledger.trained[0]],
             critic_skipped_in_a_row=self.critic_skipped_in_a_row,
             rows_redelivered=self._redelivered,
             reward_failures=dict(self._reward_failures()),
             why_not_deterministic=self._why_not_deterministic(),
-            has_said_unshared=self._soundness.has_said_unshared,
+            has_said_unshared=self._checks.has_said_unshared,
             resumed_at=self._before.resumed_at,
             made_again_at=self._before.made_again_at if self._why_not_deterministic() else [],  # or they are the same again
         )
@@ -151,7 +133,7 @@ class RunRecord:
     @property
     def critic_skipped_in_a_row(self) -> int:
         """The critic's updates that were skipped since it last made one. It may commit a step after the policy has."""
-        return sum(self._soundness.skipped_in_a_row[task] for task in self._ledger.trained[1:])
+        return sum(self._checks.skipped_in_a_row[task] for task in self._ledger.trained[1:])
 
     @property
     def is_deterministic(self) -> bool:
@@ -213,7 +195,7 @@ class RunRecord:
                 metrics.count_rows(skipped=1)
             else:
                 metrics.count_rows(unscored=1)
-                self._soundness.not_scored(step, 1, letter.error)
+                self._checks.not_scored(step, 1, letter.error)
 
     def decided(self, step: int, decided: Decided) -> None:
         """Count the candidates of a step that were not trained, once its members are known."""
@@ -225,7 +207,7 @@ class RunRecord:
     def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
         """A group's gradient has been added."""
         self._progress()
-        self._soundness.consumed(task, step, update, group.rows)
+        self._checks.consumed(task, step, update, group.rows)
         if task != self._ledger.trained[0]:
             self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), group)
             return
@@ -233,7 +215,7 @@ class RunRecord:
         self._observed.group(step, staleness=group.staleness, num_spans=group.num_spans, is_overlapped=is_overlapped)
         metrics = self._metrics.setdefault(step, StepMetrics())
         self._add_losses(metrics, group)
-        if update >= self.shape.mini_batches:  # an epoch after the first, of the same rows
+        if update >= self._context.shape.mini_batches:  # an epoch after the first, of the same rows
             return
         metrics.add_group(
             rewards=group.rewards,
@@ -244,7 +226,7 @@ class RunRecord:
         )
         self._add_parts(step, metrics, group)
         metrics.count_rows(empty=len(group.empty_rows), zero_advantage=group.left_out)
-        self._soundness.look_at_group(group)
+        self._checks.look_at_group(group)
         self._observer.group(step)
 
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
@@ -254,7 +236,7 @@ class RunRecord:
             step = of_updates[-1].step
             self._add_updates(self._critic_metrics.setdefault(step, StepMetrics()), updates)
             self._is_final(step)
-            self._soundness.committed(task, of_updates, updates)
+            self._checks.committed(task, of_updates, updates)
             return
         totals = of_updates[-1]
         metrics = self._metrics.pop(totals.step, StepMetrics())
@@ -273,13 +255,13 @@ class RunRecord:
         self._committed[totals.step] = metrics, times
         self._is_final(totals.step)
         self._observed.skipped_updates += sum(update.is_skipped for update in updates)
-        self._soundness.committed(task, of_updates, updates)
+        self._checks.committed(task, of_updates, updates)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _is_final(self, step: int) -> None:
         if not self._ledger.is_open(step) and step in self._committed:
-            self._start(self._finish_step(step, *self._committed.pop(step)))
+            self._context.background.start(self._finish_step(step, *self._committed.pop(step)))
 
     def _add_updates(self, metrics: StepMetrics, updates: Sequence[Update]) -> None:
         for update in updates:
@@ -311,7 +293,7 @@ class RunRecord:
             metrics.add_reward_parts(dict(zip(names, parts.T, strict=True)))
         if num_failed := int(np.isnan(parts).all(axis=1).sum()):
             metrics.count_rows(unscored=num_failed)
-            self._soundness.not_scored(step, num_failed)
+            self._checks.not_scored(step, num_failed)
 
     def _keep_sample(self, sample: Mapping[str, Any]) -> None:
         if "reward_parts" in sample:
@@ -320,7 +302,7 @@ class RunRecord:
 
     def _rows_redelivered(self) -> int:
         """In all attempts, but for tasks that only evaluations have: what is said of it is of what was trained."""
-        tables = [controller.table for controller in self._controllers.values()]
+        tables = [controller.table for controller in self._context.queue.controllers.values()]
         now = sum(table.num_redelivered for table in tables if table.spec.purpose != "eval")
         return self._before.rows_redelivered + now
 
@@ -345,11 +327,11 @@ class RunRecord:
             row = metrics.row(dataclasses.replace(times, train_began=began), devices, spans)
             if (of_critic := self._critic_metrics.pop(step, None)) is not None:
                 row |= of_critic.critic_row()
-            row |= run_metrics(*await self._queue.status())
+            row |= run_metrics(*await self._context.client.status())
             row |= {f"memory/rss_bytes/{name}": state.rss_bytes for name, state in self.hub.states.items()}
             if self._before.resumed_at:
                 row["run/num_resumes"] = len(self._before.resumed_at)
-            self._soundness.look_at_metrics(row)
+            self._checks.look_at_metrics(row)
             self.hub.log.flush()
             for tracker in self._trackers:
                 tracker.log(step, row)

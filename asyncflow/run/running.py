@@ -22,9 +22,9 @@ class Running:
     `has_failed`: what the run waited for (`until`) has not come, for an error, or for an interrupt that ends the run at once.
     """
 
-    def __init__(self, driver: Driver, cluster: Cluster, interrupted: asyncio.Event, says: Callable[[str], None]) -> None:
+    def __init__(self, driver: Driver, cluster: Cluster, interrupted: asyncio.Event, log: Callable[[str], None]) -> None:
         self.has_failed = False
-        self._driver, self._cluster, self._interrupted, self._says = driver, cluster, interrupted, says
+        self._driver, self._cluster, self._interrupted, self._log = driver, cluster, interrupted, log
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self, fleet: Sequence[WorkerSpec]) -> bool:
@@ -52,7 +52,7 @@ class Running:
         interrupted = asyncio.ensure_future(self._interrupted.wait())
         over = self._over()
         try:
-            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self._driver.beside.failure, *self._loops}
+            waiting: set[asyncio.Future[Any]] = {reached, interrupted, over, self._driver.background.failure, *self._loops}
             while not reached.done() and not interrupted.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -75,7 +75,7 @@ class Running:
             return
         finished = asyncio.ensure_future(ledger.finished())
         over = self._over()
-        waiting: set[asyncio.Future[Any]] = {finished, over, self._driver.beside.failure, *self._loops}  # one is the watchdog
+        waiting: set[asyncio.Future[Any]] = {finished, over, self._driver.background.failure, *self._loops}  # one is the watchdog
         seconds: float | None = grace_seconds
         try:
             while not finished.done() and not over.done():
@@ -83,13 +83,13 @@ class Running:
                 for task in done:
                     task.result()
                 if not done:
-                    self._says("the step whose updates have begun is made to its end: interrupt again to end at once")
+                    self._log("the step whose updates have begun is made to its end: interrupt again to end at once")
                     seconds = None
         except asyncio.CancelledError:
             await self._cluster.stop(0.0)
             raise
         except Exception as error:  # whatever it is, the run is to stop
-            self._says(f"the step whose updates had begun was not made to its end: {error}")
+            self._log(f"the step whose updates had begun was not made to its end: {error}")
         finally:
             for future in (finished, over):
                 future.cancel()
@@ -97,7 +97,7 @@ class Running:
     async def stop(self, grace_seconds: float, settle: Settle) -> None:
         """Stop the workers, then the loops. `settle`: see `Cluster.stop`."""
         for name in await self._cluster.stop(grace_seconds, settle):
-            self._says(f"worker {name} did not end within {grace_seconds:g} s and was killed")
+            self._log(f"worker {name} did not end within {grace_seconds:g} s and was killed")
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)

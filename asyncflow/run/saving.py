@@ -27,13 +27,11 @@ import numpy as np
 
 from asyncflow.checkpoint.folder import Checkpoints
 from asyncflow.config import CheckpointConfig, Config, dump
-from asyncflow.control.ledger import Ledger
-from asyncflow.control.policy_versions import PolicyVersions
-from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.data.order import SeededOrder
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.samples import Prompt
+from asyncflow.run.context import RunContext
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.record import RecordState, RunRecord
 from asyncflow.run.resume import (
@@ -47,7 +45,6 @@ from asyncflow.run.resume import (
 )
 from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.spans import Recorder
-from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.unit import StorageUnit
 from asyncflow.transport import remote
 from asyncflow.types import Array, Batch, Ragged, RunError, Values
@@ -67,29 +64,24 @@ class Saves:
 
     def __init__(
         self,
-        config: Config,
-        schedule: Schedule,
-        ledger: Ledger,
-        versions: PolicyVersions,
-        queue: TransferQueue,
+        context: RunContext,
         evaluating: Evaluating,
         source: SeededOrder[Prompt],
         admissions: Admissions,
         record: RunRecord,
-        *,
-        says: Callable[[str], None],
     ) -> None:
-        self._config, self._schedule, self._ledger, self._versions, self._queue = config, schedule, ledger, versions, queue
+        self._config, self._schedule = context.config, context.schedule
+        self._versions, self._queue = context.versions, context.queue
+        self._ledger, self._log, self._group_size = context.ledger.ledger, context.log, context.shape.group_size
         self._evaluating, self._source, self._admissions, self._record = evaluating, source, admissions, record
-        self._says = says
-        self._checkpoints = checkpoints_of(config)
+        self._checkpoints = checkpoints_of(context.config)
         self._data = ""
         self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
         self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
         self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this attempt
-        self._has_critic = len(ledger.trained) > 1
+        self._has_critic = len(self._ledger.trained) > 1
         self._came = Signal()
-        self.settled = ledger.committed  # the last version of which there is a checkpoint, or will be none
+        self.settled = self._ledger.committed  # the last version of which there is a checkpoint, or will be none
         self.on_settled: Callable[[], None] = lambda: None
         self.committed()
 
@@ -120,7 +112,7 @@ class Saves:
                 await asyncio.to_thread(write_added, path, state, is_whole=is_whole)
             except OSError as error:
                 what = "prompts that were pushed after the last checkpoint" if self._has_more else "a note that it has all rows"
-                self._says(f"{what} could not be kept: {error.strerror or error}")
+                self._log(f"{what} could not be kept: {error.strerror or error}")
 
     @remote
     async def begin(self, version: int) -> list[Manifest]:
@@ -155,7 +147,7 @@ class Saves:
         if not (why := why or of_critic):
             try:
                 for trouble in await asyncio.to_thread(self._checkpoints.commit, version):
-                    self._says(trouble)
+                    self._log(trouble)
             except OSError as error:
                 why = _why(error)
         if why:
@@ -187,7 +179,7 @@ class Saves:
         await asyncio.to_thread(self._checkpoints.discard, version)
         left = self._checkpoints.versions()
         stays = f"the one of step {left[-1]} stays" if left else "there is none before it"
-        self._says(f"the checkpoint of step {version} could not be written, and {stays}: {why}")
+        self._log(f"the checkpoint of step {version} could not be written, and {stays}: {why}")
 
     def _settle(self, version: int) -> None:
         self.settled = version
@@ -204,7 +196,7 @@ class Saves:
 
     def _loses_rows(self) -> bool:
         """Whether rows were begun that are not in the newest checkpoint. It may be so where that is of an earlier attempt."""
-        bits, size = self._queue.schema.group_bits, self._record.shape.group_size
+        bits, size = self._queue.schema.group_bits, self._group_size
         begun = {row for group in self._ledger.groups_begun() for row in range(group << bits, (group << bits) + size)}
         return self._kept is None or not begun <= self._kept
 
@@ -235,7 +227,7 @@ class Saves:
 
     async def _completed(self, steps: dict[int, dict[int, Prompt]]) -> list[Batch]:
         """The rows of these steps that have all that comes before training, wherever they are."""
-        schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._record.shape.group_size
+        schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._group_size
         numbers = [group << schema.group_bits for groups in steps.values() for group in groups]
         rows = np.array([row for n in numbers for row in range(n, n + size) if row not in lacking], np.int64)
         made = {name for task in self._ledger.kept for name in schema.task(task).outputs}

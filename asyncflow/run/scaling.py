@@ -64,10 +64,10 @@ class Scaling:
         *,
         spec: Callable[[str], WorkerSpec],
         start: Callable[[Coroutine[Any, Any, None]], None],
-        says: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self._config, self._versions, self._cluster, self._devices = config, versions, cluster, devices
-        self._spec, self._start, self._says = spec, start, says
+        self._spec, self._start, self._log = spec, start, log
         self._one_by_one = asyncio.Lock()
         self._is_open = False
         self._under_way: set[asyncio.Task[str]] = set()
@@ -144,7 +144,7 @@ class Scaling:
             told = [f"rollout workers: from {before} to {size}"]
             told += [f"{_listed(coming)} join{'s' * (len(coming) == 1)}"] if coming else []
             told += [f"{_listed(going)} leave{'s' * (len(going) == 1)}, within {grace_seconds:g} s"] if going else []
-            self._says("; ".join(told))
+            self._log("; ".join(told))
             return "; ".join(told)
 
     async def _end(self, name: str, grace_seconds: float) -> None:
@@ -152,7 +152,7 @@ class Scaling:
         self._versions.left(name)
         self._devices.change(-devices_each(self._config))
         if not self._versions.is_stopping:
-            self._says(
+            self._log(
                 f"worker {name} has left"
                 if is_in_time
                 else f"worker {name} did not end what it held within {grace_seconds:g} s and was killed: others make it again"

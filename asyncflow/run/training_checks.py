@@ -1,7 +1,7 @@
 """Checks on what a run trains: oddities are logged, and too many of them end the run.
 
-    RunRecord --groups, updates, rows without a reward, metrics--> TrainingChecks --says---> the terminal
-                                                                        '-----fails--> the run's end
+    RunRecord --groups, updates, rows without a reward, metrics--> TrainingChecks --log---> the terminal
+                                                                        '-----fail--> the run's end
 
 Said each time: rows without a token to train on, updates that are skipped. Said once: prompts that are not shared, engines that do
 not compute the same. Too much are rows of a step without a reward, beyond `reward.max_failed_fraction` of it, and updates that are
@@ -13,16 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncflow.config import Config
-from asyncflow.control.ledger import Consumed, Ledger, StepTotals, Update
+from asyncflow.control.ledger import Consumed, StepTotals, Update
 from asyncflow.loops.score_batching import NO_REWARD
-from asyncflow.run.factories import shape_of
+from asyncflow.run.context import RunContext
 from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL
 from asyncflow.types import RunError
 
 
 class TrainingChecks:
-    """Checks of one run. `fails` ends the run, if it has not ended for another reason.
+    """Checks of one run.
 
     `skipped_in_a_row`: by task, the updates that were skipped since it last made one. `has_said_unshared`: whether it has been said
     that prompts are not shared.
@@ -30,20 +29,17 @@ class TrainingChecks:
 
     def __init__(
         self,
-        config: Config,
-        ledger: Ledger,
+        context: RunContext,
         *,
         skipped_in_a_row: Mapping[str, int],
         has_said_unshared: bool,
         reward_failures: Callable[[], Mapping[str, int]],
-        says: Callable[[str], None],
-        fails: Callable[[RunError], None],
     ) -> None:
         """`skipped_in_a_row`, `has_said_unshared`: as the attempt before this one left them. `reward_failures()`: attempts that
         failed so far, by kind."""
         self.skipped_in_a_row, self.has_said_unshared = dict(skipped_in_a_row), has_said_unshared
-        self._config, self._shape, self._ledger = config, shape_of(config), ledger
-        self._reward_failures, self._says, self._fails = reward_failures, says, fails
+        self._config, self._shape, self._ledger = context.config, context.shape, context.ledger.ledger
+        self._reward_failures, self._log, self._fail = reward_failures, context.log, context.background.fail
         self._rows: dict[tuple[str, int, int], list[int]] = {}  # by task, step and update, what that is to train
         self._num_unscored: Counter[int] = Counter()  # by step
         self._has_said_mismatch = False
@@ -56,7 +52,7 @@ class TrainingChecks:
         """A group has been trained, in the first epoch."""
         if group.empty_rows:
             rows = ", ".join(map(str, group.empty_rows))
-            self._says(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
+            self._log(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
         self._look_at_sharing(group)
 
     def not_scored(self, step: int, count: int, error: str = "") -> None:
@@ -67,7 +63,7 @@ class TrainingChecks:
         if self._num_unscored[step] > most * num_rows:
             kinds = ", ".join(f"{kind} {number}" for kind, number in sorted(self._reward_failures().items()))
             last = f"; the last one: {error.removeprefix(NO_REWARD)}" if error else ""
-            self._fails(
+            self._fail(
                 RunError(
                     f"{self._num_unscored[step]} of the {num_rows} rows of step {step} could not be scored, more than "
                     f"reward.max_failed_fraction={most:g} (attempts that failed so far: {kinds or 'not yet told'}): mend the "
@@ -93,7 +89,7 @@ class TrainingChecks:
             return
         self._has_said_mismatch = True
         why = "though both have the same version's weights" if has_fresh else "more than a version or two of learning make of it"
-        self._says(
+        self._log(
             f"the rollout engine's log-probs are not the train engine's: {name} is {divergence:.2g} nats, above {most:g}, {why}; "
             f"set rollout.dtype, train.dtype and "
             f"weight_sync.dtype, which round them, to the same, or to float32; take out "
@@ -110,7 +106,7 @@ class TrainingChecks:
             return
         self.has_said_unshared = True
         tokens = f"a prompt of {group.prompt_length} tokens, {len(group.rows)} responses of {group.response_lengths.mean():.0f}"
-        self._says(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
+        self._log(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
 
     def _skipped(self, task: str, which: str, totals: StepTotals, update: Update, rows: Sequence[int]) -> None:
         """`rows`: that were to be trained by the update."""
@@ -121,7 +117,7 @@ class TrainingChecks:
         if not update.normaliser:
             why = "nothing was left to train on"
         whose = "skipped, the weights" if is_policy else "skipped for the critic, whose weights"
-        self._says(f"{which} is {whose} stay as they are: {why}")
+        self._log(f"{which} is {whose} stay as they are: {why}")
         if self.skipped_in_a_row[task] >= self._config.train.max_skipped_updates:
             ways_out = "lower train.learning_rate, or look at these rows' rewards and log-probs"
             if not is_policy:
@@ -130,7 +126,7 @@ class TrainingChecks:
                 ways_out = "the messages above say why the rows were given up"
             updates = "updates" if is_policy else "updates of the critic"
             told = f"{self.skipped_in_a_row[task]} {updates} in a row were skipped, the last because {why}; {ways_out}"
-            self._fails(RunError(told))
+            self._fail(RunError(told))
 
     def _named(self, rows: Sequence[int]) -> str:
         """The first and the last one where they are of neighbouring groups; how many they are, where they are not."""

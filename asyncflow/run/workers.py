@@ -23,7 +23,7 @@ from asyncflow.loops.rollout import Rollout
 from asyncflow.loops.samples import EVALUATE_TASK
 from asyncflow.loops.tasks import refer, reward, serve
 from asyncflow.rewards.base import Sample, Score
-from asyncflow.run.connection import RunConnection, beside, called_by, connected
+from asyncflow.run.connection import RunConnection, background, called_by, connected
 from asyncflow.run.engines import (
     critic_engine,
     reference_engine,
@@ -279,7 +279,7 @@ async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving
             await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)
     fingerprints = FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS if run.config.telemetry.fingerprints else None)
     version = Version(first)
-    async with beside(add_values(run.queue, run.ledger, engine, run.shape, lane, version)):
+    async with background(add_values(run.queue, run.ledger, engine, run.shape, lane, version)):
         reached = await train_critic(
             run.queue, run.ledger, schedule_of(run), engine, critic, run.shape, lane, fingerprints, saving, version
         )

@@ -273,7 +273,7 @@ class SimulatedJob(Job):
             self.audit.counts["joined"] += len(after - before)
             self.audit.counts["left"] += len(before - after)
 
-        self.driver.beside.start(change(self.driver))
+        self.driver.background.start(change(self.driver))
 
     def _call_for_weights(self) -> None:
         if self.driver is not None:

@@ -89,7 +89,7 @@ def _live(tree: dict[str, Any], resume: bool, harm: tuple[str, int], log: str) -
     said = Path(log).open("w", buffering=1)  # noqa: SIM115
 
     class Written(Listener):
-        def says(self, text: str) -> None:
+        def log(self, text: str) -> None:
             print(text, file=said)
 
     async def run() -> int:

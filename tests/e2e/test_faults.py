@@ -103,7 +103,7 @@ class Recorded(Listener):
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.said.append(text)
 
 

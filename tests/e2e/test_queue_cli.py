@@ -144,10 +144,10 @@ def test_what_is_wrong_is_one_sentence(schema: Path, tmp_path: Path) -> None:
         "whole_groups: false": ("whole: false", "tasks[0] has no 'whole'"),
         "group_size: 2": ("group_size: two", "Expected `int`, got `str` - at `$.group_size`"),
     }
-    for text, (mistake, says) in wrong.items():
+    for text, (mistake, log) in wrong.items():
         schema.write_text(SCHEMA.replace(text, mistake, 1))
         done = run_command("queue", "serve", schema, "--address", f"unix:{tmp_path}/s")
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and log in done.stderr, done.stderr
 
 
 def test_a_run_opens_a_second_door_with_its_own_key(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

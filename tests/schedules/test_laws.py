@@ -129,7 +129,7 @@ BUGS = {
     ),
     "rows that are given up stay members of their step": (
         "synchronous",
-        mock.patch.object(LedgerService, "give_up", lambda self, dead: None),
+        mock.patch.object(LedgerService, "fail", lambda self, dead: None),
         "nothing has moved",
     ),
 }

@@ -717,8 +717,8 @@ class _LogWatch(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        for says, what in self.SAYS:
-            if says in message:
+        for log, what in self.SAYS:
+            if log in message:
                 self._counts[what] += 1
 
 

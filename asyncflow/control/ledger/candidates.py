@@ -49,7 +49,7 @@ class Candidates:
         if self._is_varied[group] is None:
             self._is_varied[group] = is_varied
 
-    def give_up(self, group: int, row: int) -> bool:
+    def fail(self, group: int, row: int) -> bool:
         """A row will never have a reward; with the last of them the group is degenerate. False: it had been given up already."""
         rows = self.rows[group]
         if row not in rows:

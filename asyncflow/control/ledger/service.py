@@ -227,9 +227,9 @@ class LedgerService:
         self.ledger.done(task, rows)
         self.changed()
 
-    def give_up(self, dead: list[DeadRow]) -> None:
+    def fail(self, dead: list[DeadRow]) -> None:
         """Told by the rollout task's controller."""
-        self.ledger.give_up(dead)
+        self.ledger.fail(dead)
         self._decide_candidates()
 
     def _decide_candidates(self) -> None:

@@ -82,10 +82,10 @@ class StepState:
         del self.part[group]
         to.part[group] = part
 
-    def give_up(self, row: int) -> None:
+    def fail(self, row: int) -> None:
         """Take a row out of the step that will never train, and count it as dead."""
         group = row >> self.group_bits
-        is_candidates = self.candidates is not None and self.candidates.give_up(group, row)
+        is_candidates = self.candidates is not None and self.candidates.fail(group, row)
         if not is_candidates and not any(row in one.members.get(group, ()) for one in chain(*self.updates.values())):
             return
         for one in chain(*self.updates.values()):

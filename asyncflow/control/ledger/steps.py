@@ -205,11 +205,11 @@ class Ledger:
         self._step_of_group[group], self._step_of_group[other] = ("train", step), ("train", later)
         return other
 
-    def give_up(self, dead: Iterable[DeadRow]) -> None:
+    def fail(self, dead: Iterable[DeadRow]) -> None:
         """These rows will never train: they leave their step, and are counted."""
         for letter in dead:
             if (state := self._state_of_row(letter.row)) is not None:
-                state.give_up(letter.row)
+                state.fail(letter.row)
 
     def forget(self, purpose: str, step: int) -> None:
         """Keep nothing of it."""

@@ -74,7 +74,7 @@ def told(tmp_path: Path, name: str = "w") -> dict[str, object]:
     return found
 
 
-def nobody(name: str, why: str, is_given_up: bool) -> None:
+def nobody(name: str, why: str, is_final: bool) -> None:
     """Deaths are not looked at."""
 
 

@@ -111,9 +111,9 @@ class Deaths:
         self.given_up: list[bool] = []
         self.first = asyncio.Event()
 
-    def __call__(self, name: str, why: str, is_given_up: bool) -> None:
+    def __call__(self, name: str, why: str, is_final: bool) -> None:
         self.told.append((name, why))
-        self.given_up.append(is_given_up)
+        self.given_up.append(is_final)
         self.first.set()
 
 

@@ -317,8 +317,8 @@ class Deaths:
     def __init__(self) -> None:
         self.told: list[tuple[str, str, bool]] = []
 
-    def __call__(self, name: str, why: str, is_given_up: bool) -> None:
-        self.told.append((name, why, is_given_up))
+    def __call__(self, name: str, why: str, is_final: bool) -> None:
+        self.told.append((name, why, is_final))
 
 
 @needs_ray
@@ -379,8 +379,8 @@ async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluste
     second = await own_pid(run_dir)
     assert second != first and not is_running(first)  # its control pipe has closed
     assert cluster.pids() == {"w": second}
-    ((name, why, is_given_up),) = deaths.told
-    assert name == "w" and "its host is gone" in why and not is_given_up
+    ((name, why, is_final),) = deaths.told
+    assert name == "w" and "its host is gone" in why and not is_final
     assert await cluster.stop(0.1) == ["w"] and not is_running(second)
     await asyncio.wait([waiting])
     import ray

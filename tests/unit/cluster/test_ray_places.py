@@ -341,7 +341,7 @@ async def test_a_host_that_hangs_is_ended_and_its_worker_is_started_on_another(
     monkeypatch.setattr(ray_process, "UNAVAILABLE_SECONDS", 1.0)
     await cluster.start(rollouts(0, max_restarts=1))
     deaths: list[str] = []
-    waiting = asyncio.create_task(cluster.wait(lambda name, why, is_given_up: deaths.append(why)))
+    waiting = asyncio.create_task(cluster.wait(lambda name, why, is_final: deaths.append(why)))
     hung = ray.actors[0]
     await until(lambda: "killed" in hung.calls)
     await until(lambda: len(ray.actors) == 2 and "start" in ray.actors[1].calls)

@@ -69,7 +69,7 @@ class World:
         await proxy(Desk, peer, "desk").park()
         await peer.close()
 
-    def died(self, name: str, why: str, is_given_up: bool) -> None:
+    def died(self, name: str, why: str, is_final: bool) -> None:
         self.deaths.append(f"{name} {why}")
 
 

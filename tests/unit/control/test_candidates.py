@@ -110,10 +110,10 @@ def test_the_last_candidate_may_be_needed_and_may_not() -> None:
 
 def test_a_group_of_which_no_row_is_left_is_degenerate_and_its_rows_are_counted_elsewhere() -> None:
     one = candidates(2, 1)
-    assert one.give_up(0, 0) and not one.give_up(0, 0)
+    assert one.fail(0, 0) and not one.fail(0, 0)
     assert one.num_missing == 0 and one.newly_decided() is None
     one.decide(1, is_varied=True)
-    assert one.give_up(0, 1)
+    assert one.fail(0, 1)
     assert one.newly_decided() == Decided({1: 0}, [0], [], is_settled=True)
 
 
@@ -205,7 +205,7 @@ def test_surplus_leaves_its_step_and_nothing_is_known_of_it_then() -> None:
     assert decided.surplus == [2, 3] and sorted(decided.left) == rows_of(2, 3)
     assert [ledger.knows(group) for group in range(4)] == [True, True, False, False] and ledger.groups() == {0: [0, 1]}
     assert ledger.unfinished(0) == 4 and ledger.num_groups(0) == 2
-    ledger.give_up(dead(*rows_of(2)))
+    ledger.fail(dead(*rows_of(2)))
     ledger.decide(2, is_varied=True)
     ledger.begun([2], 0)
     ledger.done("rollout", rows_of(0, 1, 2))
@@ -217,13 +217,13 @@ def test_surplus_leaves_its_step_and_nothing_is_known_of_it_then() -> None:
 
 def test_rows_that_are_given_up_leave_candidates_and_members() -> None:
     ledger = choosing()
-    ledger.give_up(dead(0, 4, 5, 5))  # one of group 0, all of group 1
+    ledger.fail(dead(0, 4, 5, 5))  # one of group 0, all of group 1
     ((_, decided),) = decide(ledger, g0=True)
     assert decided.members == {0: 0} and decided.degenerate == [1] and decided.left == []
     with pytest.raises(ValueError, match="row 0 is not an open member"):
         ledger.step_state(0).consume(consumed(0, 1))
     decide(ledger, g2=True)
-    ledger.give_up([DeadRow(2, 8, "by a task that only members pass")])
+    ledger.fail([DeadRow(2, 8, "by a task that only members pass")])
     ledger.step_state(0).consume(consumed(1))
     ledger.step_state(0).consume(consumed(9))
     assert ledger.commit(0) == [StepTotals(0, 10, 2, 4, [])]
@@ -280,9 +280,9 @@ async def test_the_service_says_when_more_are_needed_and_what_has_become_certain
     wanted = asyncio.create_task(books.service.wanted(0))
     assert not await settled(wanted)
     books.service.decide(1, is_varied=True)
-    books.service.give_up(dead(8))
+    books.service.fail(dead(8))
     assert not await settled(wanted)
-    books.service.give_up(dead(9))
+    books.service.fail(dead(9))
     assert (await wanted) is not None
     await books.service.add_candidates([meta(3)])
     books.service.decide(3, is_varied=True)

@@ -45,7 +45,7 @@ def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
     ledger.open([meta(0), meta(1)])
     assert ledger.is_open(0) and ledger.closed() == []
     ledger.step_state(0).consume(consumed(0, 1, tokens=7))
-    ledger.give_up(dead(4))
+    ledger.fail(dead(4))
     with pytest.raises(ValueError, match="step 0 still waits for 1 rows, the first of them 5"):
         ledger.totals(0)
     assert ledger.closed() == []
@@ -58,7 +58,7 @@ def test_a_row_counts_once_however_often_it_is_given_up_or_consumed() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0, size=3)])
     ledger.step_state(0).consume(consumed(0))
-    ledger.give_up(dead(0, 1, 1))
+    ledger.fail(dead(0, 1, 1))
     with pytest.raises(ValueError, match="row 0 is not an open member of step 0"):
         ledger.step_state(0).consume(consumed(0, 2))
     with pytest.raises(ValueError, match="row 1 is not"):
@@ -81,7 +81,7 @@ def test_rows_of_another_step_and_of_no_step_are_refused() -> None:
         with pytest.raises(ValueError, match="is not open"):
             question()
     ledger.done("rollout", [999])
-    ledger.give_up(dead(999))
+    ledger.fail(dead(999))
     assert ledger.unfinished(9) == 4
 
 
@@ -134,7 +134,7 @@ def test_what_has_no_response_yet_is_known_by_the_last_version_that_may_make_it(
     assert [ledger.unfinished(version) for version in (-1, 0, 1, 2)] == [0, 2, 5, 6]
     ledger.done("rollout", [0, 0])
     assert not ledger.is_done("rollout", 0)
-    ledger.give_up(dead(1))
+    ledger.fail(dead(1))
     assert ledger.is_done("rollout", 0) and ledger.unfinished(0) == 0 and ledger.unfinished(2) == 4
     assert not ledger.is_done("rollout", 5)
 
@@ -146,7 +146,7 @@ def test_every_task_has_its_own_rows_left_and_follows_another() -> None:
     ledger.open([meta(0, size=3)])
     for task, rows in (("rollout", [0, 1]), ("reward", [0])):
         ledger.done(task, rows)
-    ledger.give_up(dead(2))
+    ledger.fail(dead(2))
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, False, False]
     ledger.done("reward", [1])
     assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True, False]
@@ -324,7 +324,7 @@ class FirstCome:
         gone = [row for row in rows if self.chance.random() < 0.1]
         self.alive[group] = [row for row in rows if row not in gone]
         self.ledger.done("rollout", self.alive[group])
-        self.ledger.give_up(dead(*gone))
+        self.ledger.fail(dead(*gone))
         if self.alive[group]:
             self.complete.append(group)
 
@@ -391,7 +391,7 @@ async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
 async def test_a_step_of_which_nothing_is_left_ends_too() -> None:
     books = Service()
     await books.service.open([meta(0)])
-    books.service.give_up(dead(0, 1))
+    books.service.fail(dead(0, 1))
     assert books.told == [("opened", 0), ("end", "train", 0)]
     assert await books.service.totals(0) == StepTotals(0, 0, 0, 2, [])
 
@@ -433,7 +433,7 @@ async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
     rounds = [asyncio.create_task(books.service.round_of_rank(0, rank, 0)) for rank in range(2)]
     await books.service.offer(0, 1, 0, 9)
     assert not await settled(rounds[0])
-    books.service.give_up(dead(4, 5))
+    books.service.fail(dead(4, 5))
     assert [await asyncio.wait_for(current, 1) for current in rounds] == [[], [0]]
 
 
@@ -514,7 +514,7 @@ async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:
     await books.service.open([meta(9, purpose="eval")])
     await books.service.consume_evaluation(0, [36])
     assert books.told == []
-    books.service.give_up(dead(37))
+    books.service.fail(dead(37))
     assert books.told == [("end", "eval", 0)] and books.ledger._steps == {} and books.ledger._step_of_group == {}
 
 
@@ -617,7 +617,7 @@ def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() ->
     ledger.done("rollout", rows[6])
     assert ledger.not_generated() == {*rows[6], *rows[7], *rows[8]}  # they are complete when they have a reward
     ledger.done("reward", rows[6])
-    ledger.give_up(dead(rows[7][0]))
+    ledger.fail(dead(rows[7][0]))
     assert ledger.not_generated() == {rows[7][1], *rows[8]}
     ledger.step_state(3).consume(consumed(*rows[6], rows[7][1]))
     with pytest.raises(ValueError, match=r"is not open|cannot be committed"):
@@ -653,7 +653,7 @@ def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
 def test_rows_that_are_given_up_leave_every_update() -> None:
     ledger = Ledger(BITS, epochs=2, trained=("train", "critic"))
     ledger.open([meta(0), meta(1)])
-    ledger.give_up(dead(0, 4, 5))
+    ledger.fail(dead(0, 4, 5))
     for task in ("train", "critic"):
         for update in range(2):
             ledger.step_state(0).consume(consumed(1), task, update)
@@ -781,7 +781,7 @@ async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order()
             assert not await settled(asked)
             await books.service.offer(0, 0, group, 9, numbers[group])
         assert not await settled(asked)
-        books.service.give_up(dead(*rows_of(3)))
+        books.service.fail(dead(*rows_of(3)))
         assert await asked == [math.fsum([0.1, 0.2, 0.3]), 1.0]
     books = Service()
     await books.service.open([meta(0)])

@@ -484,7 +484,7 @@ async def test_all_serve_is_said_of_all_that_the_run_has() -> None:
     assert not waiting.done()
     await books.serves(B, 1)
     await asyncio.wait_for(waiting, 5)
-    books.versions.died(B, is_given_up=True)
+    books.versions.died(B, is_final=True)
     await asyncio.wait_for(books.versions.all_serve(1), 5)
 
 
@@ -493,7 +493,7 @@ async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_
     await books.serves(A, 0)
     await books.asks(A, books.versions.failed("the hash is not the manifest's"))
     books.versions.forget(A)  # its connection has gone, before or after its process
-    books.versions.died(A, is_given_up=False)
+    books.versions.died(A, is_final=False)
     books.versions.forget(A)
     assert (
         books.versions.num_healthy(0.0) == 2 and books.versions.serving == books.versions.stale == books.versions.installing == {}
@@ -501,7 +501,7 @@ async def test_a_dead_worker_counts_as_lost_when_it_is_given_up_and_one_that_is_
     await books.asks(A, books.versions.join())
     await books.serves(A, 0)
     assert books.versions.num_healthy(0.0) == 2
-    books.versions.died(A, is_given_up=True)
+    books.versions.died(A, is_final=True)
     assert books.versions.num_healthy(0.0) == 1 and books.versions.serving == {}
 
 
@@ -515,7 +515,7 @@ async def test_who_joins_begins_with_what_is_needed_and_shares_a_step_with_the_o
     assert await books.asks("rollout/2", books.versions.join()) == Target(2, manifest(2), 2, 4)
     assert await books.asks("rollout/3", books.versions.join()) == Target(3, manifest(3), 3, 4)
     assert (await books.asks(B, books.versions.next_target(2))) == Target(3, manifest(3), 1, 4)
-    books.versions.died(B, is_given_up=True)
+    books.versions.died(B, is_final=True)
     assert (await books.asks(A, books.versions.next_target(2))) == Target(3, manifest(3), 0, 3)
     assert (await books.asks("rollout/2", books.versions.next_target(2))) == Target(3, manifest(3), 1, 3)
 

@@ -46,7 +46,7 @@ class World:
         callbacks: dict[str, Any] = {
             each: {"on_done": lambda rows, each=each: self._done(each, rows)} for each in ("rollout", task)
         }
-        callbacks[task]["on_dead"] = self._gave_up
+        callbacks[task]["on_dead"] = self._rows_failed
         self.queue = TransferQueue(schema(BITS, 30.0, 2, **flags), [MemoryStorage()], callbacks=callbacks)
         signal, books = Signal(), ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, signal, lambda purpose, step: None)
@@ -56,9 +56,9 @@ class World:
     def _done(self, task: str, rows: list[int]) -> None:
         self.service.done(task, rows)
 
-    def _gave_up(self, dead: list[DeadRow]) -> None:
+    def _rows_failed(self, dead: list[DeadRow]) -> None:
         self.dead += dead
-        self.service.give_up(dead)
+        self.service.fail(dead)
 
     async def admit(self, *metas: GroupMeta) -> None:
         await self.service.open(list(metas))

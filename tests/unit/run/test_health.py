@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from asyncflow.cluster.clock import VirtualLoop
-from asyncflow.config import parse
+from asyncflow.config import Config, parse
 from asyncflow.control import SCHEDULES
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.signal import Signal
@@ -26,6 +26,11 @@ A, B = "rollout/0", "rollout/1"
 OF_A, OF_B = (f"worker {worker} has no weights to serve, and tries again: " for worker in (A, B))
 
 
+def context_of(config: Config, signal: Signal, said: list[str], failures: list[RunError]) -> Any:
+    """The part of a `RunContext` that `Health` uses."""
+    return SimpleNamespace(config=config, signal=signal, log=said.append, background=SimpleNamespace(fail=failures.append))
+
+
 class World:
     """Two rollout workers, of which so many are needed, and 60 s for whoever has no weights."""
 
@@ -37,7 +42,7 @@ class World:
         self.signal, self.silent = Signal(), set[str]()
         self.versions = PolicyVersions(schedule, object(), self.signal, self.loop.time, WorkerPool(2))  # type: ignore[arg-type]
         hub: Any = SimpleNamespace(states=dict.fromkeys((A, B, "trainer/0")), is_silent=lambda worker, _: worker in self.silent)
-        self.health = Health(config, [self.versions], hub, self.signal, says=self.said.append, fails=self.failures.append)
+        self.health = Health(context_of(config, self.signal, self.said, self.failures), [self.versions], hub)
 
     async def fails(self, worker: str, why: str) -> None:
         await self._as(worker, self.versions.failed(why))
@@ -103,7 +108,7 @@ def test_the_run_goes_on_while_enough_others_have_weights() -> None:
     async def main() -> None:
         await world.fails_until(200.0, A, "the disk is gone")
         assert world.failures == []
-        world.versions.died(A, is_given_up=False)  # what it has left is not kept on its behalf
+        world.versions.died(A, is_final=False)  # what it has left is not kept on its behalf
         await asyncio.sleep(200.0)
         assert world.failures == []
         await world.fails_until(410.0, A, "the disk is gone")
@@ -139,14 +144,14 @@ async def test_a_run_goes_on_without_a_rollout_worker_only_when_one_has_served()
     versions = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), object(), Signal(), lambda: 0.0, WorkerPool(2))  # type: ignore[arg-type]
     said, failures = list[str](), list[RunError]()
     hub: Any = None
-    health = Health(config, [versions], hub, Signal(), says=said.append, fails=failures.append)
+    health = Health(context_of(config, Signal(), said, failures), [versions], hub)
     assert not health.goes_on_without("rollout/1")
     client_name.set("rollout/0")
     await versions.installed(0)
     assert health.goes_on_without("rollout/1") and not health.goes_on_without("storage/0")
     health.died("rollout/1", "found a mistake", True)
     assert said == ["worker rollout/1 found a mistake"] and not failures
-    versions.died("rollout/0", is_given_up=False)
+    versions.died("rollout/0", is_final=False)
     assert health.goes_on_without("rollout/0")  # it may be started again: the run has come up
     health.died("rollout/0", "found a mistake", True)
     (failure,) = failures
@@ -169,8 +174,8 @@ async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
         [none], last_version=0, every_steps=None, samples=1, temperature=1.0, greedy=False, on_row=lambda row: None, done=done
     )
     ledger: Any = SimpleNamespace(is_stopping=False)
-    health = Health(config, [versions], none, signal, says=said.append, fails=failures.append)
-    await Evaluations(none, ledger, plan, versions, none, signal, says=said.append).run()
+    health = Health(context_of(config, signal, said, failures), [versions], none)
+    await Evaluations(none, ledger, plan, versions, none, signal, log=said.append).run()
     client_name.set(f"{EVALUATORS}/0")
     assert await versions.next_target(0) is None, "it has nothing more to do"
     health.died(f"{EVALUATORS}/0", "is given up", True)

@@ -16,6 +16,7 @@ from asyncflow.config import parse
 from asyncflow.control.modes import Delayed
 from asyncflow.loops.samples import Prompt
 from asyncflow.run import saving
+from asyncflow.run.factories import shape_of
 from asyncflow.run.record import RecordState
 from asyncflow.run.resume import SavedPrompt, read_driver
 from asyncflow.run.saving import Saves, checkpoints_of
@@ -28,7 +29,7 @@ Made = Callable[..., Saves]
 class Record:
     """Of a run whose critic commits after the policy."""
 
-    is_deterministic, critic_skipped_in_a_row, shape = True, 0, SimpleNamespace(group_size=4)
+    is_deterministic, critic_skipped_in_a_row = True, 0
 
     def state(self) -> RecordState:
         return RecordState(critic_skipped_in_a_row=self.critic_skipped_in_a_row)
@@ -48,18 +49,25 @@ def made(tmp_path: Path, said: list[str]) -> Made:
 
     def make(**others: Any) -> Saves:
         tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
-        parts: dict[str, Any] = {
-            "config": parse(tree),
+        config = parse(tree | {"rollout": {"group_size": 4}})
+        shared: dict[str, Any] = {
+            "config": config,
+            "shape": shape_of(config),
             "schedule": SimpleNamespace(max_staleness=0, interval=lambda step: SimpleNamespace(low=step, high=step)),
             "ledger": SimpleNamespace(trained=("train", "critic_update"), committed=1, groups=dict),
             "versions": SimpleNamespace(kept=lambda versions: []),
             "queue": SimpleNamespace(),
+            "log": said.append,
+        }
+        own: dict[str, Any] = {
             "evaluating": SimpleNamespace(waiting=lambda version: []),
             "source": SimpleNamespace(position=0, pushed=[], items=[]),
             "admissions": SimpleNamespace(prompts={}, waiting={}, forget=lambda groups: None),
             "record": Record(),
         }
-        return Saves(**(parts | others), says=said.append)
+        context = {name: others.pop(name, part) for name, part in shared.items()}
+        context["ledger"] = SimpleNamespace(ledger=context["ledger"])
+        return Saves(cast(Any, SimpleNamespace(**context)), **(own | others))
 
     return make
 
@@ -87,7 +95,7 @@ def test_a_run_that_ends_says_whether_its_last_checkpoint_has_all_that_was_begun
         await saves.critic_written(1, "")
         await saves.written(1)
         parts = cast(Any, saves)
-        parts._record = SimpleNamespace(is_deterministic=is_deterministic, shape=SimpleNamespace(group_size=4))
+        parts._record = SimpleNamespace(is_deterministic=is_deterministic)
         parts._queue = SimpleNamespace(schema=SimpleNamespace(group_bits=2))
         parts._ledger, parts._kept = SimpleNamespace(groups_begun=lambda: [1]), kept
         await saves.close()

@@ -52,7 +52,7 @@ class World:
         tree = {"model": {"path": "none"}, "data": {"path": "none"}, "rollout": {"num_workers": workers}}
         config = parse({**tree, "train": {"prompts_per_step": 12}, "weight_sync": weight_sync})
         schedule = build("schedule", "periodic", {}, SCHEDULES)
-        self.now, self.said, self.cluster, self.beside = 0.0, list[str](), Cluster(), list["asyncio.Task[None]"]()
+        self.now, self.said, self.cluster, self.background = 0.0, list[str](), Cluster(), list["asyncio.Task[None]"]()
         self.versions = PolicyVersions(schedule, object(), Signal(), lambda: self.now, WorkerPool(workers))  # type: ignore[arg-type]
         self.devices = Devices(workers + 1, lambda: self.now)
         self.scaling = Scaling(
@@ -62,12 +62,12 @@ class World:
             self.devices,
             spec=lambda name: WorkerSpec(name, "main"),
             start=self._start,
-            says=self.said.append,
+            log=self.said.append,
         )
         self.scaling.begin()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self.beside.append(asyncio.ensure_future(work))
+        self.background.append(asyncio.ensure_future(work))
 
     async def scale(self, size: int, grace_seconds: float = 5.0) -> str:
         return await self.scaling.scale("rollout", size, grace_seconds)
@@ -130,12 +130,12 @@ async def test_before_the_first_workers_are_started_nobody_joins_or_leaves() -> 
         world.devices,
         spec=lambda name: WorkerSpec(name, "main"),
         start=world._start,
-        says=world.said.append,
+        log=world.said.append,
     )
     for size in (1, 3):
         with pytest.raises(RunError, match="still starting its workers"):
             await world.scale(size)
-    assert world.versions.workers.members == ["rollout/0", "rollout/1"] and not world.cluster.started and not world.beside
+    assert world.versions.workers.members == ["rollout/0", "rollout/1"] and not world.cluster.started and not world.background
     world.scaling.begin()
     assert "rollout/2 joins" in await world.scale(3)
 

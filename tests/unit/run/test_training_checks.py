@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from asyncflow.config import parse
+from asyncflow.run.factories import shape_of
 from asyncflow.run.training_checks import TrainingChecks
 from asyncflow.types import RunError
 
@@ -31,14 +32,19 @@ def made(said: list[str]) -> Made:
     def make() -> TrainingChecks:
         tree = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 4}}
         ledger = SimpleNamespace(trained=("train",), num_groups=lambda step: 2)
+        config = parse({**tree, "reward": {"max_failed_fraction": 0.5}})
+        context = SimpleNamespace(
+            config=config,
+            shape=shape_of(config),
+            ledger=SimpleNamespace(ledger=ledger),
+            log=said.append,
+            background=SimpleNamespace(fail=fails),
+        )
         return TrainingChecks(
-            parse({**tree, "reward": {"max_failed_fraction": 0.5}}),
-            cast(Any, ledger),
+            cast(Any, context),
             skipped_in_a_row={"train": 0},
             has_said_unshared=False,
             reward_failures=lambda: Counter(timeout=7, crash=2),
-            says=said.append,
-            fails=fails,
         )
 
     return make

@@ -1,0 +1,42 @@
+"""Objects that the parts of a run's driver share: made once, alive as long as the driver.
+
+Driver --makes--> RunContext --given to--> RunRecord, TrainingChecks, Evaluating, Health, Saves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from asyncflow.config import Config
+from asyncflow.control.ledger import LedgerService
+from asyncflow.control.policy_versions import PolicyVersions
+from asyncflow.control.schedule import Schedule
+from asyncflow.control.signal import Signal
+from asyncflow.loops.samples import Shape
+from asyncflow.run.background import BackgroundTasks
+from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.queue import TransferQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """Shared objects of one attempt of a run.
+
+    `client`: the driver's own client of the queue. `versions`: policy versions of the rollout workers, on which the trainer
+    publishes. `signal`: notified by the queue, the ledger and all versions. `clock()`: seconds of the event loop, virtual in a
+    simulation. `log(text)`: a message to the user. `progress()`: something has moved, so the run is not stalled.
+    """
+
+    config: Config
+    shape: Shape
+    schedule: Schedule
+    queue: TransferQueue
+    client: TransferQueueClient
+    ledger: LedgerService
+    versions: PolicyVersions
+    background: BackgroundTasks
+    signal: Signal
+    clock: Callable[[], float]
+    log: Callable[[str], None]
+    progress: Callable[[], None]
