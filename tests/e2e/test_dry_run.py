@@ -69,6 +69,6 @@ def test_evaluators_and_their_devices_are_counted(small: Callable[..., dict[str,
         command = run_command("train", path, "--dry-run", f"eval.num_workers={count}")
         assert command.returncode == 0, command.stderr
         assert said in command.stdout and ("evaluators on" in command.stdout) is bool(said)
-        assert f"x {1 + count} versions" in command.stdout
+        assert f"x {2 + count} versions" in command.stdout
         counts.append(int(re.search(r"devices +(\d+):", command.stdout)[1]))
     assert counts[1] == counts[0] + 2

@@ -113,7 +113,7 @@ def test_a_failure_that_comes_when_the_run_is_over_is_not_reported_as_forgotten(
     job = trainer._started
     assert job.driver is not None
     driver = job.driver
-    trainer._loop.call_soon_threadsafe(driver.beside.fail, OSError(28, "No space left on device"))
+    trainer._loop.call_soon_threadsafe(driver.background.fail, OSError(28, "No space left on device"))
     trainer.stop()
     del driver, job
     gc.collect()

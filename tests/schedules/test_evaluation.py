@@ -154,7 +154,7 @@ def test_an_evaluation_that_is_too_slow_costs_another_one_and_training_nothing(
         return manifest
 
     listener = Listener()
-    monkeypatch.setattr(listener, "says", said.append)
+    monkeypatch.setattr(listener, "log", said.append)
     monkeypatch.setattr(SleepingSender, "publish", counting)
     evaluated = own_run(mode, every_steps=1, listener=listener)
     without = simulate(parse(tree_of(mode)), faults=SLOW)
@@ -249,7 +249,7 @@ def test_without_room_for_its_weights_a_version_that_waits_is_left_out(
 ) -> None:
     """Room for so many versions that stay for evaluators, beside the one that workers serve."""
     publish, said, listener = SleepingSender.publish, list[str](), Listener()
-    monkeypatch.setattr(listener, "says", said.append)
+    monkeypatch.setattr(listener, "log", said.append)
 
     async def bounded(self: SleepingSender, version: int, source: Any) -> Any:
         if len([each for _, each in self._sync.kept if each in self._retained]) > room:
