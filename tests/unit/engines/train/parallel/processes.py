@@ -29,9 +29,9 @@ class RankFailed(AssertionError):
 
 
 class Processes:
-    """Ranks 0 .. n-1."""
+    """Ranks 0 .. n-1. One that starts processes itself is no daemon: it ends when it is closed."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, daemon: bool = True) -> None:
         makes = context()
         self._folder = tempfile.TemporaryDirectory()
         self._number_of_stores = 0
@@ -39,7 +39,7 @@ class Processes:
         self.processes = []
         for rank in range(number):
             here, there = makes.Pipe()
-            process = makes.Process(target=_serve, args=(there,), name=f"rank {rank}", daemon=True)
+            process = makes.Process(target=_serve, args=(there,), name=f"rank {rank}", daemon=daemon)
             process.start()
             there.close()
             self._ends.append(here)
@@ -77,10 +77,13 @@ class Processes:
         return answers
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes: with SIGTERM, for their coverage, and with SIGKILL if they wait for others."""
         for process in self.processes:
+            process.terminate()
+        give_up = time.monotonic() + patience(5.0)
+        for process in self.processes:
+            process.join(max(0.0, give_up - time.monotonic()))
             process.kill()
-        for process in self.processes:
             process.join()
         self._folder.cleanup()
 

@@ -1,6 +1,4 @@
-"""What each rank of `test_dataloader_torchrun.py` runs: 2 data-parallel groups of 2 ranks, which see their lead's batches.
-
-    torchrun --nproc-per-node 4 dataloader_ranks.py ADDRESS FOLDER
+"""What each rank of `test_dataloader_ranks.py` runs: 2 data-parallel groups of 2 ranks, which see their lead's batches.
 
 Writes FOLDER/<rank>.json: what it saw of three streams, and how two that fail have failed.
 """
@@ -9,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncflow.engines.base import RANKS_STORE
 from asyncflow.transfer_queue import dataloader
 from asyncflow.transfer_queue.dataloader import StreamDataLoader
 
@@ -45,9 +44,9 @@ def failure(loader: StreamDataLoader) -> str:
 def main(address: str, folder: Path) -> None:
     dataloader.WAITING_SECONDS = 0.2  # so that peers are told to wait while this test waits
     # A peer that is not told would give up before the rows come.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=2)), dist.new_group([2, 3], timeout=timedelta(seconds=2))]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", os.environ[RANKS_STORE], timeout=timedelta(seconds=20), rank=rank, world_size=size)
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=1)), dist.new_group([2, 3], timeout=timedelta(seconds=1))]
     group = groups[rank // 2]
     seen: dict[str, Any] = {name: [] for name in PHASES}
 
@@ -79,7 +78,3 @@ def main(address: str, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
