@@ -11,14 +11,14 @@ TEST_PROCESSES ?= 4
 # Compiled modules are kept, whatever the environment says: every process that the tests start would compile them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-deep test-suites smoke wheel soak servers lint types layers collect unit coverage install install-dev clean
+.PHONY: quickstart test test-deep test-suites smoke wheel soak servers lint types layers docs collect unit coverage install install-dev clean
 
 quickstart: install
 	$(BIN)/asyncflow train recipes/quickstart.yaml run.overwrite=true
 
 # What finds most faults in a few minutes.
 test: install-dev servers
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint types layers collect
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint types layers docs collect
 	@$(MAKE) --no-print-directory unit
 
 # Everything: all seeds and parameters, all mutants, DeepSpeed, Megatron-Core, Ray, a real vLLM. Writes docs/tested.md.
@@ -107,6 +107,11 @@ types: install-dev
 
 layers: install-dev
 	$(BIN)/lint-imports
+
+# The documentation as a site, in build/site: a link that leads nowhere, or a page in no menu, is an error.
+docs: install-dev
+	$(BIN)/python docs/site/pages.py build/docs
+	NO_COLOR=1 $(BIN)/zensical build --strict --clean
 
 # Beside the type checker, on another core: pytest compiles the tests' modules once here, and not once in each of its processes.
 collect: install-dev

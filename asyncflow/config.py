@@ -35,6 +35,7 @@ class RunConfig(Section):
     name: str = "run"
     """The run's folder below `dir`."""
     dir: Path = Path("runs")
+    """The folder of all runs."""
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     """Decides the order of the data and the sampling noise."""
     steps: PositiveInt = 100
@@ -99,7 +100,9 @@ class PartConfig(Section):
     """One of several rewards."""
 
     scorer: Chosen
+    """What turns a response into a number."""
     weight: Weight = 1.0
+    """Its weight in the sum of rewards."""
 
 
 class RewardModelConfig(Section):
@@ -108,12 +111,16 @@ class RewardModelConfig(Section):
     path: str
     """A folder in Hugging Face format."""
     weight: Weight = 1.0
+    """Its weight in the sum of rewards."""
     template: str | None = None
     """What it reads, with {prompt} and {response} in it, by its own tokenizer. None: the very token ids, if it has the policy's
     tokenizer, or else `{prompt}{response}`."""
     device: Device = "cpu"
+    """Where it computes: `cpu`, `cuda`, `cuda:1`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of its weights and its forward pass."""
     num_threads: PositiveInt = 1
+    """Computing threads (CPU)."""
 
 
 class RewardConfig(Section):
@@ -184,14 +191,19 @@ class RolloutConfig(Section):
     engine: Chosen = Choice(name="slots")
     """The engine that generates."""
     num_workers: PositiveInt = 1
+    """Workers that generate, each with an engine of its own."""
     num_slots: PositiveInt = 128
     """Responses that a worker generates at once."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Responses per prompt."""
     temperature: Finite = 1.0
+    """What logits are divided by before a token is sampled."""
     max_new_tokens: PositiveInt = 256
+    """Tokens of a response at most; one that is cut off there has not finished."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights, keys and values while generating."""
     device: Device = "cpu"
+    """Where it computes: `cpu`, `cuda`, `cuda:1`."""
     num_threads: PositiveInt = 1
     """Computing threads of each worker (CPU)."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
@@ -206,9 +218,11 @@ class CriticConfig(Section):
     path: str | None = None
     """What it starts from: a folder in Hugging Face format, with a value head if a run has saved it; by default the policy's."""
     learning_rate: Finite = 1e-5
+    """Of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly; constant after that."""
     device: Device = "cpu"
+    """Where it computes: `cpu`, `cuda`, `cuda:1`."""
 
 
 class TrainConfig(Section):
@@ -244,11 +258,15 @@ class TrainConfig(Section):
     accumulate: Literal["exact", "fp32"] = "fp32"
     """How a step's gradients add up: `exact` gives the same bits in whatever order groups arrive."""
     learning_rate: Finite = 1e-6
+    """Of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly; constant after that."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
+    """Of AdamW, decoupled from the gradient."""
     max_grad_norm: Finite = 1.0
+    """A gradient whose norm is larger is scaled down to it."""
     pipeline_micro_batches: PositiveInt = 4
     """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, at least: groups are whole."""
     pipeline_fill: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -266,7 +284,9 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Keep the optimiser's state in host memory, and bring it over piece by piece for each update."""
     device: Device = "cpu"
+    """Where it computes: `cpu`, `cuda`, `cuda:1`. With several devices, rank n of a machine takes number n."""
     num_threads: PositiveInt = 1
+    """Computing threads of each rank (CPU)."""
 
 
 class WeightSyncConfig(Section):

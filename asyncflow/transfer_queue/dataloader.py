@@ -98,10 +98,13 @@ class StreamDataLoader:
         Args:
             address: the queue's, `unix:PATH` or `tls:HOST:PORT`; the latter needs `credentials`, the path of the run's key.
             columns: what to read, if not all that the task reads.
-            batch_size, groups, tokens: at most so many rows, groups, tokens in a batch; one of them at least. A task that takes
+            batch_size: at most so many rows in a batch. One of `batch_size`, `groups` and `tokens` is needed. A task that takes
                 whole groups gets one group even if that alone is more.
+            groups: at most so many groups in a batch.
+            tokens: at most so many tokens in a batch.
             at_least: wait for so many rows. A batch is smaller than `batch_size` where fewer are ready than that, and at the end.
-            step, installed: only groups of this step; only those that this policy version may generate.
+            step: only groups of this step.
+            installed: only groups that this policy version may generate.
             rank: this data-parallel group's number, for samplers that serve all of them together.
             num_workers: processes that fetch and pad (spawned, so the program's main module has to be importable); with 0 the
                 loader's thread does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 import typing
@@ -68,6 +69,31 @@ def test_rooms_that_are_said_to_be_missing_are_missing() -> None:
     missing = (ROOT / "docs" / "architecture.md").read_text().split("## 6. Not there yet")[1].split("\n## ")[0]
     rooms = re.findall(r"(?m)^\* `(\w+)/`:", missing)
     assert len(rooms) == 3 and not [room for room in rooms if (ROOT / "asyncflow" / room).exists()]
+
+
+def configuration_keys(section: type[Section] = Config, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key with its field; a part of the configuration is looked into."""
+    for key, field in section.model_fields.items():
+        inner = [kind for kind in (field.annotation, *typing.get_args(field.annotation)) if isinstance(kind, type)]
+        below = [kind for kind in inner if issubclass(kind, Section)]
+        if below:
+            names = ".NAME" if typing.get_origin(field.annotation) is dict else ""
+            yield from configuration_keys(below[0], f"{name}{key}{names}.")
+        else:
+            yield name + key, field
+
+
+def test_every_key_of_the_configuration_says_what_it_means() -> None:
+    assert not [key for key, field in configuration_keys() if not field.description]
+
+
+def test_the_configurations_page_has_every_key_with_its_default() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))["configuration_page"]()
+    for key, _ in configuration_keys():
+        section, _, last = key.rpartition(".")
+        part = page.split(f"## `{section}`\n" if section else "## Choices\n")[1].split("\n## ")[0]
+        assert re.search(rf"(?m)^\| `{last}` \| .+ \| (required|`.*`) \| \S", part), key
+    assert "| `group_size` | int >= 2 | `8` | Responses per prompt. |" in page
 
 
 def pages() -> Any:
