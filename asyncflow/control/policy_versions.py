@@ -59,7 +59,6 @@ class PolicyVersions:
         self.is_stopping = False
         self.is_silent: Callable[[str], bool] = lambda worker: False
         self.on_published: Callable[[Manifest], Collection[int]] = lambda manifest: ()
-        self.on_no_room: Callable[[], Collection[int] | None] = lambda: None
         self.on_installed: Callable[[int], None] = lambda version: None
         self.on_stale: Callable[[str, str], None] = lambda worker, why: None
         self._schedule, self._progress, self._signal, self._clock, self._first = schedule, progress, signal, clock, first
@@ -88,13 +87,6 @@ class PolicyVersions:
         retained = sorted(self.on_published(manifest))
         self._signal.notify()
         return retained
-
-    @remote
-    async def no_room(self) -> list[int] | None:
-        """The trainer has no room for another version. Returns the older ones that are to stay for other workers than those here
-        all the same, fewer than before; None: there are no fewer."""
-        fewer = self.on_no_room()
-        return None if fewer is None else sorted(fewer)
 
     # -- a rollout worker's -------------------------------------------------------------------------------------------------
 

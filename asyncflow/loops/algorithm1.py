@@ -51,7 +51,7 @@ from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.types import Array, GroupMeta, WeightSource, row_index
-from asyncflow.weight_sync.base import NoRoom, WeightSender
+from asyncflow.weight_sync.base import WeightSender
 
 
 class EvaluationPlan(Protocol):
@@ -303,22 +303,12 @@ class Publishing:
 
 
 async def publish(version: int, weights: WeightSource, sender: WeightSender | None, versions: PolicyVersions) -> None:
-    """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather.
-
-    Where there is no room for it, older ones that stay for evaluations make room, if they can.
-    """
+    """Let every rollout worker have a version's weights. Of the leaders one has a `sender`; the others help to gather."""
     if sender is None:
         async for _ in weights.tensors():
             pass
         return
-    manifest = None
-    while manifest is None:
-        try:
-            manifest = await sender.publish(version, weights)
-        except NoRoom:
-            if (fewer := await versions.no_room()) is None:
-                raise
-            sender.retain(fewer)
+    manifest = await sender.publish(version, weights)
     sender.retain(await versions.publish(manifest))
 
 

@@ -173,33 +173,19 @@ class Evaluations:
         self._shape, self._signal, self._log = shape, signal, log
         self._under_way: int | None = None
         self._waiting: dict[int, Manifest | None] = {0: None} if held_out.is_due(0) else {}  # at most one with weights
-        self._staying: set[int] = set()  # those whose weights stay, as the trainer has been told
 
     def published(self, manifest: Manifest) -> Collection[int]:
         """The trainer has published a version. Returns those whose weights are to stay."""
         if self._held_out.is_due(manifest.version):
-            self._leave_out(
-                f"version {manifest.version} is due by now, and the evaluation before has not ended; raise eval.every_steps or "
-                f"eval.num_workers"
-            )
+            for late in [version for version in self._waiting if version]:
+                del self._waiting[late]
+                self._held_out.leave_out()
+                self._log(
+                    f"version {late} is not evaluated: version {manifest.version} is due by now, and the evaluation before has not "
+                    f"ended; raise eval.every_steps or eval.num_workers"
+                )
             self._waiting[manifest.version] = manifest
-        self._staying = {each.version for each in self.kept()}
-        return self._staying
-
-    def no_room(self) -> Collection[int] | None:
-        """The trainer has no room for the next version. Returns those whose weights are to stay all the same: without those of an
-        evaluation that has ended since it published the last one; or else without the one that waits. None: there are no fewer."""
-        if {each.version for each in self.kept()} == self._staying:
-            self._leave_out("there is no room for newer weights beside it; have more shared memory, or raise eval.every_steps")
-        before, self._staying = self._staying, {each.version for each in self.kept()}
-        return None if self._staying == before else self._staying
-
-    def _leave_out(self, why: str) -> None:
-        """Drop the version that waits with its weights: it is not evaluated."""
-        for late in [version for version in self._waiting if version]:
-            del self._waiting[late]
-            self._held_out.leave_out()
-            self._log(f"version {late} is not evaluated: {why}")
+        return {each.version for each in self.kept()}
 
     def kept(self) -> list[Manifest]:
         """The versions whose weights are to stay, oldest first: the one that evaluators serve, also when it is evaluated, for they

@@ -15,7 +15,7 @@ from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, TRAIN_ENGI
 from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.run.connection import RunConnection
-from asyncflow.run.factories import critic_options, train_engine_options, weights_need_key
+from asyncflow.run.factories import critic_options, max_retained, train_engine_options, weights_need_key
 from asyncflow.run_dir import KEY_FILE
 from asyncflow.types import UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
@@ -81,6 +81,7 @@ def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> W
     options = WeightSyncOptions(
         directory=Path(run.job.weights_dir),
         keep=schedule_of(run).max_staleness + 1 + one_more,
+        max_retained=max_retained(config),
         dtype=config.weight_sync.dtype,
         deadline_seconds=config.weight_sync.deadline_seconds,
         num_receivers=config.rollout.num_workers,

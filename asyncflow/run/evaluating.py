@@ -46,8 +46,7 @@ class Evaluating:
                 context.signal,
                 log=context.log,
             )
-            versions = context.versions
-            versions.on_published, versions.on_no_room = self._by_evaluators.published, self._by_evaluators.no_room
+            context.versions.on_published = self._by_evaluators.published
 
     @property
     def for_feed(self) -> HeldOut | None:

@@ -288,6 +288,11 @@ def weight_sync_facts(config: Config) -> WeightSyncFacts:
     return facts
 
 
+def max_retained(config: Config) -> int:
+    """Older versions whose weights stay for evaluators at most: one that they serve, and one that waits."""
+    return 2 if config.eval.num_workers else 0
+
+
 def weights_need_key(config: Config) -> bool:
     """Whether the two ends of the weight sync meet by TLS."""
     return config.weight_sync.listen is not None or weight_sync_facts(config).needs_key

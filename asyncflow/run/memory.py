@@ -14,13 +14,12 @@ from typing import Any, Final
 
 from asyncflow.config import Config
 from asyncflow.engines.families import FAMILIES, Family, head_dim
-from asyncflow.run.factories import make_algorithm
+from asyncflow.run.factories import make_algorithm, max_retained
 from asyncflow.types import UserError
 
 _BYTES: Final = {"float32": 4, "bfloat16": 2}
 _LOGIT_COPIES: Final = 3
 """Logits, their probabilities and their gradient."""
-_RETAINED: Final = 2  # versions that stay for evaluators at most: one that they serve, and one that waits
 GIB: Final = 1 << 30
 
 
@@ -186,7 +185,7 @@ def rollout_parts(config: Config, shapes: Shapes, context: int) -> list[MemoryUs
 def host_parts(config: Config, shapes: Shapes, max_staleness: int) -> list[MemoryUse]:
     """Parts of the memory of the first trainer's machine, and of each machine that generates."""
     b = _BYTES[config.weight_sync.dtype or "float32"]
-    kept = max_staleness + 2 + (_RETAINED if config.eval.num_workers else 0)
+    kept = max_staleness + 2 + max_retained(config)
     return [MemoryUse("published weights", b * shapes.parameters * kept, f"{b} B x {shapes.parameters:,} x {kept} versions")]
 
 

@@ -23,10 +23,6 @@ class WeightSyncError(RunError):
     """Weights could not be published, or what was fetched is not what its manifest says. One sentence."""
 
 
-class NoRoom(WeightSyncError):
-    """There is no room for one version more: there may be when fewer are retained."""
-
-
 class Manifest(msgspec.Struct, frozen=True):
     """What was published. (incarnation, version) is unique: a restarted trainer may publish a version again.
 
@@ -52,6 +48,8 @@ class WeightSyncOptions:
     """Private to the run, on every machine of it, best under /dev/shm; its owner removes it when the run ends."""
     keep: int = 2
     """Versions that stay available: as many as a redelivered group may still need (the schedule's largest staleness + 1)."""
+    max_retained: int = 0
+    """Older versions that the sender may be told to retain: it reserves room for them."""
     dtype: str | None = None
     """Wider floating-point tensors travel as this one (torch's name); None: all travel as they are."""
     deadline_seconds: float = 60.0
@@ -79,13 +77,12 @@ class WeightSender(Protocol):
         They are written as they come: of tensors that have to be gathered, one at a time is held. It waits for no receiver. The
         last `keep` versions stay available; the oldest of them may go as soon as the next publish begins. Every version has the
         names, shapes and dtypes of the first. Raises `WeightSyncError` if not, or when what comes is not what the
-        source's specs say; earlier versions stay as they are, but for the oldest, which may have gone. Raises `NoRoom` before any
-        tensor is asked for: the call may be repeated.
+        source's specs say, or there is no room; earlier versions stay as they are, but for the oldest, which may have gone.
         """
         ...
 
     def retain(self, versions: Collection[int]) -> None:
-        """Of those that are available now, these stay so as well, until the next call names others."""
+        """Of those that are available now, these (`max_retained` at most) stay so as well, until the next call names others."""
         ...
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@
 A new file in /dev/shm costs ten times the copy into it, since the kernel must find and clear every page. So a version is written
 over the oldest one, whose pages are there: there are `keep` files. By then no reader may need the oldest. A run's sender keeps
 one more than its schedule needs, so that the newest version is whole while the next one is written. Older versions that are
-`retained` are passed over: as many files more, which stay when they are not retained any more.
+`retained` are passed over; the files that this takes are reserved when the first one is made.
 
 Readers use the files where they are. A reader locks the one that it reads (flock, shared) until it needs it no more; the writer
 locks a file (exclusively) before it writes over it. Where a reader is so late that it still has the file whose turn it is, the
@@ -29,7 +29,7 @@ from typing import BinaryIO
 import numpy as np
 
 from asyncflow.types import Array, UserError
-from asyncflow.weight_sync.base import Manifest, NoRoom, WeightSyncError
+from asyncflow.weight_sync.base import Manifest, WeightSyncError
 
 PATTERN = "weights-*.safetensors*"
 _RETRY_SECONDS = 0.05
@@ -63,31 +63,36 @@ class _File:
 class VersionFiles:
     """Written by one process alone. `begin` a version, write its bytes, `commit` it."""
 
-    def __init__(self, directory: Path, keep: int, deadline_seconds: float) -> None:
+    def __init__(self, directory: Path, keep: int, deadline_seconds: float, max_retained: int = 0) -> None:
         """Makes the directory (mode 0700) and clears it of an earlier process's files. Raises `UserError` if others may open it.
 
-        `deadline_seconds`: of waiting for a reader, where there is no room beside what it reads.
+        `deadline_seconds`: of waiting for a reader, where there is no room beside what it reads. `max_retained`: versions beside
+        the last `keep` that may be retained at once.
         """
         make_private(directory)
         for stale in directory.glob(PATTERN):
             stale.unlink()
         self._directory = directory
-        self._keep, self._deadline_seconds = keep, deadline_seconds
+        self._keep, self._deadline_seconds, self._max_retained = keep, deadline_seconds, max_retained
         self.retained: Collection[int] = ()
         self._kept: dict[int, _File] = {}  # by version, oldest first
-        self._spare: tuple[Path, _File] | None = None
+        self._spare: tuple[Path, _File] | None = None  # what is written
+        self._reserved: list[tuple[Path, _File]] | None = None
 
     def begin(self, version: int, num_bytes: int) -> Array:
         """Where the version's bytes belong: uint8 [num_bytes], of unspecified content; all versions have one size.
 
-        Nothing has changed when it raises `NoRoom`, or `WeightSyncError` where it has waited for a reader in vain and nothing is
-        retained that could make room.
+        Nothing has changed when it raises `WeightSyncError`, as there is no room, or as it has waited for a reader in vain.
         """
+        if self._reserved is None:
+            self._reserve(num_bytes)
         if self._spare is None:
             if version in self._kept:  # what is published again is over
                 self._spare = self._take(version)
             elif (over := self._over()) is not None:
                 self._spare = self._take(over)
+            elif self._reserved and len(self._kept) >= self._keep:
+                self._spare = self._reserved.pop()
             else:
                 self._spare = self._new_file(self._path(version).with_suffix(".safetensors.tmp"), num_bytes)
         return self._spare[1].mapped
@@ -111,9 +116,25 @@ class VersionFiles:
 
     def close(self) -> None:
         """Write no more. The files stay, and what was got of them."""
-        for file in [*self._kept.values(), *([self._spare[1]] if self._spare else [])]:
+        unused = [*(self._reserved or ()), *([self._spare] if self._spare else ())]
+        for file in [*self._kept.values(), *(file for _, file in unused)]:
             file.close()
-        self._kept, self._spare = {}, None
+        self._kept, self._spare, self._reserved = {}, None, None
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Make the files for versions that are retained, or none of them."""
+        reserved: list[tuple[Path, _File]] = []
+        try:
+            for number in range(self._max_retained):
+                reserved.append(self._new_file(self._directory / f"weights-reserved-{number}.safetensors.tmp", num_bytes))
+        except WeightSyncError as error:
+            for path, file in reserved:
+                path.unlink()
+                file.close()
+            raise WeightSyncError(
+                f"{error}; evaluators need {self._max_retained} older versions there: have more room, or set eval.num_workers=0"
+            ) from error
+        self._reserved = reserved
 
     def _path(self, version: int) -> Path:
         return self._directory / f"weights-{version}.safetensors"
@@ -131,7 +152,7 @@ class VersionFiles:
         if not file.lock(fcntl.LOCK_EX):
             try:
                 another = self._new_file(temporary, len(file.mapped))
-            except NoRoom as error:
+            except WeightSyncError as error:
                 self._wait_for_readers(path, file, error)
         del self._kept[version]
         if another is None:
@@ -140,13 +161,12 @@ class VersionFiles:
         file.close()
         return another
 
-    def _wait_for_readers(self, path: Path, file: _File, no_room: NoRoom) -> None:
-        """Returns with the file locked. At the deadline raises `NoRoom` where another file may make room, or `WeightSyncError`."""
+    def _wait_for_readers(self, path: Path, file: _File, no_room: WeightSyncError) -> None:
+        """Returns with the file locked. Raises `WeightSyncError` at the deadline."""
         until = time.monotonic() + self._deadline_seconds
         while not file.lock(fcntl.LOCK_EX):
             if time.monotonic() > until:
-                kind = NoRoom if self.retained else WeightSyncError
-                raise kind(f"{no_room}; a worker has been reading {path} for {self._deadline_seconds:g} s") from no_room
+                raise WeightSyncError(f"{no_room}; a worker has been reading {path} for {self._deadline_seconds:g} s") from no_room
             time.sleep(_RETRY_SECONDS)
 
     def _new_file(self, path: Path, num_bytes: int) -> tuple[Path, _File]:
@@ -158,11 +178,7 @@ class VersionFiles:
         except OSError as error:
             path.unlink()
             os.close(fd)
-            why = f"no room for {num_bytes:,} bytes of weights in {self._directory}: {error.strerror}"
-            if self.retained:
-                staying = ", ".join(map(str, sorted(self.retained)))
-                why += f"; evaluators need older versions there ({staying}): have more room, or set eval.num_workers=0"
-            raise NoRoom(why) from error
+            raise WeightSyncError(f"no room for {num_bytes:,} bytes of weights in {self._directory}: {error.strerror}") from error
         file.lock(fcntl.LOCK_EX)
         return path, file
 

@@ -45,7 +45,7 @@ class SharedMemorySender:
     def __init__(self, options: WeightSyncOptions, incarnation: str) -> None:
         """Raises `UserError` when the directory is not this user's alone."""
         self.incarnation = incarnation
-        self._files = VersionFiles(options.directory, options.keep, options.deadline_seconds)
+        self._files = VersionFiles(options.directory, options.keep, options.deadline_seconds, options.max_retained)
         self._dtype = options.dtype
         self._layout: FileLayout | None = None
         self._one_by_one = asyncio.Lock()

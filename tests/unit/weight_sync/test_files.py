@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncflow.types import Array
-from asyncflow.weight_sync.base import Manifest, NoRoom, WeightSyncError
+from asyncflow.weight_sync.base import Manifest, WeightSyncError
 from asyncflow.weight_sync.files import FileReader, VersionFiles, held
 from tests.patience import patience
 
@@ -200,7 +200,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_a_version_that_is_retained_stays_and_its_file_is_used_again_afterwards(tmp_path: Path, keep: int) -> None:
-    files, inodes = VersionFiles(tmp_path / "w", keep, 10.0), set[int]()
+    files, inodes = VersionFiles(tmp_path / "w", keep, 10.0, max_retained=2), set[int]()
     for version in range(1, 40):
         files.retained = {v for v in (version - version % 7, version - version % 7 - 7) if v > 0}
         path = write(files, version)
@@ -211,40 +211,37 @@ def test_a_version_that_is_retained_stays_and_its_file_is_used_again_afterwards(
     assert len(inodes) == keep + 2 == len(named(tmp_path / "w"))
 
 
-def test_without_room_beside_what_is_retained_it_is_said_and_there_is_room_when_less_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = VersionFiles(tmp_path / "w", 1, 0.5)
+def test_room_for_what_is_retained_is_reserved_with_the_first_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = VersionFiles(tmp_path / "w", 1, 0.5, max_retained=2)
     write(files, 1)
+    assert len(named(tmp_path / "w")) == 3
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
     files.retained = {1}
     write(files, 2)
     files.retained = {1, 2}
-
-    def no_room(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    with pytest.raises(NoRoom, match=r"evaluators need older versions there \(1, 2\): .* eval\.num_workers=0"):
-        files.begin(3, NUM_BYTES)
-    files.retained = {1}
     write(files, 3)
-    assert set(named(tmp_path / "w")) == {"weights-1.safetensors", "weights-3.safetensors"}
+    assert set(named(tmp_path / "w")) == {f"weights-{version}.safetensors" for version in (1, 2, 3)}
+    files.close()
 
 
-def test_where_it_waits_for_a_reader_in_vain_less_that_is_retained_makes_room_too(
+def test_without_room_for_what_is_retained_it_is_said_at_once_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, reader = VersionFiles(tmp_path / "w", 1, 0.2), FileReader()
-    write(files, 1)
-    files.retained = {1}
-    hold(reader, write(files, 2))
+    files, reserve, calls = VersionFiles(tmp_path / "w", 1, 0.5, max_retained=2), os.posix_fallocate, list[int]()
 
-    def no_room(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
+    def room_for_one(fd: int, offset: int, length: int) -> None:
+        calls.append(fd)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        reserve(fd, offset, length)
 
-    monkeypatch.setattr(os, "posix_fallocate", no_room)
-    with pytest.raises(NoRoom, match="a worker has been reading"):
-        files.begin(3, NUM_BYTES)
-    files.retained = set()
-    write(files, 3)
-    assert set(named(tmp_path / "w")) == {"weights-2.safetensors", "weights-3.safetensors"}
+    monkeypatch.setattr(os, "posix_fallocate", room_for_one)
+    with pytest.raises(WeightSyncError, match=r"no room .*; evaluators need 2 older versions there: .* eval\.num_workers=0"):
+        files.begin(1, NUM_BYTES)
+    assert not named(tmp_path / "w")
+    write(files, 1)  # there is room by now
+    assert len(named(tmp_path / "w")) == 3
