@@ -13,7 +13,7 @@ class ProgressView:
 
     def __init__(self, ledger: Ledger, controllers: Mapping[str, Controller], task: str = "rollout") -> None:
         self._ledger, self._controllers, self._task = ledger, controllers, task
-        self.is_done, self.task_before = ledger.is_done, ledger.task_before
+        self.is_done, self.task_before = ledger.is_done, ledger.tasks.task_before
 
     @property
     def committed(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
-from asyncflow.control.ledger import Decided, Ledger, LedgerService, StepTotals, Update
+from asyncflow.control.ledger import Decided, Ledger, LedgerService, StepTotals, TaskPlan, Update, UpdatePlan
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
@@ -146,17 +146,16 @@ class Driver:
         has_critic = VALUES_TASK in tasks
         return Ledger(
             self.shape.group_bits,
-            tasks,
-            self.schedule.max_staleness,
-            num_ranks=config.layout.dp,
-            groups_per_round=self.shape.groups_per_round,
+            TaskPlan(
+                before=tuple(tasks),
+                trained=("train", UPDATE_TASK) if has_critic else ("train",),
+                by_step=(VALUES_TASK,) if has_critic else (),
+                chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
+                num_members=self.shape.prompts_per_step,
+            ),
+            UpdatePlan(config.layout.dp, self.shape.groups_per_round, self.shape.epochs, self.shape.mini_batches),
+            max_staleness=self.schedule.max_staleness,
             first=self._first,
-            trained=("train", UPDATE_TASK) if has_critic else ("train",),
-            by_step=(VALUES_TASK,) if has_critic else (),
-            epochs=self.shape.epochs,
-            mini_batches=self.shape.mini_batches,
-            chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
-            num_members=self.shape.prompts_per_step,
             has_evaluators=config.eval.num_workers > 0,
         )
 
@@ -307,5 +306,5 @@ class Driver:
 
     def _committed(self, task: str, totals: list[StepTotals], updates: list[Update]) -> None:
         self.record.committed(task, totals, updates)
-        if task == self.ledger.ledger.trained[0]:
+        if task == self.ledger.ledger.tasks.policy:
             self.saves.committed()

@@ -106,7 +106,7 @@ class RunRecord:
         in_a_row = (before.skipped_in_a_row, before.critic_skipped_in_a_row)
         self._checks = TrainingChecks(
             context,
-            skipped_in_a_row=dict(zip(self._ledger.trained, in_a_row, strict=False)),
+            skipped_in_a_row=dict(zip(self._ledger.tasks.trained, in_a_row, strict=False)),
             has_said_unshared=before.has_said_unshared,
             reward_failures=self._reward_failures,
         )
@@ -120,7 +120,7 @@ class RunRecord:
             overlapped_steps=sorted(step for step in observed.overlapped_steps if step < self._ledger.committed),
             rows_dead=self._dead_committed,
             skipped_updates=observed.skipped_updates,
-            skipped_in_a_row=self._checks.skipped_in_a_row[self._ledger.trained[0]],
+            skipped_in_a_row=self._checks.skipped_in_a_row[self._ledger.tasks.policy],
             critic_skipped_in_a_row=self.critic_skipped_in_a_row,
             rows_redelivered=self._redelivered,
             reward_failures=dict(self._reward_failures()),
@@ -133,7 +133,7 @@ class RunRecord:
     @property
     def critic_skipped_in_a_row(self) -> int:
         """The critic's updates that were skipped since it last made one. It may commit a step after the policy has."""
-        return sum(self._checks.skipped_in_a_row[task] for task in self._ledger.trained[1:])
+        return sum(self._checks.skipped_in_a_row[task] for task in self._ledger.tasks.trained[1:])
 
     @property
     def is_deterministic(self) -> bool:
@@ -208,7 +208,7 @@ class RunRecord:
         """A group's gradient has been added."""
         self._progress()
         self._checks.consumed(task, step, update, group.rows)
-        if task != self._ledger.trained[0]:
+        if task != self._ledger.tasks.policy:
             self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), group)
             return
         is_overlapped = not self._ledger.is_done("rollout", step)
@@ -232,7 +232,7 @@ class RunRecord:
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
         """A step is final for one of the models. Its row of metrics is begun when it is for all of them."""
         self._progress()
-        if task != self._ledger.trained[0]:
+        if task != self._ledger.tasks.policy:
             step = of_updates[-1].step
             self._add_updates(self._critic_metrics.setdefault(step, StepMetrics()), updates)
             self._is_final(step)

@@ -79,7 +79,7 @@ class Saves:
         self._own: dict[int, asyncio.Task[None]] = {}  # by version, this end's part
         self._parts: dict[int, str] = {}  # by version: why the critic's part could not be written; "" if it was
         self._kept: set[int] | None = None  # the rows in the newest checkpoint, if it is of this attempt
-        self._has_critic = len(self._ledger.trained) > 1
+        self._has_critic = len(self._ledger.tasks.trained) > 1
         self._came = Signal()
         self.settled = self._ledger.committed  # the last version of which there is a checkpoint, or will be none
         self.on_settled: Callable[[], None] = lambda: None
@@ -230,7 +230,7 @@ class Saves:
         schema, lacking, size = self._queue.schema, self._ledger.not_generated(), self._group_size
         numbers = [group << schema.group_bits for groups in steps.values() for group in groups]
         rows = np.array([row for n in numbers for row in range(n, n + size) if row not in lacking], np.int64)
-        made = {name for task in self._ledger.kept for name in schema.task(task).outputs}
+        made = {name for task in self._ledger.tasks.kept for name in schema.task(task).outputs}
         columns = [column.name for column in schema.declared if column.name in made]
         units = [self._queue.places.get(StorageUnit, f"unit/{number}") for number in self._queue.places.units]
         return [batch for unit in units for batch in await _read(unit, rows, columns)]

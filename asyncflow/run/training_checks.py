@@ -110,7 +110,7 @@ class TrainingChecks:
 
     def _skipped(self, task: str, which: str, totals: StepTotals, update: Update, rows: Sequence[int]) -> None:
         """`rows`: that were to be trained by the update."""
-        is_policy, non_finite = task == self._ledger.trained[0], totals.non_finite_rows
+        is_policy, non_finite = task == self._ledger.tasks.policy, totals.non_finite_rows
         why = f"the gradient of {self._named(rows)} together was not finite"
         if non_finite:
             why = f"the loss of rows {', '.join(map(str, non_finite[:8]))} was not finite"

@@ -1,9 +1,21 @@
-"""The ledger, which owns the steps: a state machine (`steps.py` over `step_state.py`, `update_progress.py` and `candidates.py`),
-and the service that workers call (`service.py`)."""
+"""The ledger, which owns the steps: a state machine (`steps.py` over `plan.py`, `step_state.py`, `update_progress.py` and
+`candidates.py`), and the service that workers call (`service.py`)."""
 
 from asyncflow.control.ledger.candidates import Candidates, Decided, num_to_admit
 from asyncflow.control.ledger.messages import Consumed, StepTotals, Update
+from asyncflow.control.ledger.plan import TaskPlan, UpdatePlan
 from asyncflow.control.ledger.service import LedgerService
 from asyncflow.control.ledger.steps import Ledger
 
-__all__ = ["Candidates", "Consumed", "Decided", "Ledger", "LedgerService", "StepTotals", "Update", "num_to_admit"]
+__all__ = [
+    "Candidates",
+    "Consumed",
+    "Decided",
+    "Ledger",
+    "LedgerService",
+    "StepTotals",
+    "TaskPlan",
+    "Update",
+    "UpdatePlan",
+    "num_to_admit",
+]

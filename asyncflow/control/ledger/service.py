@@ -92,7 +92,7 @@ class LedgerService:
         def may_begin() -> bool:
             return has_come() and self._schedule.may_start(task, step, self._progress)
 
-        if task != self.ledger.trained[0]:
+        if task != self.ledger.tasks.policy:
             return await self._until(may_begin)
         answer = await self._until(lambda: step in self._may_train or (step < self.limit and may_begin()))
         if step not in self._may_train:
@@ -198,7 +198,7 @@ class LedgerService:
 
         def may_be_made() -> bool:
             return not self._progress.unfinished(displaced) and all(
-                self.ledger.step_state(step).is_taken(each) for each in self.ledger.trained
+                self.ledger.step_state(step).is_taken(each) for each in self.ledger.tasks.trained
             )
 
         may_go_on = await self._until(lambda: step in self._is_final or may_be_made())
@@ -263,7 +263,7 @@ class LedgerService:
         return any(
             is_final and self.ledger.committed_by(task) <= step
             for step, is_final in self._is_final.items()
-            for task in self.ledger.trained
+            for task in self.ledger.tasks.trained
         )
 
     async def finished(self) -> None:

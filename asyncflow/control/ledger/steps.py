@@ -1,6 +1,7 @@
 """What belongs to which step, and what is committed: a pure state machine. No I/O, no clock, no event loop.
 
-    Ledger ---> StepState: one for each open step and each evaluation (step_state.py)
+    Ledger ---> TaskPlan, UpdatePlan: what is the same for all steps (plan.py)
+           ---> StepState: one for each open step and each evaluation (step_state.py)
            ---> UpdateProgress: one for each update of the step (update_progress.py)
 
 A step is opened with its groups, its rows are generated, perhaps scored and referred, then consumed by training under leases that
@@ -21,11 +22,12 @@ change steps, so that each step keeps as many groups, and the other one only if 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 from asyncflow.control.ledger.candidates import Candidates, Decided
 from asyncflow.control.ledger.messages import StepTotals
+from asyncflow.control.ledger.plan import ONE_MODEL, ONE_UPDATE, TaskPlan, UpdatePlan
 from asyncflow.control.ledger.step_state import StepState
 from asyncflow.control.ledger.update_progress import UpdateProgress
 from asyncflow.transfer_queue.leases import DeadRow
@@ -38,68 +40,31 @@ class Ledger:
     def __init__(
         self,
         group_bits: int,
-        tasks: Sequence[str] = ("rollout",),
-        max_staleness: int = 0,
-        num_ranks: int = 1,
-        groups_per_round: int = 1,
-        first: int = 0,
+        tasks: TaskPlan = ONE_MODEL,
+        updates: UpdatePlan = ONE_UPDATE,
         *,
-        trained: Sequence[str] = ("train",),
-        by_step: Sequence[str] = (),
-        epochs: int = 1,
-        mini_batches: int = 1,
-        chosen_by: str = "",
-        num_members: int = 0,
+        max_staleness: int = 0,
+        first: int = 0,
         has_evaluators: bool = False,
     ) -> None:
-        """`tasks`: those that a row passes before training, in order; the first makes responses. `num_ranks` data-parallel groups
-        train, each of them up to `groups_per_round` groups of rows in a turn.
-
-        `trained`: the tasks that train a model each, the policy's first; the others have one rank. `by_step`: those of `tasks`,
-        the last ones, that such a model does under the version of each step: they end with a step, and a resumed run
-        does them again. A step is `epochs` times `mini_batches` updates of each model.
-
-        `chosen_by`: that of `tasks` behind which a step's `num_members` groups are chosen among its candidates; none: a step trains
-        all that it is opened with.
-
-        `has_evaluators`: evaluations are made by workers of their own, under weights that stay for them: nobody waits for these."""
-        self.tasks, self.trained, self._by_step = tuple(tasks), tuple(trained), tuple(by_step)
-        self._last_kept = next(task for task in reversed(self.tasks) if task not in (*self._by_step, chosen_by))
-        self._chosen_by, self._num_members = chosen_by, num_members
-        at = self.tasks.index(chosen_by) if chosen_by else len(self.tasks)
-        self._of_candidates, self._of_members = self.tasks[:at], self.tasks[at + 1 :]  # all that is opened passes them; members do
-        self._epochs, self._mini_batches = epochs, mini_batches
-        self._num_ranks, self._groups_per_turn = num_ranks, groups_per_round
-        self._has_evaluators = has_evaluators
-        self._group_bits, self._max_staleness = group_bits, max_staleness
+        """`first`: the step that the run begins with, the version of all models. `has_evaluators`: evaluations are made by workers
+        of their own, under weights that stay for them: nobody waits for these."""
+        self.tasks, self._updates = tasks, updates
+        self._group_bits, self._max_staleness, self._has_evaluators = group_bits, max_staleness, has_evaluators
         self._steps: dict[tuple[str, int], StepState] = {}
         self._step_of_group: dict[int, tuple[str, int]] = {}
         self._begun: dict[int, int] = {}  # by group, the oldest version that has begun it
-        self._committed = dict.fromkeys(self.trained, first)
-        self._last_totals: dict[str, list[StepTotals]] = {task: [] for task in self.trained}
+        self._committed = dict.fromkeys(tasks.trained, first)
+        self._last_totals: dict[str, list[StepTotals]] = {task: [] for task in tasks.trained}
 
     @property
     def committed(self) -> int:
         """Steps that the policy has committed: its version."""
-        return self._committed[self.trained[0]]
+        return self._committed[self.tasks.policy]
 
     def committed_by(self, task: str) -> int:
         """Steps that a task has committed: its model's version."""
         return self._committed[task]
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """The tasks whose outputs a resumed run keeps; members it chooses again."""
-        return tuple(task for task in self.tasks[: self.tasks.index(self._last_kept) + 1] if task != self._chosen_by)
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates of a step, for each task that trains."""
-        return self._epochs * self._mini_batches
-
-    def task_before(self, task: str) -> str:
-        """The task whose outputs this one takes."""
-        return self.tasks[self.tasks.index(task) - 1] if task in self.tasks else self.tasks[-1]
 
     def is_open(self, step: int) -> bool:
         return ("train", step) in self._steps
@@ -140,26 +105,26 @@ class Ledger:
             if state.candidates is not None:
                 state.candidates.add(meta.group, rows)
             for task, todo in state.todo.items():
-                if state.candidates is None or task not in self._of_members:
+                if state.candidates is None or task not in self.tasks.of_members:
                     todo.update(rows)
             state.last_version = max(state.last_version, meta.interval.high)
 
     def _new_step(self, purpose: str, step: int) -> StepState:
         is_training = purpose == "train"
-        updates = dict.fromkeys(self.trained, self.num_updates) if is_training else {purpose: 1}
-        ranks = {task: self._num_ranks if task == self.trained[0] else 1 for task in updates}
-        mini_batches = self._mini_batches if is_training else 1
-        has_candidates = is_training and bool(self._chosen_by)
+        updates = dict.fromkeys(self.tasks.trained, self._updates.num_updates) if is_training else {purpose: 1}
+        ranks = {task: self._updates.num_ranks if task == self.tasks.policy else 1 for task in updates}
+        mini_batches = self._updates.mini_batches if is_training else 1
+        has_candidates = is_training and bool(self.tasks.chosen_by)
         return StepState(
             step,
             self._group_bits,
             mini_batches,
-            self._groups_per_turn,
+            self._updates.groups_per_round,
             updates={
                 t: [UpdateProgress([{} for _ in range(ranks[t])], [0] * ranks[t]) for _ in range(n)] for t, n in updates.items()
             },
-            todo={task: set() for task in self.tasks},
-            candidates=Candidates(self._num_members, has_places=mini_batches > 1) if has_candidates else None,
+            todo={task: set() for task in self.tasks.before},
+            candidates=Candidates(self.tasks.num_members, has_places=mini_batches > 1) if has_candidates else None,
         )
 
     def _rows(self, meta: GroupMeta) -> set[int]:
@@ -196,7 +161,7 @@ class Ledger:
         if later <= step:
             return group if later == step else None
         state = self._steps["train", step]
-        waiting = {row >> self._group_bits for row in state.todo[self.tasks[-1]]}
+        waiting = {row >> self._group_bits for row in state.todo[self.tasks.before[-1]]}
         movable = [g for g in waiting if g in self._begun and self._begun[g] + self._max_staleness >= later]
         if not movable:
             return None
@@ -250,8 +215,8 @@ class Ledger:
                 continue
             for group, place in decided.members.items():
                 rows = state.candidates.rows[group]
-                state.join(group, place * self._mini_batches // self._num_members, rows)
-                for task in self._of_members:
+                state.join(group, place * self._updates.mini_batches // self.tasks.num_members, rows)
+                for task in self.tasks.of_members:
                     state.todo[task].update(rows)
             for todo in state.todo.values():
                 todo.difference_update(decided.left)
@@ -287,17 +252,18 @@ class Ledger:
         """Every row of the step has what the task gives it, or will never have it."""
         if not self.is_open(step):
             return step < self.committed
-        is_all = task in self._of_candidates or self.is_settled(step)
+        is_all = task in self.tasks.of_candidates or self.is_settled(step)
         return step < self.committed or (is_all and not self._steps["train", step].todo[task])
 
     def not_generated(self) -> set[int]:
         """Rows of open steps that lack something that comes before training, and that a resumed run keeps."""
-        return {row for (purpose, _), state in self._steps.items() if purpose == "train" for row in state.todo[self._last_kept]}
+        task = self.tasks.last_kept
+        return {row for (purpose, _), state in self._steps.items() if purpose == "train" for row in state.todo[task]}
 
     def unfinished(self, version: int) -> int:
         """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
         rows = sum(
-            len(state.todo[self.tasks[0]])
+            len(state.todo[self.tasks.before[0]])
             for (purpose, _), state in self._steps.items()
             if state.last_version <= version and not (purpose == "eval" and self._has_evaluators)
         )
@@ -310,13 +276,13 @@ class Ledger:
     def missing(self) -> list[str]:
         """A line for each open step and evaluation that says what it waits for."""
         return [
-            f"{purpose} step {step}: {len(state.todo[self.tasks[0]])} rows without a response, {len(rows)} not consumed"
+            f"{purpose} step {step}: {len(state.todo[self.tasks.before[0]])} rows without a response, {len(rows)} not consumed"
             f" (first: {min(rows)})"
             for (purpose, step), state in self._steps.items()
             if (rows := list(chain(*state.members.values())))
         ] + [
             f"train step {step}: {state.num_left} members are not found yet, among {len(state.candidates.rows)} candidates, with"
-            f" {len(state.todo[self.tasks[0]])} rows without a response"
+            f" {len(state.todo[self.tasks.before[0]])} rows without a response"
             for (_, step), state in self._steps.items()
             if state.candidates is not None and state.num_left
         ]
@@ -347,12 +313,12 @@ class Ledger:
         ]
         steps = [(step, state) for (purpose, step), state in self._steps.items() if purpose == "train"]
         return consumed + [
-            (task, step) for task in self._by_step for step, state in steps if not state.todo[task] and not state.num_left
+            (task, step) for task in self.tasks.by_step for step, state in steps if not state.todo[task] and not state.num_left
         ]
 
     def commit(self, step: int, task: str = "train") -> list[StepTotals]:
         """The step is final for a task: the figures of its updates. Steps commit in order; anything else is a `ValueError`."""
-        totals = [self.totals(step, task, update) for update in range(self.num_updates)]
+        totals = [self.totals(step, task, update) for update in range(self._updates.num_updates)]
         if step != self._committed[task]:
             raise ValueError(f"step {step} cannot be committed after {self._committed[task]} steps")
         self._committed[task] += 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncflow.control.ledger import Candidates, Consumed, Decided, Ledger, StepTotals, num_to_admit
+from asyncflow.control.ledger import Candidates, Consumed, Decided, Ledger, StepTotals, TaskPlan, UpdatePlan, num_to_admit
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.types import GroupMeta
 from tests.builders import meta
@@ -124,9 +124,9 @@ def test_as_many_are_taken_as_are_missing_times_the_factor_rounded_up() -> None:
 # -- in the ledger ---------------------------------------------------------------------------------------------------------------
 
 
-def choosing(count: int = 3, members: int = 2, **options: object) -> Ledger:
+def choosing(count: int = 3, members: int = 2, by_step: tuple[str, ...] = (), **updates: int) -> Ledger:
     """A step opened with so many candidates, of two rows each."""
-    ledger = Ledger(BITS, SELECTED, chosen_by="select", num_members=members, **options)  # type: ignore[arg-type]
+    ledger = Ledger(BITS, TaskPlan(SELECTED, by_step=by_step, chosen_by="select", num_members=members), UpdatePlan(**updates))
     ledger.open([meta(group) for group in range(count)])
     return ledger
 
@@ -166,7 +166,7 @@ def test_nothing_of_a_step_closes_before_its_members_are_known() -> None:
 
 def test_tasks_behind_the_choice_wait_for_it_and_see_members_alone() -> None:
     ledger = choosing(by_step=("values",))
-    assert [ledger.task_before(task) for task in ("select", "values", "train")] == ["rollout", "select", "values"]
+    assert [ledger.tasks.task_before(task) for task in ("select", "values", "train")] == ["rollout", "select", "values"]
     ledger.done("rollout", rows_of(0, 1, 2))
     assert [ledger.is_done(task, 0) for task in SELECTED] == [True, False, False]
     decide(ledger, g0=True, g1=False)
@@ -267,7 +267,7 @@ def test_an_evaluation_has_no_candidates() -> None:
 
 
 async def test_the_service_says_when_more_are_needed_and_what_has_become_certain() -> None:
-    books = Service(tasks=SELECTED, chosen_by="select", num_members=2)
+    books = Service(tasks=TaskPlan(SELECTED, chosen_by="select", num_members=2))
     decided: list[tuple[int, Decided]] = []
     books.service.on_decided = lambda *told: decided.append(told)
     await books.service.open([meta(0), meta(1), GroupMeta(9, 1, 0, meta(0).interval, "eval")])

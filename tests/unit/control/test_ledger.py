@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.control import SCHEDULES
-from asyncflow.control.ledger import Consumed, Ledger, LedgerService, StepTotals, Update
+from asyncflow.control.ledger import Consumed, Ledger, LedgerService, StepTotals, TaskPlan, Update, UpdatePlan
+from asyncflow.control.ledger.plan import ONE_MODEL
 from asyncflow.control.modes import Periodic, Synchronous
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal
@@ -140,19 +141,19 @@ def test_what_has_no_response_yet_is_known_by_the_last_version_that_may_make_it(
 
 
 def test_every_task_has_its_own_rows_left_and_follows_another() -> None:
-    ledger = Ledger(BITS, ("rollout", "reward", "reference"))
-    assert [ledger.task_before(task) for task in ("reward", "reference", "train")] == ["rollout", "reward", "reference"]
-    assert Ledger(BITS).task_before("train") == "rollout"
+    ledger = Ledger(BITS, TaskPlan(("rollout", "reward", "reference")))
+    assert [ledger.tasks.task_before(task) for task in ("reward", "reference", "train")] == ["rollout", "reward", "reference"]
+    assert Ledger(BITS).tasks.task_before("train") == "rollout"
     ledger.open([meta(0, size=3)])
     for task, rows in (("rollout", [0, 1]), ("reward", [0])):
         ledger.done(task, rows)
     ledger.fail(dead(2))
-    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, False, False]
+    assert [ledger.is_done(task, 0) for task in ledger.tasks.before] == [True, False, False]
     ledger.done("reward", [1])
-    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True, False]
+    assert [ledger.is_done(task, 0) for task in ledger.tasks.before] == [True, True, False]
     ledger.step_state(0).consume(consumed(0, 1))
     ledger.commit(0)
-    assert all(ledger.is_done(task, 0) for task in ledger.tasks)
+    assert all(ledger.is_done(task, 0) for task in ledger.tasks.before)
 
 
 def test_what_is_waited_for_is_said_in_words() -> None:
@@ -170,14 +171,14 @@ def test_what_is_waited_for_is_said_in_words() -> None:
 
 def two_steps(max_staleness: int = 2) -> Ledger:
     """Groups 0 and 1 in step 0, 2 and 3 in step 1; all begun by version 0, in this order of completion: none."""
-    ledger = Ledger(BITS, ("rollout", "reward"), max_staleness)
+    ledger = Ledger(BITS, TaskPlan(("rollout", "reward")), max_staleness=max_staleness)
     ledger.open([meta(0), meta(1), meta(2, step=1), meta(3, step=1)])
     ledger.begun(range(4), 0)
     return ledger
 
 
 def complete(ledger: Ledger, group: int) -> None:
-    for task in ledger.tasks:
+    for task in ledger.tasks.before:
         ledger.done(task, [group << BITS, (group << BITS) + 1])
 
 
@@ -211,12 +212,12 @@ def test_all_of_what_a_task_has_yet_to_do_moves_along() -> None:
     complete(ledger, 2)
     assert [ledger.is_done("rollout", step) for step in (0, 1)] == [True, False]
     assert ledger.claim(0, 2) is not None
-    assert [ledger.is_done(task, 0) for task in ledger.tasks] == [True, True]
+    assert [ledger.is_done(task, 0) for task in ledger.tasks.before] == [True, True]
     ledger.step_state(0).consume(consumed(0, 1))
     ledger.step_state(0).consume(consumed(8, 9))
     ledger.commit(0)
     complete(ledger, 3)
-    assert [ledger.is_done(task, 1) for task in ledger.tasks] == [True, False]  # it waits for the rewards of group 1
+    assert [ledger.is_done(task, 1) for task in ledger.tasks.before] == [True, False]  # it waits for the rewards of group 1
     ledger.done("reward", [4, 5])
     assert ledger.is_done("reward", 1)
 
@@ -356,12 +357,15 @@ def test_first_come_lets_others_pass_a_slow_group() -> None:
     assert passed > 40
 
 
+TWO_MODELS = TaskPlan(trained=("train", "critic"))
+
+
 class Service:
     """A ledger service, and what it told."""
 
-    def __init__(self, schedule: Any = None, **ranks: Any) -> None:
+    def __init__(self, schedule: Any = None, tasks: TaskPlan = ONE_MODEL, **updates: int) -> None:
         self.told: list[Any] = []
-        self.ledger = Ledger(BITS, **ranks)
+        self.ledger = Ledger(BITS, tasks, UpdatePlan(**updates))
         books = ProgressView(self.ledger, {})
         self.service = LedgerService(
             self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
@@ -607,7 +611,7 @@ async def test_stopping_answers_everybody_who_waits_with_no() -> None:
 
 
 def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() -> None:
-    ledger = Ledger(BITS, ("rollout", "reward"), first=3)
+    ledger = Ledger(BITS, TaskPlan(("rollout", "reward")), first=3)
     assert ledger.committed == 3 and ledger.is_done("rollout", 2) and not ledger.is_done("rollout", 3)
     ledger.open([meta(7, step=3), meta(6, step=3)])
     ledger.open([meta(8, step=4)])
@@ -634,9 +638,8 @@ def rows_of(*groups: int) -> list[int]:
 
 
 def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
-    ledger = Ledger(BITS, epochs=2, mini_batches=2)
+    ledger = Ledger(BITS, updates=UpdatePlan(epochs=2, mini_batches=2))
     ledger.open([meta(group) for group in (3, 0, 2, 1)])
-    assert ledger.num_updates == 4
     ledger.step_state(0).consume(consumed(*rows_of(0), tokens=3))
     with pytest.raises(ValueError, match="row 8 is not an open member"):
         ledger.step_state(0).consume(consumed(*rows_of(2)))  # of the second mini-batch
@@ -651,7 +654,7 @@ def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
 
 
 def test_rows_that_are_given_up_leave_every_update() -> None:
-    ledger = Ledger(BITS, epochs=2, trained=("train", "critic"))
+    ledger = Ledger(BITS, TaskPlan(trained=("train", "critic")), UpdatePlan(epochs=2))
     ledger.open([meta(0), meta(1)])
     ledger.fail(dead(0, 4, 5))
     for task in ("train", "critic"):
@@ -662,7 +665,7 @@ def test_rows_that_are_given_up_leave_every_update() -> None:
 
 
 def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
-    ledger = Ledger(BITS, max_staleness=2, mini_batches=2, epochs=2)
+    ledger = Ledger(BITS, updates=UpdatePlan(mini_batches=2, epochs=2), max_staleness=2)
     ledger.open([meta(0), meta(1)])
     ledger.open([meta(2, step=1), meta(3, step=1)])
     ledger.begun([1], 0)
@@ -679,12 +682,12 @@ def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
 
 
 def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
-    ledger = Ledger(BITS, ("rollout", "values"), trained=("train", "critic"), by_step=("values",))
+    ledger = Ledger(BITS, TaskPlan(("rollout", "values"), trained=("train", "critic"), by_step=("values",)))
     ledger.open([meta(0)])
     ledger.done("rollout", rows_of(0))
-    assert ledger.not_generated() == set() and ledger.kept == ("rollout",)  # values are made again
-    chosen = Ledger(BITS, ("rollout", "select", "reference"), chosen_by="select", num_members=1)
-    assert chosen.kept == ("rollout", "reference")  # and members are chosen again
+    assert ledger.not_generated() == set() and ledger.tasks.kept == ("rollout",)  # values are made again
+    chosen = Ledger(BITS, TaskPlan(("rollout", "select", "reference"), chosen_by="select", num_members=1))
+    assert chosen.tasks.kept == ("rollout", "reference")  # and members are chosen again
     assert ledger.closed() == []
     ledger.done("values", rows_of(0))
     assert ledger.closed() == [("values", 0)]
@@ -747,7 +750,7 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
 
 
 async def test_of_two_models_both_are_updated_or_none() -> None:
-    books = Service(trained=("train", "critic"))
+    books = Service(tasks=TWO_MODELS)
     await books.service.open([meta(0), meta(1, step=1)])
     books.service.done("rollout", rows_of(0, 1))
     await books.service.offer(0, 0, 0, 9)
@@ -812,7 +815,7 @@ async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_s
     await books.service.offer(0, 1, 2, 9, [1.0])  # it was on its way
     assert await books.service.statistics(0, "train") is None
 
-    books = Service(trained=("train", "critic"))  # one model has begun its updates, so the other begins them, too
+    books = Service(tasks=TWO_MODELS)  # one model has begun its updates, so the other begins them, too
     await books.service.open([meta(0)])
     books.service.done("rollout", rows_of(0))
     for task in ("train", "critic"):
@@ -848,7 +851,7 @@ async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_oth
     assert not books.ledger.step_state(0).may_take(0, 9)
     await asyncio.wait_for(books.service.may_take(5, 0, 2), 1)  # of a step that is over, neither
 
-    books = Service(num_ranks=2, trained=("train", "critic"))  # whose second model has one rank
+    books = Service(tasks=TWO_MODELS, num_ranks=2)  # whose second model has one rank
     await books.service.open([meta(group) for group in range(3)])
     for group in range(3):
         assert books.ledger.step_state(0).may_take(0, 1, "critic")

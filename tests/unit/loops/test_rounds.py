@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.control.ledger import Consumed, Ledger, LedgerService, Update
+from asyncflow.control.ledger import Consumed, Ledger, LedgerService, Update, UpdatePlan
 from asyncflow.control.modes import NEVER, Bounded, Synchronous
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
@@ -40,7 +40,7 @@ class World:
     """Steps of two groups of one row, begun by version 0; rollout is done by hand."""
 
     def __init__(self, schedule: Schedule, lease_seconds: float, **ranks: Any) -> None:
-        self.schedule, self.ledger = schedule, Ledger(BITS, max_staleness=schedule.max_staleness, **ranks)
+        self.schedule, self.ledger = schedule, Ledger(BITS, updates=UpdatePlan(**ranks), max_staleness=schedule.max_staleness)
         callbacks = {"rollout": {"on_done": self._done}}
         self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], callbacks=callbacks)
         books = ProgressView(self.ledger, self.queue.controllers)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.control.ledger import Decided, Ledger, LedgerService
+from asyncflow.control.ledger import Decided, Ledger, LedgerService, TaskPlan, UpdatePlan
 from asyncflow.control.modes import Periodic
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal
@@ -39,10 +39,10 @@ class World:
 
     def __init__(self, lease_seconds: float = 30.0, **options: Any) -> None:
         """Leases of less than a second are not renewed."""
-        self.ledger = Ledger(BITS, ("rollout", SELECT_TASK), chosen_by=SELECT_TASK, num_members=2, **options)
+        self.ledger = Ledger(BITS, TaskPlan(("rollout", SELECT_TASK), chosen_by=SELECT_TASK, num_members=2), UpdatePlan(**options))
         signal = Signal()
         callbacks: dict[str, Any] = {
-            task: {"on_done": lambda rows, task=task: self.service.done(task, rows)} for task in self.ledger.tasks
+            task: {"on_done": lambda rows, task=task: self.service.done(task, rows)} for task in self.ledger.tasks.before
         }
         self.queue = TransferQueue(schema(BITS, lease_seconds, 2, has_selection=True), [MemoryStorage()], callbacks=callbacks)
         books = ProgressView(self.ledger, self.queue.controllers)

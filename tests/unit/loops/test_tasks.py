@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.control.ledger import Ledger, LedgerService
+from asyncflow.control.ledger import Ledger, LedgerService, TaskPlan
 from asyncflow.control.modes import Periodic, Synchronous
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
@@ -41,7 +41,7 @@ class World:
 
     def __init__(self, schedule: Schedule, task: str, **others: bool) -> None:
         self.task, self.dead, self.spans = task, list[DeadRow](), list[Span]()
-        self.ledger = Ledger(BITS, ("rollout", task))
+        self.ledger = Ledger(BITS, TaskPlan(("rollout", task)))
         flags = {f"has_{task}_task": True, **others}
         callbacks: dict[str, Any] = {
             each: {"on_done": lambda rows, each=each: self._done(each, rows)} for each in ("rollout", task)

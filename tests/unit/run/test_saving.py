@@ -13,6 +13,7 @@ import pytest
 
 from asyncflow.checkpoint import folder
 from asyncflow.config import parse
+from asyncflow.control.ledger import TaskPlan
 from asyncflow.control.modes import Delayed
 from asyncflow.loops.samples import Prompt
 from asyncflow.run import saving
@@ -54,7 +55,7 @@ def made(tmp_path: Path, said: list[str]) -> Made:
             "config": config,
             "shape": shape_of(config),
             "schedule": SimpleNamespace(max_staleness=0, interval=lambda step: SimpleNamespace(low=step, high=step)),
-            "ledger": SimpleNamespace(trained=("train", "critic_update"), committed=1, groups=dict),
+            "ledger": SimpleNamespace(tasks=TaskPlan(trained=("train", "critic_update")), committed=1, groups=dict),
             "versions": SimpleNamespace(kept=lambda versions: []),
             "queue": SimpleNamespace(),
             "log": said.append,
@@ -167,7 +168,7 @@ def test_a_checkpoint_holds_every_step_that_is_open_and_the_older_weights_that_t
         prompts = {group: Prompt(np.arange(group), {}) for group in (20, 30, 40)}
         saves = made(
             schedule=Delayed(),
-            ledger=SimpleNamespace(trained=("train",), committed=3, groups=lambda: {3: [30], 4: [40]}),
+            ledger=SimpleNamespace(tasks=TaskPlan(trained=("train",)), committed=3, groups=lambda: {3: [30], 4: [40]}),
             versions=SimpleNamespace(kept=lambda versions: [Manifest("i", version, "", "", 0, {}) for version in versions]),
             admissions=SimpleNamespace(prompts=prompts, waiting={2: {20: prompts[20]}}, forget=lambda groups: None),
         )
@@ -187,7 +188,7 @@ def test_prompts_that_were_pushed_after_a_checkpoint_was_begun_are_kept_beside_i
         source = SimpleNamespace(position=6, pushed=[], items=[])
         saves = made(
             source=source,
-            ledger=SimpleNamespace(trained=("train",), committed=1, groups=dict, groups_begun=list),
+            ledger=SimpleNamespace(tasks=TaskPlan(trained=("train",)), committed=1, groups=dict, groups_begun=list),
             queue=SimpleNamespace(schema=SimpleNamespace(group_bits=2)),
         )
         await saves.begin(1)

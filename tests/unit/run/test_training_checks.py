@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from asyncflow.config import parse
+from asyncflow.control.ledger import TaskPlan
 from asyncflow.run.factories import shape_of
 from asyncflow.run.training_checks import TrainingChecks
 from asyncflow.types import RunError
@@ -31,7 +32,7 @@ def made(said: list[str]) -> Made:
 
     def make() -> TrainingChecks:
         tree = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 4}}
-        ledger = SimpleNamespace(trained=("train",), num_groups=lambda step: 2)
+        ledger = SimpleNamespace(tasks=TaskPlan(trained=("train",)), num_groups=lambda step: 2)
         config = parse({**tree, "reward": {"max_failed_fraction": 0.5}})
         context = SimpleNamespace(
             config=config,
