@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncflow.algorithms.base import Algorithm, ModelObjective
 from asyncflow.control.ledger import LedgerService, StepTotals, Update
@@ -33,6 +33,7 @@ from asyncflow.engines.base import (
     TrainEngine,
 )
 from asyncflow.loops.admissions import Admissions
+from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.rounds import Rounds
 from asyncflow.loops.samples import (
     GroupRequest,
@@ -46,11 +47,11 @@ from asyncflow.loops.samples import (
     outputs,
 )
 from asyncflow.loops.score_batching import ScoredRows, why_failed
-from asyncflow.rewards.base import RewardFailure, Sample, Score
+from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import Array, GroupMeta, WeightSource, row_index
+from asyncflow.types import GroupMeta, WeightSource, row_index
 from asyncflow.weight_sync.base import WeightSender
 
 
@@ -70,19 +71,14 @@ class EvaluationPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """Parts that producing a group needs. `on_response` is called with every response, `keep_sample` with every one that is stored.
-
-    Without `score`, another task scores.
-    """
+    """Parts that producing a group needs. `on_response` is called with every response, `on_scored` when it is stored, or failed."""
 
     queue: TransferQueueClient
     engine: RolloutEngine
-    score: Callable[[Sample], Awaitable[Score]] | None
-    decode: Callable[[Array], str]
+    scoring: ResponseScoring
     shape: Shape
     on_response: Callable[[Response], None]
     on_scored: Callable[[], None]
-    keep_sample: Callable[[Mapping[str, Any]], None]
 
 
 class Updated(Protocol):
@@ -153,7 +149,7 @@ async def produce(by: Producer, leased: Leased, request: GroupRequest, on_genera
     """Produce one group: generate, score each response as soon as it is there, and enqueue the scored ones."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
     sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
-    key, prompt = SampleKey(by.shape.seed, request.meta.group), by.decode(request.prompt_ids)
+    key, prompt = SampleKey(by.shape.seed, request.meta.group), by.scoring.decode(request.prompt_ids)
     scored = ScoredRows(len(samples))
     async with asyncio.TaskGroup() as scoring:
         async for response in by.engine.generate(request.prompt_ids, samples=samples, sampling=sampling, key=key):  # 6
@@ -166,11 +162,11 @@ async def _score_and_enqueue(
     by: Producer, leased: Leased, request: GroupRequest, prompt: str, response: Response, scored: ScoredRows
 ) -> None:
     row = row_index(request.meta.group, response.sample, by.shape.group_bits)
-    text, is_finished = by.decode(response.token_ids), response.finish_reason == "stop"
+    text, is_finished = by.scoring.decode(response.token_ids), response.finish_reason == "stop"
     sample = Sample(prompt, text, request.example, is_finished, response.token_ids.tolist(), request.prompt_ids.tolist())
     try:
         check_response(response)
-        reward = None if by.score is None else await by.score(sample)  # 7
+        reward = None if by.scoring.score is None else await by.scoring.score(sample)  # 7
     except (UnusableResponse, RewardFailure) as failure:  # it fails its row; it does not become a 0
         scored.failed()
         error, is_final = why_failed(failure)
@@ -182,21 +178,16 @@ async def _score_and_enqueue(
             is_stored = await by.queue.complete(leased.lease, columns)  # 8: enqueue
             for one in itertools.compress(rows, is_stored):
                 if one.reward is not None:
-                    by.keep_sample(kept_sample(request.meta, one.row, one.sample, one.reward))
+                    by.scoring.keep_sample(kept_sample(request.meta, one.row, one.sample, one.reward))
     finally:
         by.on_scored()
 
 
 async def train(
-    queue: TransferQueueClient,
-    ledger: LedgerService,
-    versions: PolicyVersions,
-    schedule: Schedule,
+    context: LoopContext,
     engine: TrainEngine,
     algorithm: Algorithm,
     sender: WeightSender | None,
-    shape: Shape,
-    spans: Recorder,
     fingerprints: StepLog,
     keeper: Keeper,
     first: int = 0,
@@ -206,10 +197,10 @@ async def train(
     Each data-parallel group runs this loop, from step `first` on. All call their engines alike; the first one, which has the
     `sender`, commits. Returns the version of the weights: how many steps are committed.
     """
-    rank = engine.data_parallel_rank or 0
+    ledger, spans, rank = context.ledger, context.spans, engine.data_parallel_rank or 0
     put_aside: dict[int, Leased] = {}
     async with asyncio.TaskGroup() as beside:
-        publishing = Publishing(sender, versions, spans, beside)
+        publishing = Publishing(sender, context.versions, spans, beside)
         for step in itertools.count(first):
             spans.waiting("batch")
             may_start = await ledger.may_start("train", step)
@@ -217,12 +208,10 @@ async def train(
             if not may_start:
                 return step
             spans.waiting("rows")
-            async with Rounds(queue, ledger, schedule, algorithm, shape, rank, step, put_aside) as rounds:
+            async with Rounds(context, algorithm, rank, step, put_aside) as rounds:
                 compute = partial(engine.forward_backward, objective=algorithm)
                 held, may_change = step < algorithm.held_steps, publishing.ended
-                updates = await update(
-                    rounds, ledger, engine, algorithm, compute, spans, fingerprints, may_change, is_held=held
-                )  # 11-18, 21
+                updates = await update(rounds, engine, algorithm, compute, fingerprints, may_change, is_held=held)  # 11-18, 21
             if not updates:
                 return step
             await fingerprints.step(step, engine)
@@ -240,11 +229,9 @@ async def train(
 
 async def update(
     rounds: Rounds,
-    ledger: LedgerService,
     engine: Updated,
     objective: ModelObjective,
     compute: Callable[[Sequence[MicroBatch]], Awaitable[list[MicroBatchResult]]],
-    spans: Recorder,
     fingerprints: StepLog,
     may_change: Callable[[], Awaitable[None]] | None = None,
     *,
@@ -258,15 +245,15 @@ async def update(
     updates: list[Update] = []
     for number in range(rounds.num_updates):
         async for current in rounds.of(number):  # 11-12: dequeue
-            with rounds.computing(current, spans):
+            with rounds.computing(current):
                 results = await compute(current.micro_batches)  # 13-18: O += gradient
             rounds.trained(current, results, fingerprints)
-        totals = await ledger.totals(rounds.step, rounds.task, number)
+        totals = await rounds.totals(number)
         if totals is None:
             return []
         if may_change is not None:
             await may_change()
-        with rounds.updating(spans):
+        with rounds.updating():
             updates.append(await apply(engine, objective, totals, is_held=is_held))  # 21
     return updates
 

@@ -18,16 +18,13 @@ from functools import partial
 from typing import Final
 
 from asyncflow.algorithms.base import Critic
-from asyncflow.control.ledger import LedgerService
-from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import CriticEngine
 from asyncflow.loops.algorithm1 import Keeper, update
+from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import Rounds
-from asyncflow.loops.samples import VALUES_COLUMN, Shape, pieces, token_outputs
+from asyncflow.loops.samples import VALUES_COLUMN, pieces, token_outputs
 from asyncflow.telemetry.fingerprints import FingerprintLog
-from asyncflow.telemetry.spans import Recorder
-from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
 
 VALUES_TASK: Final = "values"
@@ -50,38 +47,29 @@ class Version:
         await self._signal.until(lambda: self.number >= number)
 
 
-async def add_values(
-    queue: TransferQueueClient, ledger: LedgerService, engine: CriticEngine, shape: Shape, spans: Recorder, version: Version
-) -> None:
+async def add_values(context: LoopContext, engine: CriticEngine, version: Version) -> None:
     """Add values to each step's groups, by the critic's version of that step, in the pieces that training uses, until the run
     stops."""
+    queue, shape = context.queue, context.shape
     for step in itertools.count(version.number):
         await version.reaches(step)
-        if not await ledger.may_start(VALUES_TASK, step):
+        if not await context.ledger.may_start(VALUES_TASK, step):
             return
         while (leased := await queue.lease(VALUES_TASK, Want(step=step))) is not None:
             batch = leased.batch
             prompt_ids, response_ids = batch.ragged("prompt_ids")[0], batch.ragged("response_ids")
             of_group = {"step": step, "version": version.number, "group": int(batch.groups[0])}
-            with spans.busy(VALUES_TASK, **of_group, rows=len(batch), tokens=len(response_ids.values)):
+            with context.spans.busy(VALUES_TASK, **of_group, rows=len(batch), tokens=len(response_ids.values)):
                 cut = pieces(len(batch), shape.rows_per_micro_batch)
                 values = [await engine.values(prompt_ids, response_ids.take(piece)) for piece in cut]
             await queue.complete(leased.lease, token_outputs(batch, VALUES_COLUMN, values))
 
 
 async def train_critic(
-    queue: TransferQueueClient,
-    ledger: LedgerService,
-    schedule: Schedule,
-    engine: CriticEngine,
-    critic: Critic,
-    shape: Shape,
-    spans: Recorder,
-    fingerprints: FingerprintLog,
-    keeper: Keeper,
-    version: Version,
+    context: LoopContext, engine: CriticEngine, critic: Critic, fingerprints: FingerprintLog, keeper: Keeper, version: Version
 ) -> int:
     """Train the critic, as `train` trains the policy, without publishing. Returns the version of the weights."""
+    ledger, spans = context.ledger, context.spans
     for step in itertools.count(version.number):
         spans.waiting("batch")
         may_start = await ledger.may_start(UPDATE_TASK, step)
@@ -90,8 +78,8 @@ async def train_critic(
             return step
         spans.waiting("rows")
         compute = partial(engine.forward_backward, objective=critic)
-        async with Rounds(queue, ledger, schedule, critic, shape, 0, step, {}, UPDATE_TASK) as rounds:
-            updates = await update(rounds, ledger, engine, critic, compute, spans, fingerprints)
+        async with Rounds(context, critic, 0, step, {}, UPDATE_TASK) as rounds:
+            updates = await update(rounds, engine, critic, compute, fingerprints)
         if not updates:
             return step
         await fingerprints.step(step, engine)

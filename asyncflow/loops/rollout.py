@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncflow.control.policy_versions import PolicyVersions, Target
-from asyncflow.control.schedule import Schedule
+from asyncflow.control.policy_versions import Target
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import Response, RolloutEngine
 from asyncflow.loops.algorithm1 import Producer, produce
-from asyncflow.loops.samples import EVALUATE_TASK, GroupRequest, Shape, requests
-from asyncflow.rewards.base import Sample, Score
-from asyncflow.telemetry.spans import Recorder
-from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.loops.context import LoopContext, ResponseScoring
+from asyncflow.loops.samples import EVALUATE_TASK, GroupRequest, requests
+from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.leases import Want
-from asyncflow.types import Array
 from asyncflow.weight_sync.base import WeightReceiver, WeightSyncError
 
 if TYPE_CHECKING:
@@ -58,25 +55,18 @@ class Rollout:
 
     def __init__(
         self,
-        queue: TransferQueueClient,
-        versions: PolicyVersions,
-        schedule: Schedule,
+        context: LoopContext,
         engine: RolloutEngine,
         receiver: WeightReceiver,
         original: Callable[[], Mapping[str, Tensor]],
-        score: Callable[[Sample], Awaitable[Score]] | None,
-        decode: Callable[[Array], str],
-        shape: Shape,
-        spans: Recorder,
-        keep_sample: Callable[[Mapping[str, Any]], None],
+        scoring: ResponseScoring,
         task: str = "rollout",
     ) -> None:
-        """`original()` are the tensors of the worker's own files. Without `score`, rewards are another task's. `task`: whose groups
-        are taken."""
-        self._queue, self._versions, self._schedule = queue, versions, schedule
+        """`original()` are the tensors of the worker's own files. `task`: whose groups are taken."""
+        self._queue, self._versions, self._schedule = context.queue, context.versions, context.schedule
         self._engine, self._receiver, self._original = engine, receiver, original
-        self._shape, self._spans, self._task = shape, spans, task
-        self._producer = Producer(queue, engine, score, decode, shape, self._responded, self._scored, keep_sample)
+        self._shape, self._spans, self._task = context.shape, context.spans, task
+        self._producer = Producer(context.queue, engine, scoring, context.shape, self._responded, self._scored)
         self._share = 0  # rows of a step, by what `PolicyVersions` last said: which of how many workers this one is
         self._installed = 0
         self._is_installing = True  # until `PolicyVersions` has said which version to begin with

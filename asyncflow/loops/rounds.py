@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncflow.algorithms.base import ModelObjective
-from asyncflow.control.ledger import LedgerService
+from asyncflow.control.ledger import LedgerService, StepTotals
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
-from asyncflow.loops.samples import Shape, check_interval, consumed, left_out, micro_batches, scored_group
+from asyncflow.loops.context import LoopContext
+from asyncflow.loops.samples import check_interval, consumed, left_out, micro_batches, scored_group
 from asyncflow.telemetry.fingerprints import StepLog
-from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Advantages, RunError
@@ -89,18 +89,16 @@ class Rounds:
 
     def __init__(
         self,
-        queue: TransferQueueClient,
-        ledger: LedgerService,
-        schedule: Schedule,
+        context: LoopContext,
         objective: ModelObjective,
-        shape: Shape,
         rank: int,
         step: int,
         put_aside: dict[int, Leased],
         task: str = "train",
     ) -> None:
         """`put_aside`: complete groups of later steps, where those may come first."""
-        self._queue, self._ledger, self._schedule, self._objective, self._shape = queue, ledger, schedule, objective, shape
+        self._queue, self._ledger, self._schedule = context.queue, context.ledger, context.schedule
+        self._shape, self._spans, self._objective = (shape := context.shape), context.spans, objective
         self.task, self.step, self.num_updates = task, step, shape.num_updates
         self._rank, self._put_aside = rank, put_aside
         self._skips = shape.skips_zero_advantages and objective.is_zero_without_advantages
@@ -149,22 +147,26 @@ class Rounds:
             self._beside.create_task(self._ledger.consume(self.step, figures, self.task, self._update))
 
     @contextmanager
-    def computing(self, current: Round, spans: Recorder) -> Iterator[None]:
+    def computing(self, current: Round) -> Iterator[None]:
         """Show the round in the lane; where it has several groups, record a span for each of them as well."""
-        began, groups = spans.clock(), [work.leased.lease.groups[0].group for work in current.works]
+        began, groups = self._spans.clock(), [work.leased.lease.groups[0].group for work in current.works]
         rows = [len(work.leased.batch) for work in current.works]
         tokens = sum(piece.logical_tokens for piece in current.micro_batches)
         of_one, of_step = {"group": groups[0]} if len(groups) == 1 else {}, {"step": self.step, "version": self.step}
         name = "forward_backward" if self.task == "train" else self.task
-        with spans.busy(name, **of_step, rows=sum(rows), tokens=tokens, **of_one):
+        with self._spans.busy(name, **of_step, rows=sum(rows), tokens=tokens, **of_one):
             yield
         for group, of_group in zip(groups, rows, strict=True) if not of_one else ():
-            spans.beside("train_group", began, **of_step, group=group, rows=of_group)
+            self._spans.beside("train_group", began, **of_step, group=group, rows=of_group)
 
-    def updating(self, spans: Recorder) -> AbstractContextManager[None]:
+    async def totals(self, update: int) -> StepTotals | None:
+        """Totals of one of the step's updates, when all of it is trained; None: the run is stopping."""
+        return await self._ledger.totals(self.step, self.task, update)
+
+    def updating(self) -> AbstractContextManager[None]:
         """The lane shows the optimiser's step."""
         name = "optim_step" if self.task == "train" else f"{self.task}_optim_step"
-        return spans.busy(name, step=self.step, version=self.step)
+        return self._spans.busy(name, step=self.step, version=self.step)
 
     async def acknowledge(self) -> None:
         """The step is final: what was taken of it is done."""

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
-from asyncflow.control.ledger import LedgerService
 from asyncflow.engines.base import LogProbEngine
+from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.samples import Shape, kept_sample, pieces, reference_outputs, reward_outputs, samples_of
 from asyncflow.loops.score_batching import why_failed
 from asyncflow.rewards.base import RewardFailure, Sample, Score
-from asyncflow.telemetry.spans import Recorder, SharedLane
-from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import Array, Batch, GroupMeta
+from asyncflow.telemetry.spans import SharedLane
+from asyncflow.transfer_queue.client import Leased
+from asyncflow.types import Batch, GroupMeta
 
 Work = Callable[[Leased], Awaitable[tuple[Batch | None, Mapping[int, Exception]]]]
 """What a task does to a group: the columns that it adds, and why rows have failed, by row."""
 
 
-async def serve(
-    task: str, queue: TransferQueueClient, ledger: LedgerService, work: Work, spans: Recorder, *, at_once: int = 1
-) -> None:
+async def serve(task: str, context: LoopContext, work: Work, *, at_once: int = 1) -> None:
     """Work on the task's leases until it is closed or the run is stopping; on `at_once` leases side by side."""
-    free, lane = asyncio.Semaphore(at_once), SharedLane(spans)
+    free, lane, queue = asyncio.Semaphore(at_once), SharedLane(context.spans), context.queue
 
     async def work_on(leased: Leased) -> None:
         meta, rows, tokens = leased.lease.groups[0], len(leased.batch), len(leased.batch.ragged("response_ids").values)
@@ -50,12 +47,12 @@ async def serve(
                 return
             meta = leased.lease.groups[0]
             lane.waiting("batch")
-            if meta.purpose == "train" and not await ledger.may_start(task, meta.step):
+            if meta.purpose == "train" and not await context.ledger.may_start(task, meta.step):
                 return
             under_way.create_task(work_on(leased))
 
 
-def refer(engine: LogProbEngine, shape: Shape) -> Work:
+def reference(engine: LogProbEngine, shape: Shape) -> Work:
     """Adds the reference's log-probs, computed in the pieces that training will use, so that the bits are those of `fused`."""
 
     async def work(leased: Leased) -> tuple[Batch, Mapping[int, Exception]]:
@@ -67,13 +64,10 @@ def refer(engine: LogProbEngine, shape: Shape) -> Work:
     return work
 
 
-def reward(
-    score: Callable[[Sample], Awaitable[Score]],
-    decode: Callable[[Array], str],
-    keep_sample: Callable[[Mapping[str, Any]], None],
-    shape: Shape,
-) -> Work:
+def reward(scoring: ResponseScoring, shape: Shape) -> Work:
     """Adds rewards, the rows of a group scored side by side."""
+    score = scoring.score
+    assert score is not None, "this task scores"
 
     async def work(leased: Leased) -> tuple[Batch | None, Mapping[int, Exception]]:
         scores: dict[int, Score] = {}
@@ -85,10 +79,10 @@ def reward(
             except RewardFailure as failure:  # it fails its row; it does not become a 0
                 failures[row] = failure
             else:
-                keep_sample(kept_sample(meta, row, sample, scores[row]))
+                scoring.keep_sample(kept_sample(meta, row, sample, scores[row]))
 
         async with asyncio.TaskGroup() as rows:
-            for each in samples_of(leased, decode):
+            for each in samples_of(leased, scoring.decode):
                 rows.create_task(score_row(*each))
         return (reward_outputs(scores, shape.group_bits, has_parts=shape.has_reward_parts) if scores else None), failures
 

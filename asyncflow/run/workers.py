@@ -17,11 +17,12 @@ from asyncflow.control.modes import Periodic
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.loops.algorithm1 import publish, train
+from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.critic import Version, add_values, train_critic
 from asyncflow.loops.evaluation import position_of
 from asyncflow.loops.rollout import Rollout
 from asyncflow.loops.samples import EVALUATE_TASK
-from asyncflow.loops.tasks import refer, reward, serve
+from asyncflow.loops.tasks import reference, reward, serve
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected
 from asyncflow.run.engines import (
@@ -88,21 +89,9 @@ async def roll_out(
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
     run.reporter.why_not_deterministic = engine.why_not_deterministic
     await run.reporter.flush()  # what a checkpoint holds depends on it
-    loop = Rollout(
-        run.queue,
-        run.versions,
-        schedule,
-        engine,
-        receiver,
-        original,
-        score if run.config.reward.place == "rollout" else None,
-        decode,
-        shape,
-        run.reporter.recorder,
-        _sample_filter(run),
-        task,
-    )
-    await loop.run()
+    context = replace(loop_context(run), schedule=schedule, shape=shape)
+    by_worker = ResponseScoring(score if run.config.reward.place == "rollout" else None, decode, _sample_filter(run))
+    await Rollout(context, engine, receiver, original, by_worker, task).run()
     run.reporter.recorder.waiting("stop")
     await receiver.close()
     await engine.close()
@@ -145,9 +134,9 @@ async def reward_worker(name: str, run_dir: Path) -> None:
 
 async def score_groups(run: RunConnection, score: Callable[[Sample], Awaitable[Score]], decode: Callable[[Array], str]) -> None:
     """A reward worker's work, with what was built for it."""
-    work = reward(score, decode, _sample_filter(run), run.shape)
+    work = reward(ResponseScoring(score, decode, _sample_filter(run)), run.shape)
     at_once = run.config.reward.num_workers + 1  # of each lease there is a row at least: every process has one, and another waits
-    await serve("reward", run.queue, run.ledger, work, run.reporter.recorder, at_once=at_once)
+    await serve("reward", loop_context(run), work, at_once=at_once)
     run.reporter.recorder.waiting("stop")
 
 
@@ -205,20 +194,7 @@ async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSen
         FingerprintLog(run_dir / fingerprints_file(rank) if has_log else None),
         BatchLog(run_dir, run.config.telemetry.keep_batches, rank=rank, first=first),
     )
-    version = await train(
-        run.queue,
-        run.ledger,
-        run.versions,
-        schedule_of(run),
-        engine,
-        make_algorithm(run.config),
-        sender,
-        run.shape,
-        run.reporter.recorder,
-        fingerprints,
-        saving,
-        first,
-    )
+    version = await train(loop_context(run), engine, make_algorithm(run.config), sender, fingerprints, saving, first)
     await saving.save(version)
     return saving
 
@@ -245,7 +221,7 @@ async def reference_worker(name: str, run_dir: Path) -> None:
 
 async def add_log_probs(run: RunConnection, engine: LogProbEngine) -> None:
     """A reference worker's work, with what was built for it, which is closed at the end."""
-    await serve("reference", run.queue, run.ledger, refer(engine, run.shape), run.reporter.recorder)
+    await serve("reference", loop_context(run), reference(engine, run.shape))
     run.reporter.recorder.waiting("stop")
     await engine.close()
 
@@ -279,12 +255,16 @@ async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving
             await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)
     fingerprints = FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS if run.config.telemetry.fingerprints else None)
     version = Version(first)
-    async with background(add_values(run.queue, run.ledger, engine, run.shape, lane, version)):
-        reached = await train_critic(
-            run.queue, run.ledger, schedule_of(run), engine, critic, run.shape, lane, fingerprints, saving, version
-        )
+    context = replace(loop_context(run), spans=lane)
+    async with background(add_values(context, engine, version)):
+        reached = await train_critic(context, engine, critic, fingerprints, saving, version)
     await saving.save(reached)
     return saving, reached
+
+
+def loop_context(run: RunConnection) -> LoopContext:
+    """Context of the worker's loops."""
+    return LoopContext(run.queue, run.ledger, run.versions, schedule_of(run), run.shape, run.reporter.recorder)
 
 
 def _sample_filter(run: RunConnection) -> Callable[[Mapping[str, Any]], None]:

@@ -14,6 +14,7 @@ from asyncflow.control.ledger import StepTotals
 from asyncflow.engines.base import OptimResult, Response
 from asyncflow.loops import score_batching
 from asyncflow.loops.algorithm1 import Producer, apply, produce
+from asyncflow.loops.context import ResponseScoring
 from asyncflow.loops.samples import GroupRequest, Shape
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.types import Batch
@@ -100,7 +101,9 @@ async def produced(queue: Queue) -> list[Mapping[str, Any]]:
     kept: list[Mapping[str, Any]] = []
     shape = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1, 1)
     engine: Any = SimpleNamespace(generate=three_responses)
-    by = Producer(queue, engine, score_of, lambda ids: "", shape, lambda response: None, lambda: None, kept.append)  # type: ignore[arg-type]
+    client: Any = queue
+    scoring = ResponseScoring(score_of, lambda ids: "", kept.append)
+    by = Producer(client, engine, scoring, shape, lambda response: None, lambda: None)
     leased: Any = SimpleNamespace(lease=None)
     request = GroupRequest(meta(1, size=3), [4, 5, 6], np.arange(2), {}, 1.0)
     await asyncio.wait_for(produce(by, leased, request, lambda: None), 5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncflow.loops.context import LoopContext
 from asyncflow.loops.critic import VALUES_TASK, Version, add_values
 from asyncflow.loops.samples import VALUES_COLUMN, Shape
 from asyncflow.telemetry.spans import Recorder, Span
@@ -56,7 +57,9 @@ async def test_the_values_of_a_step_wait_for_the_critics_version_of_that_number(
     ledger: Any = SimpleNamespace(may_start=may_start)
     client: Any = queue
     shape, recorder = Shape(1, 2, 1, 0, 1.0, 8, 1, 1, 1), Recorder("critic", partial(next, count()), spans.append)
-    adding = asyncio.create_task(add_values(client, ledger, engine, shape, recorder, version))
+    nobodys: Any = None
+    context = LoopContext(client, ledger, nobodys, nobodys, shape, recorder)
+    adding = asyncio.create_task(add_values(context, engine, version))
     await loop_turns()
     assert queue.values == {0: [[0.0], [0.0, 0.0]]}
     version.rise()

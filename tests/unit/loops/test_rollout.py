@@ -19,6 +19,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.loops import rollout
+from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.rollout import Rollout, share_of
 from asyncflow.loops.samples import Prompt, Shape, admission, schema
 from asyncflow.registry import build
@@ -128,10 +129,10 @@ class World:
         self._rewards = rewards
         self.shape = Shape(prompts, 2, BITS, 0, 1.0, 8, 2, 1, 1)
         recorder = Recorder(WORKER, lambda: 0.0, self.spans.append)
-        self.loop = Rollout(
-            self.client, self.versions, self.schedule, self.engine, self.receiver, lambda: {"of": 0}, self._score,
-            lambda ids: "", self.shape, recorder, lambda sample: None,
-        )  # fmt: skip
+        nobodys: Any = None
+        context = LoopContext(self.client, nobodys, self.versions, self.schedule, self.shape, recorder)
+        scoring = ResponseScoring(self._score, lambda ids: "", lambda sample: None)
+        self.loop = Rollout(context, self.engine, self.receiver, lambda: {"of": 0}, scoring)
 
     def _done(self, rows: list[int]) -> None:
         self.ledger.done("rollout", rows)

@@ -21,11 +21,12 @@ from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
+from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import Round, Rounds, Work, members
 from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder, Span
-from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
@@ -47,6 +48,12 @@ class World:
         self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
         self.client = self.queue.client()
         self.put_aside: dict[int, Leased] = {}
+
+    def context(self, shape: Shape | None = None, client: TransferQueueClient | None = None) -> LoopContext:
+        """A trainer's, without versions."""
+        nobodys: Any = None
+        recorder = Recorder("trainer/0", lambda: 0.0, lambda span: None)
+        return LoopContext(client or self.client, self.service, nobodys, self.schedule, shape or SHAPE, recorder)
 
     def _schema(self, lease_seconds: float) -> Schema:
         """Only training's leases expire."""
@@ -222,10 +229,10 @@ class Ranks:
     async def _train(self, rank: int) -> None:
         world = self.world
         client = world.queue.client()
-        rounds = Rounds(client, world.service, world.schedule, GRPO(), self.shape, rank, 0, {})
+        rounds = Rounds(replace(world.context(self.shape, client), spans=self.spans), GRPO(), rank, 0, {})
         async with rounds:
             async for current in rounds.of(0):
-                with rounds.computing(current, self.spans):
+                with rounds.computing(current):
                     await self.barrier.wait()  # as a collective would make them
                 self.trained[rank].append([work.leased.lease.groups[0].group for work in current.works])
                 assert len(current.micro_batches) == len(current.works)
@@ -260,7 +267,7 @@ async def test_a_rank_holds_nothing_back_that_the_others_would_wait_for() -> Non
     """What is leased is offered, and for what is not the others are asked first."""
     async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
         await world.admit(1)
-        first, second = (Rounds(world.client, world.service, world.schedule, GRPO(), SHAPE, rank, 0, {}) for rank in range(2))
+        first, second = (Rounds(world.context(), GRPO(), rank, 0, {}) for rank in range(2))
         async with first:
             await world.complete(0, 1)
             assert world.queue.controllers["train"].table.counts()["ready"] == 1
@@ -353,7 +360,7 @@ def test_of_an_update_without_advantages_one_is_computed_and_told_of_as_if_it_ha
 async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
     async with a_world(Bounded(max_staleness=2)) as world:
         await world.admit(2)
-        rounds = Rounds(world.client, world.service, Synchronous(), GRPO(), SHAPE, 0, 1, {})
+        rounds = Rounds(replace(world.context(), schedule=Synchronous()), GRPO(), 0, 1, {})
 
         async def train() -> None:
             async with rounds:
@@ -398,7 +405,7 @@ class Counted(GRPO):
 async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
     async with a_world(Bounded(max_staleness=2)) as world:
         await world.admit(1)
-        turns_of = Rounds(world.client, world.service, world.schedule, Counted(), SHAPE, 0, 0, {})
+        turns_of = Rounds(world.context(), Counted(), 0, 0, {})
         trained: list[float] = []
 
         async def train() -> None:
@@ -420,7 +427,7 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
     shape = replace(SHAPE, epochs=2, mini_batches=2)
     async with a_world(Bounded(max_staleness=2), epochs=2, mini_batches=2) as world:
         await world.admit(1)
-        turns_of = Rounds(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        turns_of = Rounds(world.context(shape), GRPO(), 0, 0, {})
         trained: list[list[int]] = [[], [], [], []]
         asked: list[str] = []
 
@@ -459,7 +466,7 @@ async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> 
         async def train(rank: int) -> None:
             await asyncio.sleep(rank * late)
             client = world.queue.client()
-            turns_of = Rounds(client, world.service, world.schedule, GRPO(), shape, rank, 0, {})
+            turns_of = Rounds(world.context(shape, client), GRPO(), rank, 0, {})
             async with turns_of:
                 for number in range(2):
                     async for current in turns_of.of(number):
@@ -479,7 +486,7 @@ async def test_who_waits_for_its_part_is_not_waited_for_when_the_run_stops() -> 
     async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
         await world.admit(1, each=4)
         await world.complete(*range(4))
-        turns_of = Rounds(world.client, world.service, world.schedule, GRPO(), shape, 0, 0, {})
+        turns_of = Rounds(world.context(shape), GRPO(), 0, 0, {})
         async with turns_of:
             await loop_turns()
             assert world.queue.controllers["train"].table.counts()["leased"] == 1  # one ahead of the other rank, and no more

@@ -18,8 +18,9 @@ from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import Response
+from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.samples import Prompt, Shape, admission, outputs, schema
-from asyncflow.loops.tasks import Work, refer, reward, serve
+from asyncflow.loops.tasks import Work, reference, reward, serve
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased
@@ -40,7 +41,7 @@ class World:
     """A queue in which rollout is done by hand."""
 
     def __init__(self, schedule: Schedule, task: str, **others: bool) -> None:
-        self.task, self.dead, self.spans = task, list[DeadRow](), list[Span]()
+        self.schedule, self.task, self.dead, self.spans = schedule, task, list[DeadRow](), list[Span]()
         self.ledger = Ledger(BITS, TaskPlan(("rollout", task)))
         flags = {f"has_{task}_task": True, **others}
         callbacks: dict[str, Any] = {
@@ -52,6 +53,10 @@ class World:
         self.service = LedgerService(self.ledger, schedule, books, signal, lambda purpose, step: None)
         self.client = self.queue.client()
         self.recorder = Recorder(task, partial(next, itertools.count(0.0)), self.spans.append)
+
+    def context(self) -> LoopContext:
+        nobodys: Any = None
+        return LoopContext(self.client, self.service, nobodys, self.schedule, SHAPE, self.recorder)
 
     def _done(self, task: str, rows: list[int]) -> None:
         self.service.done(task, rows)
@@ -87,7 +92,7 @@ async def serving(
 ) -> AsyncIterator[World]:
     world = World(schedule or Periodic(), task, **others)
     async with world.queue.running():
-        running = asyncio.create_task(serve(task, world.client, world.service, work, world.recorder, at_once=at_once))
+        running = asyncio.create_task(serve(task, world.context(), work, at_once=at_once))
         await loop_turns()
         yield world
         assert not running.done()
@@ -106,7 +111,7 @@ def scored(kept: list[Mapping[str, Any]], fails: Mapping[str, int] | None = None
             raise RewardFailure("raised", f"the grader's own bug with {sample.response}")
         return Score(float(len(sample.response.split())), ())
 
-    return reward(score, decode, kept.append, SHAPE)
+    return reward(ResponseScoring(score, decode, kept.append), SHAPE)
 
 
 def decode(ids: Array) -> str:
@@ -155,7 +160,7 @@ async def test_what_no_scorer_has_anything_to_say_about_is_left_out_and_not_trie
             raise RewardFailure("skipped", "nothing to say")
         return Score(1.0, ())
 
-    async with serving("reward", reward(score, decode, lambda line: None, SHAPE)) as world:
+    async with serving("reward", reward(ResponseScoring(score, decode, lambda line: None), SHAPE)) as world:
         await world.admit(meta(0))
         await world.generate(0, 1, 2)
         assert world.dead == [DeadRow(0, 1, "skipped: nothing to say")] and asked.count("1 2") == 1
@@ -173,7 +178,7 @@ async def test_whoever_computes_a_group_in_pieces_sees_the_rows_that_training_wi
             raise RewardFailure("skipped", "nothing to say")
         return Score(1.0, ())
 
-    work = reward(score, decode, lambda line: None, SHAPE)
+    work = reward(ResponseScoring(score, decode, lambda line: None), SHAPE)
     async with serving("reward", work, has_reference_task=task == "reference", has_critic=task == "values") as world:
         await world.admit(meta(0))
         await world.generate(0, 1, 2)
@@ -253,7 +258,7 @@ class Frozen:
 
 async def test_the_reference_is_computed_for_complete_training_groups_in_the_pieces_of_training() -> None:
     engine = Frozen()
-    async with serving("reference", refer(engine, SHAPE)) as world:
+    async with serving("reference", reference(engine, SHAPE)) as world:
         await world.admit(meta(1), meta(7, purpose="eval"))
         await world.generate(4, 5)
         assert engine.pieces == []  # it takes whole groups

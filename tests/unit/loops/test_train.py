@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -23,7 +24,7 @@ from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.types import TensorSpec, WeightSource, first_error
 from asyncflow.weight_sync.base import Manifest, WeightSender, WeightSyncError
 from tests.builders import loop_turns
-from tests.unit.loops.test_rounds import SHAPE, World, a_world
+from tests.unit.loops.test_rounds import World, a_world
 
 
 class Weights:
@@ -57,9 +58,9 @@ class Run:
         self.may_gather = asyncio.Event() if gathers else None
         self.now, self.spans = 0.0, list[Span]()
         self.recorder = Recorder("trainer/0", lambda: self.now, self.spans.append)
-        parts = cast(TrainEngine, self), GRPO(), cast(WeightSender, Sender(self)), SHAPE
-        services = world.client, world.service, cast(PolicyVersions, Noted(self)), world.schedule
-        self.training = asyncio.create_task(train(*services, *parts, self.recorder, FingerprintLog(None), self))
+        context = replace(world.context(), versions=cast(PolicyVersions, Noted(self)), spans=self.recorder)
+        parts = cast(TrainEngine, self), GRPO(), cast(WeightSender, Sender(self))
+        self.training = asyncio.create_task(train(context, *parts, FingerprintLog(None), self))
 
     async def begin_step(self) -> None:
         self.calls.append("begin")
