@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -43,35 +43,46 @@ def position_of(group: int, num_prompts: int) -> int:
     return (group - EVALUATION_GROUPS) % (2 * num_prompts)
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluationSettings:
+    """Settings of a run's evaluations."""
+
+    last_version: int
+    """Version that the run ends with; it is evaluated, and so is version 0."""
+    every_steps: int | None = None
+    """Versions between that are evaluated: every so many; None: none."""
+    samples: int = 1
+    """Responses to each prompt."""
+    temperature: float = 1.0
+    greedy: bool = True
+    """Whether there is a greedy response to each prompt, too."""
+    correct_from: float = 1.0
+    """Reward from which on a response is correct in pass@k."""
+
+
 class HeldOut:
     """Plan of a run's evaluations: which versions, on which prompts; and their figures.
 
-    Every prompt is one group of `samples` responses at `temperature`, and, if `greedy`, one group of one greedy response.
+    Every prompt is one group of `samples` responses at `temperature`, and, if `greedy`, one
+    group of one greedy response.
     """
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
+        settings: EvaluationSettings,
         *,
-        last_version: int,
-        every_steps: int | None,
-        samples: int,
-        temperature: float,
-        greedy: bool,
-        correct_from: float = 1.0,
         on_row: Callable[[Row], None],
         done: Collection[int] = (),
     ) -> None:
-        """`correct_from`: the reward from which on a response is correct in pass@k.
-
-        `done`: versions that an earlier attempt of the run has evaluated, or of which nobody has the weights any more.
-        """
+        """`done`: versions that an earlier attempt of the run has evaluated, or of which nobody has the weights any more."""
         self._unscored: Counter[int] = Counter()  # rows that were given up, by group
         self.latest: dict[str, list[Responses]] = {}
         """Of the evaluation that was finished last, by kind, each prompt's responses, in the prompts' order."""
-        self._correct_from = correct_from
-        self._prompts, self._last_version, self._every_steps = list(prompts), last_version, every_steps
-        self._samples, self._temperature, self._greedy, self._on_row = samples, temperature, greedy, on_row
+        self._correct_from = settings.correct_from
+        self._prompts, self._last_version, self._every_steps = list(prompts), settings.last_version, settings.every_steps
+        self._samples, self._greedy = settings.samples, settings.greedy
+        self._temperature, self._on_row = settings.temperature, on_row
         self._done = frozenset(done)
         self._num_left_out = 0  # since the last figures
 

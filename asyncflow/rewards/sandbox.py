@@ -18,6 +18,7 @@ import signal
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -167,38 +168,45 @@ class Worker(asyncio.SubprocessProtocol):
         guard.kill_sessions({self.pid})
 
 
+@dataclass(frozen=True, slots=True)
+class RewardLimits:
+    """Limits of a process that scores."""
+
+    deadline_seconds: float
+    """For one sample, from the moment a worker takes it up."""
+    memory_bytes: int
+    """Bytes that scoring may add to a worker's address space."""
+    output_bytes: int = 1 << 20
+    """Bytes that scoring a sample may print, and write to a file."""
+    start_seconds: float = 60.0
+    """For importing and building the scorers."""
+
+
 class RewardPool:
     """Several processes, each with the same scorers. Use it from one event loop, in a thread that lives as long as the pool."""
 
     def __init__(
         self,
         parts: Sequence[RewardPart],
+        limits: RewardLimits,
         *,
         num_workers: int,
-        deadline_seconds: float,
-        memory_bytes: int,
         name: str,
-        output_bytes: int = 1 << 20,
-        start_seconds: float = 60.0,
         prompt_column: str | None = None,
         prompt_template: str | None = None,
     ) -> None:
-        """`parts`: what a reward is the weighted sum of.
-
-        `deadline_seconds`: for one sample, from the moment a worker takes it up. `memory_bytes`: what scoring may add to a worker's
-        address space. `output_bytes`: what scoring a sample may print, and write to a file. `start_seconds`: for importing and
-        building the scorers. `prompt_column`, `prompt_template`: what makes a prompt, where `data` says it. Raises `UserError`
-        for a scorer's path of another shape, no parts, or no workers.
+        """`parts`: what a reward is the weighted sum of. `prompt_column`, `prompt_template`: what makes a prompt, where `data` says
+        it. Raises `UserError` for a scorer's path of another shape, no parts, or no workers.
         """
         if num_workers < 1 or not parts:
             raise UserError(f"reward pool {name!r} needs at least one worker and one scorer, not {num_workers} and {len(parts)}")
         parts = [msgspec.structs.replace(part, scorer=_whole(part.scorer)) for part in parts]
         self.failures: Counter[str] = Counter()
         self._scorer = ", ".join(part.scorer for part in parts)
-        self._setup = frame(Setup(parts, deadline_seconds, memory_bytes, output_bytes, prompt_column, prompt_template))
+        seconds, memory_bytes, output_bytes = limits.deadline_seconds, limits.memory_bytes, limits.output_bytes
+        self._setup = frame(Setup(parts, seconds, memory_bytes, output_bytes, prompt_column, prompt_template))
         self._num_workers = num_workers
-        self._deadline_seconds = deadline_seconds
-        self._start_seconds = start_seconds
+        self._deadline_seconds, self._start_seconds = limits.deadline_seconds, limits.start_seconds
         self._name = name
         self._guard: asyncio.subprocess.Process | None = None
         self._workers: set[Worker] = set()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from asyncflow.control.modes import Periodic
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.worker_pool import WorkerPool
-from asyncflow.loops.evaluation import EVALUATORS, Evaluations, EvaluatorsProgress, HeldOut, Row, evaluate
+from asyncflow.loops.evaluation import EVALUATORS, Evaluations, EvaluationSettings, EvaluatorsProgress, HeldOut, Row, evaluate
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.run.context import RunContext
 from asyncflow.run.record import RunRecord
@@ -79,12 +79,14 @@ class Evaluating:
         lost = {v for v in range(first) if v not in again or v < oldest}
         held_out = HeldOut(
             prompts,
-            last_version=config.run.steps,
-            every_steps=config.eval.every_steps,
-            samples=config.eval.samples_per_prompt,
-            temperature=config.rollout.temperature,
-            greedy=config.eval.greedy,
-            correct_from=config.eval.correct_from,
+            EvaluationSettings(
+                last_version=config.run.steps,
+                every_steps=config.eval.every_steps,
+                samples=config.eval.samples_per_prompt,
+                temperature=config.rollout.temperature,
+                greedy=config.eval.greedy,
+                correct_from=config.eval.correct_from,
+            ),
             on_row=self._evaluated,
             done=self._written | lost,
         )

@@ -26,7 +26,7 @@ from asyncflow.loops.samples import SELECT_TASK, Shape, schema
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
-from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.rewards.sandbox import RewardLimits, RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.sampler.checks import check_sampler
@@ -307,10 +307,8 @@ def reward_pool(config: Config, name: str) -> RewardPool:
     ]
     return RewardPool(
         parts,
+        RewardLimits(reward.deadline_seconds, reward.memory_bytes, reward.output_bytes),
         num_workers=reward.num_workers,
-        deadline_seconds=reward.deadline_seconds,
-        memory_bytes=reward.memory_bytes,
-        output_bytes=reward.output_bytes,
         name=name,
         prompt_column=config.data.prompt_column,
         prompt_template=config.data.prompt_template,

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.checkpoint.folder import Checkpoints
-from asyncflow.config import CheckpointConfig, Config, dump
+from asyncflow.config import Config, dump
 from asyncflow.control.signal import Signal
 from asyncflow.data.order import SeededOrder
 from asyncflow.loops.admissions import Admissions
@@ -249,23 +249,20 @@ class Saving:
 
     def __init__(
         self,
+        config: Config,
         saves: Saves,
-        checkpoints: Checkpoints,
-        settings: CheckpointConfig,
         engine: Saved,
         spans: Recorder,
         *,
         first: int,
-        last: int,
         is_first: bool,
         part: str = TRAINER_DIR,
     ) -> None:
-        """Of a run from step `first` to step `last`. `is_first`: of the leaders, the one that talks with the driver. `part`: where
-        in a checkpoint the engine's state goes."""
-        self._part = part
-        self._saves, self._checkpoints, self._settings = saves, checkpoints, settings
-        self._engine, self._spans = engine, spans
-        self._last, self._is_first = last, is_first
+        """Of a run that begins with step `first`. `is_first`: of the leaders, the one that talks with the driver. `part`: where in
+        a checkpoint the engine's state goes."""
+        self._part, self._is_first = part, is_first
+        self._saves, self._engine, self._spans = saves, engine, spans
+        self._checkpoints, self._settings, self._last = checkpoints_of(config), config.checkpoint, config.run.steps
         self._saved = first
         self._writing: asyncio.Task[None] | None = None
 

@@ -38,7 +38,7 @@ from asyncflow.run.factories import make_algorithm, make_storage, shape_of_evalu
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
 from asyncflow.run.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
-from asyncflow.run.saving import Saving, checkpoints_of
+from asyncflow.run.saving import Saving
 from asyncflow.run.scoring import scoring
 from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.batches import BatchLog, StepLogs
@@ -175,17 +175,8 @@ async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSen
 
     Returns when the last checkpoint is staged; it is yet to be written.
     """
-    first, last, settings = run.job.first, run.config.run.steps, run.config.checkpoint
-    saving = Saving(
-        run.saves,
-        checkpoints_of(run.config),
-        settings,
-        engine,
-        run.reporter.recorder,
-        first=first,
-        last=last,
-        is_first=sender is not None,
-    )
+    first, spans = run.job.first, run.reporter.recorder
+    saving = Saving(run.config, run.saves, engine, spans, first=first, is_first=sender is not None)
     if run.job.checkpoint:
         await _go_on(run, engine, sender)
     rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
@@ -247,9 +238,8 @@ async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving
     """
     critic = make_algorithm(run.config).critic
     assert critic is not None, "the run has a critic worker"
-    first, last, lane = run.job.first, run.config.run.steps, SharedLane(run.reporter.recorder)
-    checkpoints, settings = checkpoints_of(run.config), run.config.checkpoint
-    saving = Saving(run.saves, checkpoints, settings, engine, lane, first=first, last=last, is_first=False, part=CRITIC_DIR)
+    first, lane = run.job.first, SharedLane(run.reporter.recorder)
+    saving = Saving(run.config, run.saves, engine, lane, first=first, is_first=False, part=CRITIC_DIR)
     if run.job.checkpoint:
         with lane.busy("load_state", version=first):
             await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)

@@ -114,7 +114,7 @@ def simulate_lives(
         for attempt, run_dir in enumerate(run_dirs):
             variant = _variant(config, seed, run_dir, {"every_steps": config.checkpoint.every_steps or 1})
             loop = VirtualLoop()
-            job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, resume=attempt > 0, audit=audit)
+            job = SimulatedJob(variant, costs or Costs(), faults, loop, None, keeps_report=False, audit=audit)
             audit = job.audit
             try:
                 _run(loop, job, ends[attempt] if attempt < len(ends) else None)
@@ -185,11 +185,10 @@ class SimulatedJob(Job):
         listener: Listener | None,
         *,
         keeps_report: bool,
-        resume: bool = False,
         audit: Audit | None = None,
     ) -> None:
-        """`audit`: of the attempts before this one."""
-        super().__init__(config, listener, resume=resume)
+        """`audit`: of the attempts before this one, which this one resumes."""
+        super().__init__(config, listener, resume=audit is not None)
         schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
         self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report

@@ -43,7 +43,7 @@ from asyncflow.engines.train.checks import check_deepspeed, model_fields
 from asyncflow.engines.train.gathered_state import GatheredState, loaded
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.causal_model import FrozenModel, load_module, recompute_activations
+from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions, load_module, recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
 from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
@@ -97,15 +97,8 @@ class DeepSpeedTraining:
         self._num_added = self._fill_tokens = 0
 
         frozen_dtype = getattr(torch, options.frozen_dtype or options.dtype)
-        frozen = partial(
-            FrozenModel,
-            model_path,
-            device=self._device,
-            dtype=frozen_dtype,
-            temperature=options.temperature,
-            chunk_tokens=options.log_prob_chunk_tokens,
-            offload=options.offload,
-        )
+        passes = PassOptions(frozen_dtype, options.temperature, options.log_prob_chunk_tokens)
+        frozen = partial(FrozenModel, model_path, passes, device=self._device, offload=options.offload)
         old_model = frozen() if options.old in OLD_MODELS else None
         reference = frozen() if options.has_reference else None
         self._models = TriModel(self._weights, options.old, old_model, reference, is_corrected=options.is_corrected)

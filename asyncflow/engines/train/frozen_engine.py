@@ -13,7 +13,7 @@ import torch
 
 from asyncflow.engines.base import FrozenOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.model.causal_model import FrozenModel
+from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, Ragged
 
@@ -21,19 +21,13 @@ from asyncflow.types import Array, Ragged
 class FrozenEngine:
     """`LogProbEngine` of a model that is not trained, on one device."""
 
-    def __init__(
-        self,
-        model_path: Path | str,
-        options: FrozenOptions,
-    ) -> None:
+    def __init__(self, model_path: Path | str, options: FrozenOptions) -> None:
         """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be computed here."""
         check_device(options.device, "train.device")
         self._model = FrozenModel(
             model_path,
+            PassOptions(getattr(torch, options.dtype), options.temperature, options.log_prob_chunk_tokens),
             device=options.device,
-            dtype=getattr(torch, options.dtype),
-            temperature=options.temperature,
-            chunk_tokens=options.log_prob_chunk_tokens,
             offload=options.offload,
         )
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))

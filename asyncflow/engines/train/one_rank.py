@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Tr
 from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
 from asyncflow.engines.train.device_weights import CopyStream, DeviceWeights
 from asyncflow.engines.train.model import micro_step
-from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions
 from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
@@ -44,13 +44,10 @@ class OneRank:
         self._is_to_check = options.check_shared_prompt
         self._device = options.device
         dtype, frozen_dtype = (getattr(torch, name) for name in (options.dtype, options.frozen_dtype or options.dtype))
-        computing: dict[str, Any] = {
-            "device": options.device,
-            "temperature": options.temperature,
-            "chunk_tokens": options.log_prob_chunk_tokens,
-        }
-        self.policy = CausalModel(model_path, dtype=dtype, recomputes=options.activation_checkpointing, **computing)
-        frozen = partial(FrozenModel, model_path, dtype=frozen_dtype, offload=options.offload, **computing)
+        passes = PassOptions(dtype, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
+        self.policy = CausalModel(model_path, passes, device=options.device)
+        passes = replace(passes, dtype=frozen_dtype, recomputes=False)
+        frozen = partial(FrozenModel, model_path, passes, device=options.device, offload=options.offload)
         old_model = frozen() if options.old in OLD_MODELS else None
         reference = frozen() if options.has_reference else None
         self.models = TriModel(self.policy, options.old, old_model, reference, is_corrected=options.is_corrected)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.loops.evaluation import HeldOut, Row, _without_score
+from asyncflow.loops.evaluation import EvaluationSettings, HeldOut, Row, _without_score
 from asyncflow.loops.samples import EVALUATION_GROUPS, Prompt
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.telemetry.accuracy import Responses
@@ -20,8 +20,9 @@ PROMPTS = [Prompt(np.arange(n + 1), {"question": str(n)}) for n in range(3)]
 
 def held_out(rows: list[Row] | None = None, **changes: Any) -> HeldOut:
     kept: list[Row] = [] if rows is None else rows
-    settings: dict[str, Any] = {"last_version": 10, "every_steps": None, "samples": 2, "temperature": 0.7, "greedy": True}
-    return HeldOut(changes.pop("prompts", PROMPTS), on_row=kept.append, **{**settings, **changes})
+    prompts, done = changes.pop("prompts", PROMPTS), changes.pop("done", ())
+    settings = EvaluationSettings(**{"last_version": 10, "samples": 2, "temperature": 0.7, **changes})
+    return HeldOut(prompts, settings, on_row=kept.append, done=done)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from asyncflow.rewards import REWARDS, processes
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score, weighted
 from asyncflow.rewards.fallback import with_fallback
-from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.rewards.sandbox import RewardLimits, RewardPool
 from tests.patience import patience
 
 # What a response says is run: the payload of a reward hacker. The grader keeps state of its own, too.
@@ -139,10 +139,8 @@ async def open_pool(tmp_path: Path) -> AsyncIterator[Open]:
         named = [RewardPart(p.name, path.get(p.scorer, p.scorer.replace("GRADER", str(file))), p.options, p.weight) for p in named]
         pool = RewardPool(
             named,
+            RewardLimits(seconds, 256 << 20, 10_000),
             num_workers=workers,
-            deadline_seconds=seconds,
-            memory_bytes=256 << 20,
-            output_bytes=10_000,
             name="test",
             **(data or {}),
         )

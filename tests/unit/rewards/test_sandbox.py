@@ -18,7 +18,7 @@ from asyncflow.cluster.fork_server import TITLE
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample
 from asyncflow.rewards.messages import TOKEN_BYTES, Scored, frame
-from asyncflow.rewards.sandbox import RewardPool, Worker
+from asyncflow.rewards.sandbox import RewardLimits, RewardPool, Worker
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
 
@@ -135,11 +135,9 @@ async def open_pool(scorer_file: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     async def open_pool(seconds: float = DEADLINE_SECONDS, workers: int = 1, path: str = "", **options: Any) -> Pool:
         pool = Pool(
             [RewardPart("test", path or f"{scorer_file}:Score", options)],
+            RewardLimits(seconds, MEMORY_BYTES, start_seconds=120.0),
             num_workers=workers,
-            deadline_seconds=seconds,
-            memory_bytes=MEMORY_BYTES,
             name="test",
-            start_seconds=120.0,
         )
         pools.append(pool)
         await pool.start()
@@ -385,7 +383,7 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
     path = path.format(file=scorer_file, exits=tmp_path / "exits.py", hangs=tmp_path / "hangs.py")
     seconds = 0.3 if "hangs" in path else 20.0
     parts = [RewardPart("test", path, options)]
-    pool = RewardPool(parts, num_workers=2, deadline_seconds=1, memory_bytes=MEMORY_BYTES, name="test", start_seconds=seconds)
+    pool = RewardPool(parts, RewardLimits(1, MEMORY_BYTES, start_seconds=seconds), num_workers=2, name="test")
     with pytest.raises(UserError, match=words) as caught:
         await pool.start()
     assert "\n" not in str(caught.value) and path in str(caught.value)
@@ -397,7 +395,7 @@ async def test_a_scorer_that_cannot_start_is_one_sentence(
 @pytest.mark.parametrize("path", ["final_answer", ":Name", "module:", ""])
 def test_a_path_without_a_name_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=r"package\.module:Name"):
-        RewardPool([RewardPart("test", path)], num_workers=1, deadline_seconds=1, memory_bytes=MEMORY_BYTES, name="test")
+        RewardPool([RewardPart("test", path)], RewardLimits(1, MEMORY_BYTES), num_workers=1, name="test")
 
 
 async def test_a_scorer_that_is_gone_ends_the_pool_for_all_who_wait(
@@ -432,11 +430,11 @@ async def test_close_leaves_no_process_and_nobody_waiting(open_pool: Open) -> No
 PARENT = """
 import asyncio, json, sys
 from asyncflow.rewards.base import RewardPart, Sample
-from asyncflow.rewards.sandbox import RewardPool
+from asyncflow.rewards.sandbox import RewardLimits, RewardPool
 
 async def main(path, responses):
     parts = [RewardPart("test", path)]
-    pool = RewardPool(parts, num_workers=len(responses), deadline_seconds=60, memory_bytes=1 << 28, name="orphan")
+    pool = RewardPool(parts, RewardLimits(60, 1 << 28), num_workers=len(responses), name="orphan")
     await pool.start()
     await asyncio.gather(*(pool.score(Sample(prompt="", response=r, example={}, is_finished=True)) for r in responses))
 

@@ -16,7 +16,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.loops import evaluation
-from asyncflow.loops.evaluation import EVALUATORS, Evaluations, HeldOut
+from asyncflow.loops.evaluation import EVALUATORS, Evaluations, EvaluationSettings, HeldOut
 from asyncflow.registry import build
 from asyncflow.run.health import Health
 from asyncflow.transport import client_name
@@ -170,9 +170,7 @@ async def test_a_run_does_without_evaluators_once_the_last_version_is_evaluated(
     config = parse({"model": {"path": "none"}, "data": {"path": "none"}})
     signal, said, failures, none = Signal(), list[str](), list[RunError](), cast(Any, None)
     versions = PolicyVersions(build("schedule", "periodic", {}, SCHEDULES), none, signal, lambda: 0.0, WorkerPool(1, EVALUATORS))
-    plan = HeldOut(
-        [none], last_version=0, every_steps=None, samples=1, temperature=1.0, greedy=False, on_row=lambda row: None, done=done
-    )
+    plan = HeldOut([none], EvaluationSettings(last_version=0, greedy=False), on_row=lambda row: None, done=done)
     ledger: Any = SimpleNamespace(is_stopping=False)
     health = Health(context_of(config, signal, said, failures), [versions], none)
     await Evaluations(none, ledger, plan, versions, none, signal, log=said.append).run()

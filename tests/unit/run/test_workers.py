@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from asyncflow.config import dump, parse
-from asyncflow.loops.evaluation import HeldOut
+from asyncflow.loops.evaluation import EvaluationSettings, HeldOut
 from asyncflow.loops.samples import Prompt
 from asyncflow.run.connection import RunConnection, config_of
 from asyncflow.run.workers import _sample_filter
@@ -21,11 +21,7 @@ def test_of_every_evaluation_the_same_prompts_are_kept(greedy: bool) -> None:
     kept: list[dict[str, Any]] = []
     held_out = HeldOut(
         [Prompt(np.arange(2), {}) for _ in range(5)],
-        last_version=9,
-        every_steps=1,
-        samples=4,
-        temperature=1.0,
-        greedy=greedy,
+        EvaluationSettings(last_version=9, every_steps=1, samples=4, greedy=greedy),
         on_row=lambda row: None,
     )
     run = SimpleNamespace(

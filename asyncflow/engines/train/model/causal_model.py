@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,44 +34,52 @@ _LOADING = threading.Lock()  # a load changes global state of transformers: two 
 # P packed tokens, T response tokens, H hidden elements, V tokens of the vocabulary.
 
 
+@dataclass(frozen=True, slots=True)
+class PassOptions:
+    """Options of a model's forward and backward passes."""
+
+    dtype: torch.dtype
+    temperature: float
+    """Sampling temperature of the rollout, which logits are divided by."""
+    chunk_tokens: int
+    """Rows of logits that exist at a time, at most."""
+    recomputes: bool = False
+    """Whether each layer's activations are computed again in the backward pass."""
+
+
 class CausalModel:
     """Causal language model: its weights, and the device and dtype that its passes compute in."""
 
     def __init__(
         self,
         path: Path | str,
+        passes: PassOptions,
         *,
         device: str,
-        dtype: torch.dtype,
-        temperature: float,
-        chunk_tokens: int,
         weights_dtype: torch.dtype = torch.float32,
         weights_device: str | None = None,
-        recomputes: bool = False,
     ) -> None:
         """Load the model at `path` (Hugging Face format).
 
-        Its weights are kept in `weights_dtype` on `weights_device` (None: `device`), and every pass computes in `dtype` on
+        Its weights are kept in `weights_dtype` on `weights_device` (None: `device`), and every pass computes in `passes.dtype` on
         `device`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the same numbers as
-        a rollout engine of that dtype. Gradients are added to the kept weights. `temperature` is the rollout's sampling
-        temperature. At most `chunk_tokens` rows of logits exist at a time. `recomputes`: each layer's activations are computed
-        again in the backward pass.
+        a rollout engine of that dtype. Gradients are added to the kept weights.
 
         Raises:
             UserError: there is no such model, or it cannot be trained here.
         """
         self.module = load_module(path, weights_dtype).to(weights_device or device).eval()
-        self.chunk_tokens = chunk_tokens
-        self.device, self.dtype, self._temperature = torch.device(device), dtype, temperature
+        self.chunk_tokens = passes.chunk_tokens
+        self.device, self.dtype, self._temperature = torch.device(device), passes.dtype, passes.temperature
         # Each tied weight comes once, under the name that a checkpoint has it by.
         self.parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         head_VH = self.module.get_output_embeddings().weight
         self._head_name = next(name for name, parameter in self.parameters.items() if parameter is head_VH)
-        layers = self.module.base_model.layers if recomputes else []
+        layers = self.module.base_model.layers if passes.recomputes else []
         # Such a layer casts its weights itself, in each of its passes, so that the copies exist no longer than the pass.
         self._cast_by_layer = {id(parameter) for layer in layers for parameter in layer.parameters()}
         for layer in layers:
-            recompute_activations(layer, partial(_cast_parameters, layer, self.device, dtype))
+            recompute_activations(layer, partial(_cast_parameters, layer, self.device, passes.dtype))
 
     def hidden(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Hidden states [T, H] that predict the response tokens, and the output layer's weight [V, H] as a pass uses it.
@@ -112,22 +121,12 @@ class CausalModel:
 class FrozenModel(CausalModel):
     """Model that is not trained: an old policy, or the reference."""
 
-    def __init__(
-        self, path: Path | str, *, device: str, dtype: torch.dtype, temperature: float, chunk_tokens: int, offload: bool = False
-    ) -> None:
-        """Load the model as `CausalModel` does. Weights are kept in `dtype`.
+    def __init__(self, path: Path | str, passes: PassOptions, *, device: str, offload: bool = False) -> None:
+        """Load the model as `CausalModel` does. Weights are kept in `passes.dtype`.
 
         `offload`: keep them in host memory; each pass then copies them to the device.
         """
-        super().__init__(
-            path,
-            device=device,
-            dtype=dtype,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-            weights_dtype=dtype,
-            weights_device="cpu" if offload else device,
-        )
+        super().__init__(path, passes, device=device, weights_dtype=passes.dtype, weights_device="cpu" if offload else device)
         self.module.requires_grad_(False)
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from asyncflow.engines.train.model.causal_model import CausalModel
+from asyncflow.engines.train.model.causal_model import CausalModel, PassOptions
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.types import Array, Ragged, UserError
 
@@ -33,7 +33,7 @@ class ValueModel(CausalModel):
 
         Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
         """
-        super().__init__(path, device=device, dtype=dtype, temperature=1.0, chunk_tokens=1, recomputes=recomputes)
+        super().__init__(path, PassOptions(dtype, 1.0, 1, recomputes), device=device)
         prefix = self.module.base_model_prefix + "."
         self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
         size = self.module.config.hidden_size

@@ -29,6 +29,7 @@ from torch import Tensor
 from asyncflow.engines.base import EXCHANGE_SECONDS, MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model import micro_step
+from asyncflow.engines.train.model.causal_model import PassOptions
 from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_alike, pack_inert, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
@@ -186,16 +187,12 @@ class ManyRanks:
         self._model_path, self._chunk_tokens = model_path, options.log_prob_chunk_tokens
         self._is_to_check = options.check_shared_prompt
         dtype, frozen_dtype = (getattr(torch, name) for name in (options.dtype, options.frozen_dtype or options.dtype))
-        cut = partial(
-            ShardedModel, model_path, self.ranks, temperature=options.temperature, chunk_tokens=options.log_prob_chunk_tokens
-        )
+        passes = PassOptions(dtype, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
+        cut = partial(ShardedModel, model_path, self.ranks)
         is_exact = options.accumulate == "exact"
-        self._policy = cut(
-            dtype=dtype,
-            reduce_dtype=torch.float64 if is_exact and options.layout.dp > 1 else torch.float32,
-            recomputes=options.activation_checkpointing,
-        )
-        frozen = partial(cut, dtype=frozen_dtype, weights_dtype=frozen_dtype, is_offloaded=options.offload)
+        self._policy = cut(passes, reduce_dtype=torch.float64 if is_exact and options.layout.dp > 1 else torch.float32)
+        passes = replace(passes, dtype=frozen_dtype, recomputes=False)
+        frozen = partial(cut, passes, weights_dtype=frozen_dtype, is_offloaded=options.offload)
         old_model = frozen() if options.old in OLD_MODELS else None
         reference = frozen() if options.has_reference else None
         self.models = TriModel(self._policy, options.old, old_model, reference, is_corrected=options.is_corrected)

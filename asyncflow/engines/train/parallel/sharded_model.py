@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncflow.engines.train.model.causal_model import compute_buffers, empty_module, recompute_activations
+from asyncflow.engines.train.model.causal_model import PassOptions, compute_buffers, empty_module, recompute_activations
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed
 from asyncflow.engines.train.model.weight_files import WeightFiles
@@ -39,20 +39,16 @@ class ShardedModel:
         self,
         path: Path | str,
         ranks: Ranks,
+        passes: PassOptions,
         *,
-        dtype: torch.dtype,
-        temperature: float,
-        chunk_tokens: int,
         weights_dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype | None = None,
         is_offloaded: bool = False,
-        recomputes: bool = False,
     ) -> None:
         """Load the model at `path` (Hugging Face format), and keep this rank's part, in `weights_dtype`, in host memory if
         `is_offloaded`.
 
-        `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained. `recomputes`: a layer's
-        activations are made again in the backward pass. The rest is as in `CausalModel`.
+        `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained.
 
         Raises:
             UserError: there is no such model, or it cannot be trained here, or not under the layout.
@@ -62,13 +58,14 @@ class ShardedModel:
         files = WeightFiles(path)
         sources = _sources(module, files)
         files.check({sources[name]: spec.shape for name, spec in self.specs.items()})
-        self.device, self.dtype, self._temperature, self._chunk_tokens = ranks.device, dtype, temperature, chunk_tokens
+        self.device, self.dtype = ranks.device, passes.dtype
+        self._temperature, self._chunk_tokens = passes.temperature, passes.chunk_tokens
         self.hidden_size: int = module.config.hidden_size
         self.stage = cut_stage(module, ranks.pp_rank, ranks.layout.pp)
         if ranks.layout.tp > 1:
             shard_model(module, ranks.mesh["tp"], sequence_parallel=True)
         layers = [layer for layer in module.base_model.layers if next(layer.parameters(), None) is not None]
-        if recomputes:
+        if passes.recomputes:
             for layer in layers:
                 recompute_activations(layer)
         begins = {name: _begin(parameter, ranks) for name, parameter in module.named_parameters()}
@@ -78,7 +75,7 @@ class ShardedModel:
             self._root,
             self.units,
             ranks.mesh["dp"],
-            dtype=None if dtype == weights_dtype else dtype,
+            dtype=None if passes.dtype == weights_dtype else passes.dtype,
             reduce_dtype=reduce_dtype or weights_dtype,
             is_offloaded=is_offloaded and self.device.type != "cpu",
         )
