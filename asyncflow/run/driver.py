@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import ChainMap
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +50,7 @@ from asyncflow.run.resume import Resumed, as_prompt
 from asyncflow.run.saving import Saves
 from asyncflow.run.scaling import Devices
 from asyncflow.run_dir import KEY_FILE
+from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transport import Arena, Credentials, Server
@@ -126,20 +128,20 @@ class Driver:
         return TransferQueue(
             queue_schema(self.config),
             storages,
-            callbacks={task: self._callbacks(task) for task in (*tasks, EVALUATE_TASK)},
+            events={task: self._events(task) for task in (*tasks, EVALUATE_TASK)},
             unit_options=unit_options(self.config),
             credentials=self._credentials,
         )
 
-    def _callbacks(self, task: str) -> dict[str, Callable[..., None]]:
-        """Callbacks of a task's controller."""
+    def _events(self, task: str) -> TaskEvents:
+        """Events of a task, which the ledger hears of."""
         done = partial(self._done, "rollout" if task == EVALUATE_TASK else task)  # to the ledger it is the same
-        callbacks: dict[str, Callable[..., None]] = {"on_done": done, "on_dead": self._rows_failed}
+        events = TaskEvents(on_done=done, on_dead=self._rows_failed)
         if task == EVALUATE_TASK:
-            callbacks |= {"on_lost": self._lost, "on_change": self._signal.notify}
+            return replace(events, on_lost=self._lost, on_change=self._signal.notify)
         if task == "rollout":
-            callbacks |= {"on_lost": self._lost, "on_leased": self._begun, "on_change": self._signal.notify}
-        return callbacks
+            return replace(events, on_lost=self._lost, on_leased=self._begun, on_change=self._signal.notify)
+        return events
 
     def _make_ledger(self) -> Ledger:
         config, tasks = self.config, tasks_before_training(self.config)

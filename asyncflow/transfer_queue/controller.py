@@ -55,9 +55,23 @@ class _Parked:
     answer: asyncio.Future[Lease | None]
 
 
+@dataclass(frozen=True, slots=True)
+class TaskEvents:
+    """Events of a task, for whoever keeps the ledger; all are called in the controller's loop."""
+
+    on_done: Callable[[list[int]], None] = lambda rows: None
+    """Rows that have the task's outputs."""
+    on_dead: Callable[[list[DeadRow]], None] = lambda rows: None
+    """Rows that have failed for good."""
+    on_lost: Callable[[int, list[int]], None] = lambda unit, rows: None
+    """Rows whose outputs a unit has lost: they are done again."""
+    on_leased: Callable[[Lease, Want], None] = lambda lease, want: None
+    on_change: Callable[[], None] = lambda: None
+    """Requests have been looked at again."""
+
+
 class Controller:
-    """`on_done(rows)`, `on_dead(dead rows)`, `on_lost(unit, rows)` and `on_leased(lease, what was wanted)` tell whoever keeps the
-    books, in the controller's loop; `on_change()` says that requests have been looked at again.
+    """One task: its table of rows, its leases, and who waits for rows.
 
     A row that was done is told again if its unit dies in the middle of dropping it: it is there once more, done as it was.
     """
@@ -66,20 +80,17 @@ class Controller:
         self,
         task: str,
         schema: Schema,
+        events: TaskEvents | None = None,
         *,
         turn: int = 0,
-        on_done: Callable[[list[int]], None] = lambda rows: None,
-        on_dead: Callable[[list[DeadRow]], None] = lambda rows: None,
-        on_lost: Callable[[int, list[int]], None] = lambda unit, rows: None,
-        on_leased: Callable[[Lease, Want], None] = lambda lease, want: None,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """`turn`: of two controllers of one task, the one with the later turn serves it (`Directory.turn`)."""
+        events = events or TaskEvents()
         self.spec, self._schema = schema.task(task), schema
         self.table = Table(self.spec, schema, f"{turn:08d}-{uuid.uuid4().hex[:12]}")
         self._sampler = make_sampler(self.spec)
-        self.following = UnitSubscription(self.table, schema, self._heard, on_lost)
-        self._on_done, self._on_dead, self._on_leased, self._on_change = on_done, on_dead, on_leased, on_change
+        self.following = UnitSubscription(self.table, schema, self._heard, events.on_lost)
+        self._events = events
         self._parked: list[_Parked] = []
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = self._is_replaced = False
@@ -146,7 +157,7 @@ class Controller:
         """
         dead = self.table.fail(token, rows, error, _now(), is_final=is_final)
         if dead:
-            self._on_dead(dead)
+            self._events.on_dead(dead)
         self._serve()
         if dead:
             await self.following.bury(dead)
@@ -213,7 +224,7 @@ class Controller:
 
     def _heard(self, done: list[int]) -> None:
         if done:
-            self._on_done(done)
+            self._events.on_done(done)
         if self._parked:
             self._serve()
 
@@ -234,13 +245,13 @@ class Controller:
                     self._parked[i].answer.set_exception(error)
                     continue
                 self._parked[i].answer.set_result(lease)
-                self._on_leased(lease, wants[i][1])
+                self._events.on_leased(lease, wants[i][1])
             for request in self._parked:
                 if not request.answer.done() and self.table.has_nothing_left(request.want):
                     request.answer.set_result(None)
             self._prune()
         self._set_timer()
-        self._on_change()
+        self._events.on_change()
 
     def _give_back(self, token: Token) -> None:
         self.following.end_leases(self.table.give_back(token))

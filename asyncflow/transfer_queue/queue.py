@@ -15,14 +15,14 @@ import contextlib
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from asyncflow.run_dir import sync_folder
 from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.directory import Directory, Places
 from asyncflow.transfer_queue.metrics import prometheus_text
 from asyncflow.transfer_queue.notices import Superseded
@@ -43,7 +43,7 @@ class SnapshotManifest(msgspec.Struct):
 
 
 class TransferQueue:
-    """`callbacks`: by task, what its controller tells of: `on_done`, `on_dead` and so on (see `Controller`)."""
+    """Controllers and units of one process. `events`: by task."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TransferQueue:
         storages: Sequence[Storage],
         *,
         tasks: Sequence[str] | None = None,
-        callbacks: Mapping[str, Mapping[str, Callable[..., None]]] | None = None,
+        events: Mapping[str, TaskEvents] | None = None,
         unit_options: UnitOptions = AS_USUAL,
         patience_seconds: float = 60.0,
         credentials: Credentials | None = None,
@@ -75,7 +75,7 @@ class TransferQueue:
         )
         self.controllers: dict[str, Controller] = {}
         for name in [task.name for task in schema.tasks] if tasks is None else tasks:
-            self.controllers[name] = Controller(name, schema, turn=0, **(callbacks or {}).get(name, {}))
+            self.controllers[name] = Controller(name, schema, (events or {}).get(name))
             self._serve(f"controller/{name}", self.controllers[name])
         self.units: list[StorageUnit] = []
         for storage in storages:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.node import serve_controller, serve_unit
 from asyncflow.transfer_queue.queue import TransferQueue
@@ -47,8 +48,8 @@ async def hub(address: str, has_controllers: str, losses: str) -> None:
         with open(losses, "a") as file:
             file.write(json.dumps([task, unit, rows]) + "\n")
 
-    callbacks = {task.name: {"on_lost": lambda unit, rows, task=task.name: lost(task, unit, rows)} for task in SCHEMA.tasks}
-    queue = TransferQueue(SCHEMA, [], tasks=None if has_controllers == "yes" else [], callbacks=callbacks)
+    events = {task.name: TaskEvents(on_lost=lambda unit, rows, task=task.name: lost(task, unit, rows)) for task in SCHEMA.tasks}
+    queue = TransferQueue(SCHEMA, [], tasks=None if has_controllers == "yes" else [], events=events)
     async with queue.running():
         server = Server(queue.services, queue.abandon)
         await server.start(Path(address))

@@ -20,7 +20,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +31,7 @@ from asyncflow.cluster.clock import Deadlock, Process, VirtualLoop, current_proc
 from asyncflow.transfer_queue import client, directory, node, queue, unit
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.client import Leased
-from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.leases import Token
 from asyncflow.transfer_queue.notices import News, Superseded
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema, TaskSpec
@@ -638,7 +638,7 @@ def _masks(at: StorageUnit) -> dict[int, int]:
 class SimController(Controller):
     """A controller whose calls for the books go into the world's."""
 
-    def __init__(self, task: str, schema: Schema, **callbacks: Any) -> None:
+    def __init__(self, task: str, schema: Schema, events: TaskEvents | None = None, *, turn: int = 0) -> None:
         world, books, self.done = World.active, World.active.books, set[int]()
         self.epochs: dict[int, str] = {}
         self.named: set[int] = set()
@@ -654,7 +654,7 @@ class SimController(Controller):
             self.done.difference_update(rows)
             books.named[task].update(rows)
 
-        super().__init__(task, schema, on_done=on_done, on_lost=on_lost, **callbacks)
+        super().__init__(task, schema, replace(events or TaskEvents(), on_done=on_done, on_lost=on_lost), turn=turn)
         self._taken, self.following.take = self.following.take, self._take  # type: ignore[method-assign]
         world.controllers.append((current_process(), self))
 

@@ -62,7 +62,7 @@ class House:
         self.credentials = key if "tls" in way else None
         self.schema = options.pop("schema", None) or schema(options.pop("lease_seconds", 30.0))
         make: Callable[[int], Storage] = options.pop("storage", lambda number: MemoryStorage())
-        self.make_storage, self.callbacks = make, options.pop("callbacks", None)
+        self.make_storage, self.events = make, options.pop("events", None)
         self.options = UnitOptions(**options)  # of every unit
         self.storages = [make(number) for number in range(num_units)]
         self.address, self.num_doors = "", 0
@@ -73,7 +73,7 @@ class House:
             self.schema,
             self.storages if has_units else [],
             tasks=None if has_controllers else [],
-            callbacks=self.callbacks,
+            events=self.events,
             patience_seconds=10.0,
             credentials=self.credentials,
             unit_options=self.options,

@@ -12,7 +12,7 @@ import pytest
 
 from asyncflow.transfer_queue import unit as unit_module
 from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.leases import StaleToken, Want
 from asyncflow.transfer_queue.node import serve_controller
 from asyncflow.transfer_queue.notices import News, Superseded
@@ -212,7 +212,7 @@ async def test_a_superseded_controller_stops_and_clients_follow_the_new_one(hous
 async def test_a_unit_restarted_over_memory_has_exactly_its_rows_named_as_lost(open_house: Open) -> None:
     lost: dict[str, list[tuple[int, list[int]]]] = {"rollout": [], "train": []}
     house = await open_house(
-        callbacks={task: {"on_lost": lambda unit, rows, told=told: told.append((unit, rows))} for task, told in lost.items()}
+        events={task: TaskEvents(on_lost=lambda unit, rows, told=told: told.append((unit, rows))) for task, told in lost.items()}
     )
     client = await house.connect("w")
     await put(client, *range(6))

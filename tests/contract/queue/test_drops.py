@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
@@ -102,7 +103,7 @@ async def test_a_controller_whose_books_refuse_a_row_ends_the_queue_instead_of_g
     queue = TransferQueue(
         schema(),
         [MemoryStorage()],
-        callbacks={"rollout": {"on_done": broken}},
+        events={"rollout": TaskEvents(on_done=broken)},
         unit_options=UnitOptions(notify_timeout_seconds=0.1),
     )
     await queue.open()

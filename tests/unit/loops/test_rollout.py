@@ -26,6 +26,7 @@ from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
 from asyncflow.transport import client_name
@@ -120,8 +121,8 @@ class World:
     ) -> None:
         self.schedule = build("schedule", mode, options, SCHEDULES)
         self.signal, self.ledger = Signal(), Ledger(BITS, max_staleness=self.schedule.max_staleness)
-        callbacks = {"on_done": self._done, "on_change": self.signal.notify}
-        self.queue = TransferQueue(schema(BITS, 30.0, 3), [MemoryStorage()], callbacks={"rollout": callbacks})
+        events = TaskEvents(on_done=self._done, on_change=self.signal.notify)
+        self.queue = TransferQueue(schema(BITS, 30.0, 3), [MemoryStorage()], events={"rollout": events})
         books = ProgressView(self.ledger, self.queue.controllers)
         self.versions = PolicyVersions(self.schedule, books, self.signal, lambda: 0.0, WorkerPool(workers))
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()

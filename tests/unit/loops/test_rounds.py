@@ -27,6 +27,7 @@ from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs,
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.schema import Schema
@@ -42,8 +43,8 @@ class World:
 
     def __init__(self, schedule: Schedule, lease_seconds: float, **ranks: Any) -> None:
         self.schedule, self.ledger = schedule, Ledger(BITS, updates=UpdatePlan(**ranks), max_staleness=schedule.max_staleness)
-        callbacks = {"rollout": {"on_done": self._done}}
-        self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], callbacks=callbacks)
+        events = {"rollout": TaskEvents(on_done=self._done)}
+        self.queue = TransferQueue(self._schema(lease_seconds), [MemoryStorage()], events=events)
         books = ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
         self.client = self.queue.client()

@@ -17,6 +17,7 @@ from asyncflow.control.signal import Signal
 from asyncflow.engines.base import Response
 from asyncflow.loops.samples import SELECT_TASK, Prompt, admission, outputs, schema
 from asyncflow.loops.selection import Selection, is_varied
+from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
@@ -41,10 +42,10 @@ class World:
         """Leases of less than a second are not renewed."""
         self.ledger = Ledger(BITS, TaskPlan(("rollout", SELECT_TASK), chosen_by=SELECT_TASK, num_members=2), UpdatePlan(**options))
         signal = Signal()
-        callbacks: dict[str, Any] = {
-            task: {"on_done": lambda rows, task=task: self.service.done(task, rows)} for task in self.ledger.tasks.before
+        events = {
+            task: TaskEvents(on_done=lambda rows, task=task: self.service.done(task, rows)) for task in self.ledger.tasks.before
         }
-        self.queue = TransferQueue(schema(BITS, lease_seconds, 2, has_selection=True), [MemoryStorage()], callbacks=callbacks)
+        self.queue = TransferQueue(schema(BITS, lease_seconds, 2, has_selection=True), [MemoryStorage()], events=events)
         books = ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, Periodic(), books, signal, lambda task, step: None)
         self.client = self.queue.client()

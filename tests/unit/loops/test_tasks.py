@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from asyncflow.loops.tasks import Work, reference, reward, serve
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased
+from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Want
 from asyncflow.transfer_queue.queue import TransferQueue
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
@@ -44,11 +46,9 @@ class World:
         self.schedule, self.task, self.dead, self.spans = schedule, task, list[DeadRow](), list[Span]()
         self.ledger = Ledger(BITS, TaskPlan(("rollout", task)))
         flags = {f"has_{task}_task": True, **others}
-        callbacks: dict[str, Any] = {
-            each: {"on_done": lambda rows, each=each: self._done(each, rows)} for each in ("rollout", task)
-        }
-        callbacks[task]["on_dead"] = self._rows_failed
-        self.queue = TransferQueue(schema(BITS, 30.0, 2, **flags), [MemoryStorage()], callbacks=callbacks)
+        events = {each: TaskEvents(on_done=partial(self._done, each)) for each in ("rollout", task)}
+        events[task] = replace(events[task], on_dead=self._rows_failed)
+        self.queue = TransferQueue(schema(BITS, 30.0, 2, **flags), [MemoryStorage()], events=events)
         signal, books = Signal(), ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, signal, lambda purpose, step: None)
         self.client = self.queue.client()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.notices import News, Notice
 from asyncflow.transfer_queue.schema import DEAD, Schema, TaskSpec
@@ -59,9 +59,9 @@ class Follows:
 
     def __init__(self, **options: Any) -> None:
         names = ("on_done", "on_dead", "on_lost", "on_leased", "on_change")
-        callbacks = {name: options.pop(name) for name in names if name in options}
+        events = TaskEvents(**{name: options.pop(name) for name in names if name in options})
         self.schema = schema(**options)
-        self.controller, self.unit = Controller("t", self.schema, **callbacks), Unit()
+        self.controller, self.unit = Controller("t", self.schema, events), Unit()
         self.table = self.controller.table
         self._following = asyncio.create_task(self.controller.following.follow(0, self.unit))  # type: ignore[arg-type]
 

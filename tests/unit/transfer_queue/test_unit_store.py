@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.batches import WireBatch
-from asyncflow.transfer_queue.controller import Controller
+from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.storage.key_value import KeyValueStorage
 from asyncflow.transfer_queue.storage.memory import MemoryStorage
@@ -178,7 +178,7 @@ async def test_a_unit_that_ends_in_the_middle_of_a_write_waits_for_no_controller
 
 async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_it() -> None:
     lost: list[int] = []
-    controller = Controller("train", SCHEMA, on_lost=lambda unit, rows: lost.extend(rows))
+    controller = Controller("train", SCHEMA, TaskEvents(on_lost=lambda unit, rows: lost.extend(rows)))
     for life in range(2):
         unit = StorageUnit(MemoryStorage(), SCHEMA)
         await unit.open()
@@ -195,7 +195,7 @@ async def test_a_group_put_again_after_its_units_death_begins_anew_for_who_knew_
 
 async def test_rows_that_were_dropped_and_whose_unit_died_before_it_could_say_so_are_not_lost() -> None:
     store, lost = Failing(), list[int]()
-    controller = Controller("train", SCHEMA, on_lost=lambda unit, rows: lost.extend(rows))
+    controller = Controller("train", SCHEMA, TaskEvents(on_lost=lambda unit, rows: lost.extend(rows)))
     for life in range(2):
         unit = StorageUnit(KeyValueStorage(store, "run", unit=0), SCHEMA, UnitOptions(notify_timeout_seconds=0.01))
         await unit.open()
