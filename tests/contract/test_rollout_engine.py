@@ -363,7 +363,7 @@ async def test_leaving_early_makes_room(opened: Opened) -> None:
             await anext(stream)
         began = time.monotonic()
         made = await responses(engine, range(3))
-        assert time.monotonic() - began < patience(5)
+        assert time.monotonic() - began < patience(30)
     for sample, response in expected.items():
         assert np.array_equal(made[sample].token_ids, response.token_ids)
 

@@ -110,7 +110,7 @@ async def test_a_sender_that_is_dead_or_hangs_is_named_in_time(options: Options,
         start = time.monotonic()
         with pytest.raises(WeightSyncError, match=f"the trainer's sender at {manifest.served_at}"):
             await receiver.fetch(manifest)
-        assert time.monotonic() - start < patience(6)
+        assert time.monotonic() - start < patience(25)
     await receiver.close()
 
 

@@ -119,7 +119,7 @@ def test_a_worker_that_was_started_again_serves(small: Small, tmp_path: Path, ba
     killed_at = time.monotonic()
     victim.kill()
     wait_for(lambda: any(p.pid != victim.pid and is_named(p, "rollout/1") for p in processes_of(run_dir)), command)
-    assert 0.5 <= time.monotonic() - killed_at < 5.0
+    assert 0.5 <= time.monotonic() - killed_at < patience(10.0)
     wait_for(lambda: holds(run_dir, "rollout/1"), command)
     before = committed(run_dir)
     wait_for(lambda: committed(run_dir) >= before + 2, command)

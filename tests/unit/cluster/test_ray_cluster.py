@@ -208,7 +208,7 @@ def test_the_end_of_a_worker_is_told_though_another_process_has_its_output_open(
     host.start(letter(run_dir, "haunted"))
     began = time.monotonic()
     assert heard(host) == ("I leave something behind\n", 7)
-    assert time.monotonic() - began < patience(6.0)
+    assert time.monotonic() - began < patience(20.0)
 
 
 def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_machine(
@@ -471,7 +471,7 @@ async def test_a_cluster_that_is_not_there_is_said_at_once(run_dir: Path) -> Non
     cluster, began = RayCluster(run_dir, address=f"127.0.0.1:{port}"), time.monotonic()
     with pytest.raises(UserError, match=f"nobody answers at cluster.address=127.0.0.1:{port}: start the cluster first"):
         await cluster.start([spec(run_dir, "well")])
-    assert time.monotonic() - began < patience(5.0) and await cluster.stop(0.0) == []
+    assert time.monotonic() - began < patience(20.0) and await cluster.stop(0.0) == []
 
 
 @needs_ray

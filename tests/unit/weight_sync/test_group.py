@@ -65,7 +65,7 @@ def test_closing_it_is_an_error_at_the_others_at_once() -> None:
     start = time.monotonic()
     sender.close()
     thread.join(patience(20))
-    assert time.monotonic() - start < patience(10) and isinstance(arrived[0], RuntimeError)
+    assert time.monotonic() - start < patience(20) and isinstance(arrived[0], RuntimeError)
     assert reason(arrived[0]).startswith("Connection closed by peer") and "[/" not in reason(arrived[0])
 
 
@@ -74,4 +74,4 @@ def test_a_silent_member_is_waited_for_until_the_deadline() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="Timed out"):
         receiver.receive(CHUNK_BYTES, lambda piece: None)
-    assert 0.9 < time.monotonic() - start < patience(10)
+    assert 0.9 < time.monotonic() - start < patience(20)
