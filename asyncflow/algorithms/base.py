@@ -27,7 +27,7 @@ Normaliser = Literal["tokens", "sequences"]
 
 
 class ModelObjective(Protocol):
-    """What the training of one model asks."""
+    """Objective of one model's training."""
 
     normaliser: Normaliser | int
     """`tokens`: the masked response tokens of the update; `sequences`: its rows that have any; an integer: just that."""
@@ -52,7 +52,7 @@ class ModelObjective(Protocol):
 
 
 class Critic(ModelObjective, ValueObjective, Protocol):
-    """How a model of values is trained. In the place of advantages it has returns: what each token's value is to become."""
+    """Objective of a model of values. In the place of advantages it has returns: what each token's value should become."""
 
 
 class Algorithm(ModelObjective, Objective, Protocol):

@@ -67,9 +67,8 @@ def leave_one_out_advantages(rewards_R: Array) -> Array:
 
 
 def overlong_penalty(lengths_R: Array, longest: int, buffer: int) -> Array:
-    """What a response loses for its length, float32 [R]: 0 up to longest - buffer tokens, then falling by 1 over `buffer` tokens to
-    - 1 at `longest` and beyond: soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13). lengths_R int64 [R].
-    """
+    """Penalty of a response for its length, float32 [R]: 0 up to longest - buffer tokens, then falling by 1 over `buffer` tokens
+    to - 1 at `longest` and beyond: soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13). lengths_R int64 [R]."""
     free = longest - buffer
     return np.clip((free - lengths_R.astype(np.float64)) / buffer, -1.0, 0.0).astype(np.float32)
 
@@ -136,7 +135,7 @@ def standardised(values: Array, count: float, total: float, squares: float, epsi
 
 
 def _of_group(rewards_R: Array) -> Array:
-    """In float64, where the mean of equal float32 numbers is exact, so that a small epsilon has no rounding to blow up."""
+    """Rewards in float64, where the mean of equal float32 numbers is exact, so that a small epsilon has no rounding to enlarge."""
     rewards = np.asarray(rewards_R, np.float32).astype(np.float64)
     if rewards.ndim != 1:
         raise ValueError(f"the rewards of a group have one axis, not shape {rewards.shape}")

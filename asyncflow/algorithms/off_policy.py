@@ -103,12 +103,12 @@ class ImportanceWeights:
 
 
 def default_correction(old: Old, max_staleness: int) -> Correction:
-    """What a run does that says nothing: `none` while the old policy (`train.old`) is the one that sampled, else `decoupled`."""
+    """Correction of a run that sets none: `none` while the old policy (`train.old`) is the one that sampled, else `decoupled`."""
     return "none" if max_staleness <= SAMPLED_UP_TO.get(old, max_staleness) else "decoupled"
 
 
 def check_correction(correction: Correction, old: Old, max_staleness: int) -> None:
-    """That the old policy (`train.old`) is one that the correction is right with, for rows of so many versions.
+    """Check that the old policy (`train.old`) is one that the correction is right with, for rows of so many versions.
 
     Raises:
         UserError: it would leave staleness uncorrected, or correct what the ratio corrects already.

@@ -60,7 +60,7 @@ class ClippedRatio:
 
 
 class ClippedSequenceRatio(ClippedRatio):
-    """The same of `functional.sequence_ratio_of_tokens`: a response is clipped as a whole, or not at all (GSPO)."""
+    """Clipped ratio of a whole response, `functional.sequence_ratio_of_tokens`: it is clipped as a whole, or not at all (GSPO)."""
 
     is_token_local = False
 
@@ -92,7 +92,7 @@ class WeightedLogProb:
 
 
 def check_clip(clip_low: float, clip_high: float, *, largest_low: float = math.nextafter(1.0, 0.0)) -> None:
-    """That a ratio is bounded by 1 - clip_low and 1 + clip_high. Raises `UserError`."""
+    """Check that a ratio is bounded by 1 - clip_low and 1 + clip_high. Raises `UserError`."""
     if not 0 <= clip_low <= largest_low:
         end = "]" if largest_low == 1 else ")"
         raise UserError(f"algorithm.clip_low must lie in [0, 1{end}, because a ratio is never negative, but is {clip_low}.")

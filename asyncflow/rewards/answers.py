@@ -62,7 +62,7 @@ def text_of(reference: Any) -> str:
 
 
 def answer_in(text: str, marks: Sequence[str] = MARKS) -> str | None:
-    """What is marked as the answer, stripped: by the last mark asked for that is not a mere phrase, else by the last phrase.
+    """Answer that is marked in a text, stripped: by the last mark asked for that is not a mere phrase, else by the last phrase.
 
     Of two marks, one inside the other, the inner one counts. None: nothing is marked. An empty text: a mark with nothing in it.
     """
@@ -87,7 +87,7 @@ Span = tuple[int, int, int]
 
 
 def _boxes(text: str) -> Iterator[Span]:
-    """In one pass, however many there are: a model may write nothing else."""
+    """Boxed answers, found in one pass: a model may write nothing else."""
     open_boxes: list[tuple[int, int] | None] = []
     for found in _BRACES.finditer(text):
         if found[1] is not None:  # \boxed 5

@@ -9,8 +9,8 @@ import msgspec
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What a scorer sees. `example` is the data set's row (JSON values); `is_finished`: the end token was reached; `token_ids`: of
-    the response, the end token included; `prompt_ids`: of the prompt."""
+    """Response with its prompt, as a scorer sees it. `example` is the data set's row (JSON values); `is_finished`: the end token
+    was reached; `token_ids`: of the response, the end token included; `prompt_ids`: of the prompt."""
 
     prompt: str
     response: str
@@ -34,7 +34,8 @@ class Scorer(Protocol):
 
 
 class RewardPart(msgspec.Struct, frozen=True):
-    """One of the rewards of a run: its name in the metrics, where its scorer is, what that is built with, and what it counts."""
+    """Part of a reward: its name in the metrics, the path of its scorer, the options that the scorer is built with, and its
+    weight."""
 
     name: str
     scorer: str

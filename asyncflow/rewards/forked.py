@@ -36,7 +36,7 @@ _decoder = msgspec.msgpack.Decoder(Scored | Failed)
 
 @dataclass(frozen=True, slots=True)
 class SampleLimits:
-    """Of one sample."""
+    """Limits of scoring one sample."""
 
     deadline_seconds: float
     memory_bytes: int
@@ -46,7 +46,7 @@ class SampleLimits:
 def in_child(
     work: Callable[[], Reply], limits: SampleLimits, who: str, not_for_child: tuple[int, ...], spared: Set[int] = frozenset()
 ) -> Reply:
-    """What `work` says, called in a fork of this process. `not_for_child`: file descriptors that the child does not get. `spared`:
+    """Reply of `work`, called in a fork of this process. `not_for_child`: file descriptors that the child does not get. `spared`:
     children of this process that live on; all others are killed at the end. Raises `TimeoutError` if some cannot be."""
     answers, answer = os.pipe()
     words, word = os.pipe()
@@ -142,7 +142,7 @@ class _Watch:
                 os.close(descriptor)
 
     def _wait(self) -> bool:
-        """Until there is something to read, the child has ended, or its time is over. Whether it has ended."""
+        """Wait until there is something to read, the child has ended, or its time is over. Returns whether it has ended."""
         seconds = max(0.0, self._deadline - time.monotonic())
         self._poll.poll(1000 * (seconds if self._ended is not None else min(seconds, LOOK_AGAIN_SECONDS)))
         return os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None

@@ -113,7 +113,7 @@ class Maths:
             return False
 
     def _parsed(self, text: str) -> list[Any]:
-        """What may be meant, as sympy has it, or the text itself."""
+        """Expressions that may be meant, as sympy has them, or the text itself."""
         text = text.strip().strip("$").strip()
         try:
             parsed: list[Any] = self._verifier.parse(f"${text}$", parsing_timeout=None, raise_on_error=True)

@@ -17,7 +17,7 @@ TOKEN_BYTES = 8
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """What to build.
+    """Scorers to build, and their limits.
 
     `memory_bytes`: the address space that scoring may add to what the built scorers already have; `output_bytes`: what scoring a
     sample may print, and write to a file; `prompt_column`, `prompt_template`: what makes a row's prompt, where `data` says it.
@@ -45,7 +45,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
-    """What the parts gave, in order, and their weighted sum, which is finite. None: nothing to say."""
+    """Rewards of the parts, in order, and their weighted sum, which is finite. None: the scorer has nothing to say."""
 
     reward: float | None
     parts: list[float | None]

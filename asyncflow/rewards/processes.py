@@ -78,9 +78,10 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 def memory_share() -> float:
-    """How much of what `limit_memory` lets this process add it has had at most, 0 to 1; 0 where there is no limit.
+    """Largest share that this process has had so far of the memory that `limit_memory` lets it add, 0 to 1; 0 where there is no
+    limit.
 
-    For who calls code that keeps a `MemoryError` to itself. The memory that could not be had is not in it.
+    For a caller of code that hides a `MemoryError`. Memory that could not be had is not in it.
     """
     if sys.platform != "linux" or _space_at_limit is None:
         return 0.0

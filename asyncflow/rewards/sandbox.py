@@ -68,7 +68,7 @@ class Worker(asyncio.SubprocessProtocol):
 
     @property
     def last_words(self) -> str:
-        """What the process printed since it was last asked, at most 4 KiB, ready to be appended to a message."""
+        """Text that the process printed since it was last asked, at most 4 KiB, ready to be appended to a message."""
         text = self._last_words.decode(errors="replace").strip()
         return f"; its last words: {text}" if text else ""
 
@@ -80,7 +80,7 @@ class Worker(asyncio.SubprocessProtocol):
 
     @property
     def end(self) -> str:
-        """How the process ended, in words."""
+        """End of the process, in words."""
         status = self.ended.result()
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 

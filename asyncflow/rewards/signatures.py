@@ -48,7 +48,7 @@ def adapted(
 
 
 def _only_one(returned: Any) -> Any:
-    """Of a list, an array, a tensor."""
+    """Only element of a list, an array or a tensor. Raises `ValueError`."""
     try:
         rewards = [] if isinstance(returned, str | bytes | Mapping) else list(returned)
     except TypeError:  # no list of anything
@@ -71,7 +71,7 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _takes(parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that a function has parameters for; all, if it takes any."""
+    """Arguments that a function has parameters for; all, if it takes any."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(arguments)
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -87,7 +87,7 @@ def answer(scorers: Sequence[Adapted], parts: Sequence[RewardPart], sample: Samp
 
 
 def _awaited(value: Any) -> Any:
-    """What comes of it, if it is to be awaited. Each sample has an event loop of its own."""
+    """Result of a value that may have to be awaited. Each sample has an event loop of its own."""
     if not inspect.isawaitable(value):
         return value
     import asyncio  # late: it costs a start some time, and few scorers need it

@@ -26,6 +26,7 @@ class WireBatch(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, batch: Batch) -> WireBatch:
+        """The batch as it travels: all numbers in one array, and the values of each column."""
         parts = [np.array([len(batch.indices), len(batch.groups)]), batch.indices, batch.groups]
         values = []
         for column in batch.columns.values():

@@ -103,7 +103,7 @@ class GroupBroadcast:
         self._send_header(_MessageHeader("error", error=name, message=message))
 
     def receive(self) -> Message | None:
-        """What the lead sends next. Raises its error, and `RunError` when it has gone."""
+        """Next message of the lead. Raises the lead's own error, and `RunError` when the lead has gone."""
         while (header := self._receive_header()).kind == "waiting":
             pass
         if header.kind == "error":
@@ -136,7 +136,8 @@ class GroupBroadcast:
         return msgspec.msgpack.decode(encoded.cpu().numpy().tobytes(), type=_MessageHeader)
 
     def _broadcast(self, tensors: list[Tensor]) -> list[Tensor]:
-        """One after another, all under way at once. Returns them as they are on this rank then, where the backend has them."""
+        """Broadcast the tensors one after another, all under way at once. Returns them as they are on this rank then, on the
+        device that the backend needs."""
         buffers = [tensor.to(self._device).contiguous() for tensor in tensors]
         works = [
             dist.broadcast(buffer.reshape(-1).view(torch.uint8), self.lead, self._group, async_op=True)

@@ -10,7 +10,7 @@ import msgspec
 
 
 class CapacityState(msgspec.Struct):
-    """What is reserved, who waits, and the seconds that all admissions have waited so far."""
+    """Rows and bytes that are reserved, admissions that wait, and the seconds that all admissions have waited so far."""
 
     reserved_rows: int
     reserved_bytes: int
@@ -63,7 +63,7 @@ class Capacity:
         self._each.update((group, each) for group in groups)
 
     def leave(self, num_rows: Mapping[int, int], gone: Iterable[int]) -> None:
-        """So many rows of these groups have gone; of the groups that are `gone`, all."""
+        """Free the room of rows that have gone: so many of each group, and all of the groups that are `gone`."""
         num_bytes = sum(self._each.get(group, 0) * count for group, count in num_rows.items())
         for group in gone:
             self._each.pop(group, None)

@@ -155,7 +155,8 @@ class TransferQueueClient:
                 lease = there
 
     async def stream(self, task: str, want: Want = ANY_GROUP) -> AsyncIterator[Leased]:
-        """What becomes ready, in that order, until the step or the task ends; the next one is fetched while this is worked on."""
+        """Leases as they become ready, in that order, until the step or the task ends. The next one is fetched while this one is
+        worked on."""
         fetching = asyncio.ensure_future(self.lease(task, want))
         try:
             while (leased := await fetching) is not None:
@@ -242,7 +243,8 @@ class TransferQueueClient:
         await self._end(rows, FILTERED, reason)
 
     async def renew_held(self) -> None:
-        """For ever: put the deadlines of all leases held through this client off, well before they are reached."""
+        """Renew the deadlines of all leases that are held through this client, well before they are reached. Runs until it is
+        cancelled."""
         await self.leases.renew_held()
 
     async def renew(self, lease: Lease) -> None:
@@ -280,7 +282,7 @@ class TransferQueueClient:
         return {tasks[i]: found for i, found in of_tasks.items()}, {units[i]: found for i, found in of_units.items()}
 
     async def wait_for_units(self, count: int) -> None:
-        """Until the queue has so many units: rows put from then on go to all of them."""
+        """Wait until the queue has so many units: rows that are put from then on go to all of them."""
         description = await self._places.learn()
         while len(self._places.units) < count:
             description = await self._places.learn(description.version)
@@ -318,7 +320,7 @@ class TransferQueueClient:
 
 
 async def _all_that_answer(asked: Sequence[Awaitable[T]]) -> dict[int, T]:
-    """By position, what answers soon."""
+    """Answers that come soon, by position."""
     waiting = [asyncio.ensure_future(one) for one in asked]
     done, late = await asyncio.wait(waiting, timeout=STATUS_SECONDS) if waiting else (set(), set())
     for one in late:

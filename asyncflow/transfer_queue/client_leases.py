@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 
 class ClientLeases:
-    """Of all tasks. `held`: the rows of each lease of which nothing has been said yet; it is renewed for as long."""
+    """Leases of one client, of all tasks. `held`: the rows of each lease that are neither done nor failed yet; a lease is renewed
+    as long as it has some."""
 
     def __init__(self, schema: Schema, controller: Callable[[str], Controller]) -> None:
         self.held: dict[Token, set[int]] = {}
@@ -49,7 +50,7 @@ class ClientLeases:
             asking.discard(request)
 
     def num_withdrawals(self, task: str) -> int:
-        """What was asked for before one is not to be asked for again: it would be what the worker has just given up."""
+        """Number of the task's withdrawals. A request from before the last one is not repeated: the worker has withdrawn it."""
         return self._withdrawals[task]
 
     async def withdraw(self, task: str) -> None:
@@ -68,6 +69,7 @@ class ClientLeases:
     # -- holding ------------------------------------------------------------------------------------------------------------
 
     def hold(self, lease: Lease) -> None:
+        """Keep a lease that was given to this client."""
         self.held[lease.token] = set(lease.indices)
 
     def let_go(self, lease: Lease, rows: Sequence[int]) -> None:

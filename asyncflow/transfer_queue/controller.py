@@ -99,10 +99,10 @@ class Controller:
 
     @remote
     async def lease(self, want: Want, columns: list[str]) -> Handed | None:
-        """What is wanted, as soon as there is some, with these columns of it if its units are in this process.
+        """Rows that are wanted, as soon as there are some, with these columns of them if their units are in this process.
 
-        None: the step has ended or the task is closed, and nothing more is ready; or the worker has withdrawn its request.
-        Raises `ValueError` for a request that can never be served.
+        None: the step has ended or the task is closed, and nothing more is ready; or the worker has withdrawn its request. Raises
+        `ValueError` for a request that can never be served.
         """
         if not want.groups and not want.rows and not want.tokens:
             raise ValueError("a lease is wanted for a number of groups, of rows, or of tokens")
@@ -184,6 +184,7 @@ class Controller:
 
     @remote
     async def status(self) -> TaskStatus:
+        """State of the task, for `asyncflow status` and for metrics."""
         self._prune()
         table = self.table
         oldest = table.ready.waiting_seconds(_now())

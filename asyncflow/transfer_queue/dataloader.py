@@ -238,7 +238,7 @@ class StreamDataLoader:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _messages(self) -> Generator[Message, None, None]:
-        """What this rank is to deliver, not padded where it is broadcast."""
+        """Batches that this rank delivers; not padded where they are broadcast."""
         broadcast = self._broadcast
         if broadcast is None:
             yield from self._from_queue()
@@ -302,7 +302,7 @@ class StreamDataLoader:
 
 
 def _want(batch_size: int | None, groups: int | None, tokens: int | None, at_least: int, installed: int | None, rank: int) -> Want:
-    """What is asked for each batch. Raises `ValueError` for limits that none could have."""
+    """Request for one batch. Raises `ValueError` for limits that no batch could have."""
     if batch_size is None and groups is None and tokens is None:
         raise ValueError("a batch needs a limit: batch_size (rows), groups or tokens")
     _check_least(1, batch_size=batch_size, groups=groups, tokens=tokens, at_least=at_least)
@@ -312,7 +312,7 @@ def _want(batch_size: int | None, groups: int | None, tokens: int | None, at_lea
 
 
 def _padding(multiple: int | None, values: Mapping[str, float] | None) -> Padding | None:
-    """How ragged columns are padded, if they are. Raises `ValueError`."""
+    """Padding of ragged columns; None: none. Raises `ValueError`."""
     _check_least(1, pad_to_multiple_of=multiple)
     if values and multiple is None:
         raise ValueError("pad_values without pad_to_multiple_of: nothing is padded")

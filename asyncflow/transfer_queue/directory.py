@@ -39,7 +39,7 @@ class Description(msgspec.Struct, frozen=True, dict=True):
 
 
 class Directory:
-    """One per queue."""
+    """Addresses of the queue: its units, and the controllers of its tasks. There is one for each queue."""
 
     def __init__(self, schema: Schema) -> None:
         self.current = Description(0, schema, {})
@@ -84,7 +84,7 @@ class Directory:
         return max(self.current.units, default=-1) + 1
 
     def add(self, name: str, address: str = HERE) -> None:
-        """The same, for the process that serves the directory."""
+        """Add a part of the queue under its name, or change its address; `HERE`: it is in the process of the directory."""
         old = self.current
         self.current = Description(old.version + 1, old.schema, {**old.places, name: address})
         self._changed.set()
@@ -94,8 +94,8 @@ class Directory:
 class Places:
     """The controllers and units of a queue, by name: objects of this process, or proxies that connect again when they must.
 
-    A call through a proxy that finds nobody is repeated until `patience_seconds` have passed, looking at the directory each time;
-    all requests of the queue may be repeated. Then it raises `ConnectionLost` naming who did not come back.
+    A call that gets no answer is repeated until `patience_seconds` have passed, looking at the directory each time;
+    all requests of the queue may be repeated. Then it raises `ConnectionLost` naming what did not come back.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class Places:
 
     @property
     def schema(self) -> Schema:
+        """Schema of the queue."""
         return self._description.schema
 
     @property
@@ -150,7 +151,7 @@ class Places:
         return self._description.units
 
     def get(self, interface: type[T], name: str) -> T:
-        """What is served under `name`."""
+        """Proxy of the service `name`."""
         if name in self._here:
             return cast(T, self._here[name])
         if name not in self._proxies:
@@ -183,7 +184,7 @@ class Places:
         return cast(T, PatientProxy())
 
     async def call(self, interface: type, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        """One request, repeated while nobody answers."""
+        """Send a request, and repeat it while there is no answer."""
         give_up, pause = asyncio.get_running_loop().time() + self.patience_seconds, 0.02
         while True:
             try:

@@ -28,6 +28,7 @@ class DurableState(msgspec.Struct):
 
     @classmethod
     def decoded(cls, encoded: bytes) -> DurableState:
+        """State from its encoding."""
         return msgspec.msgpack.decode(encoded, type=cls)
 
     def dropped_rows(self) -> Array:
@@ -45,7 +46,7 @@ class SavedDurableState:
         self._have_changed = False
 
     async def open(self) -> None:
-        """Those of an earlier process."""
+        """Read the state that an earlier process has left."""
         if (facts := await self._storage.kept(FACTS)) is not None:
             self.now = DurableState.decoded(facts)
             self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
@@ -61,20 +62,23 @@ class SavedDurableState:
                 raise
 
     def encoded(self) -> bytes:
+        """State as it is stored (MessagePack)."""
         return msgspec.msgpack.encode(self.now)
 
     def told(self) -> list[Notice]:
-        """What controllers are to know of them, but for dropped rows."""
+        """State that controllers need, without dropped rows."""
         ended = [Notice(task=task, ended_step=step) for task, steps in self.now.ended_steps.items() for step in steps]
         return ended + [Notice(task=task, is_closed=True) for task in self.now.closed]
 
     def end_step(self, task: str, step: int) -> None:
+        """Remember that a step of a task has ended."""
         ended = self.now.ended_steps.setdefault(task, [])
         if step not in ended:
             ended.append(step)
             self._have_changed = True
 
     def close_task(self, task: str) -> None:
+        """Remember that a task is closed."""
         if task not in self.now.closed:
             self.now.closed.append(task)
             self._have_changed = True
@@ -107,5 +111,6 @@ class SavedDurableState:
 
 
 def forget_oldest(remembered: dict[Any, Any]) -> None:
+    """Remove the oldest entries above `REMEMBERED`."""
     while len(remembered) > REMEMBERED:
         del remembered[next(iter(remembered))]

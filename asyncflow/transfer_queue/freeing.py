@@ -21,8 +21,8 @@ from asyncflow.types import Array, GroupMeta
 
 
 class Writes:
-    """Those under way, and the groups that come to the storage for the first time. `settled` is set, and replaced, when either
-    changes."""
+    """Writes that are under way, and the groups that come to the storage for the first time. `settled` is set, and replaced, when
+    either changes."""
 
     def __init__(self) -> None:
         self.settled = asyncio.Event()
@@ -31,6 +31,7 @@ class Writes:
 
     @property
     def are_under_way(self) -> bool:
+        """Whether any write has not ended."""
         return bool(self._groups)
 
     def concern(self, groups: Array) -> bool:
@@ -38,13 +39,13 @@ class Writes:
         return any(np.isin(written, groups).any() for written in self._groups.values())
 
     def begin(self, groups: Array) -> object:
-        """One that concerns these groups (int64 [n]). Returns what it is called."""
+        """Begin a write to these groups (int64 [n]). Returns its key, for `end`."""
         write = object()
         self._groups[write] = groups
         return write
 
     def end(self, write: object, failed: Iterable[GroupMeta]) -> None:
-        """One is over; `failed`: groups that do not arrive after all."""
+        """End a write. `failed`: groups that do not arrive after all."""
         del self._groups[write]
         self._arriving.difference_update(meta.group for meta in failed)
         self._wake()
@@ -58,7 +59,7 @@ class Writes:
         self._arriving.update(meta.group for meta in metas)
 
     def arrived(self, metas: Sequence[GroupMeta]) -> None:
-        """They are there, and everybody has been told."""
+        """Note that groups are stored, and that all controllers know of them."""
         if metas:
             self._arriving.difference_update(meta.group for meta in metas)
             self._wake()
@@ -69,7 +70,7 @@ class Writes:
 
 
 class Freeing:
-    """What is dropped and still in the storage. While `held_off` is locked nothing is freed: a snapshot may still read it."""
+    """Rows that are dropped and still in the storage. While `held_off` is locked nothing is freed: a snapshot may still read it."""
 
     def __init__(self, storage: Storage, facts: SavedDurableState, writes: Writes, group_bits: int) -> None:
         self.held_off = asyncio.Lock()

@@ -98,7 +98,7 @@ class Index:
                     page.masks[there] |= bits
 
     def claim_groups(self, groups: Sequence[int], mask: int) -> list[bool]:
-        """The same for the columns of groups."""
+        """Mark columns of groups as being written, as `claim` does for rows."""
         free = []
         for number in groups:
             group = self._groups.get(number)
@@ -108,7 +108,7 @@ class Index:
         return free
 
     def settle_groups(self, groups: Sequence[int], mask: int, *, is_written: bool) -> None:
-        """The same for the columns of groups; their rows have them too."""
+        """End the writing of columns of groups, as `settle` does for rows; the rows of the groups have these columns too."""
         for number in groups:
             group = self._groups.get(number)
             if group is not None:
@@ -152,14 +152,14 @@ class Index:
         return dropped, gone
 
     def group_records(self) -> Iterator[tuple[list[GroupMeta], int]]:
-        """All groups: those that have the same columns, and the mask of these."""
+        """All groups: those that have the same columns together, and the mask of these columns."""
         by_mask: dict[int, list[GroupMeta]] = {}
         for number, (_, mask, _) in self._groups.items():
             by_mask.setdefault(mask, []).append(self.metas[number])
         yield from ((metas, mask) for mask, metas in by_mask.items())
 
     def records(self) -> Iterator[tuple[Array, int, Array]]:
-        """All rows: (rows int64, the mask that all of them have, tokens int32), in the order of pages."""
+        """All rows, in the order of pages: (rows int64, mask of the columns that all of them have, tokens int32)."""
         for number, page in sorted(self._pages.items()):
             there = np.flatnonzero(page.masks)
             for mask in np.unique(page.masks[there]).tolist():

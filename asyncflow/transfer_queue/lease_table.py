@@ -23,7 +23,7 @@ class HeldLease:
 
 
 class _Load:
-    """What a worker holds."""
+    """Rows and tokens that a worker holds."""
 
     __slots__ = ("leases", "num_rows", "num_tokens")
 
@@ -33,7 +33,7 @@ class _Load:
 
 
 class LeaseTable:
-    """By number, by worker, and by deadline."""
+    """Open leases, by number, by worker, and by deadline."""
 
     def __init__(self, spec: TaskSpec, incarnation: str) -> None:
         self.num_expired = 0  # rows
@@ -49,7 +49,7 @@ class LeaseTable:
         return HeldLease(self._last, worker, now + self._lease_seconds)
 
     def add(self, held: HeldLease) -> None:
-        """One that has rows."""
+        """Add a lease that has rows."""
         self._held[held.number] = held
         load = self._loads.get(held.worker)
         if load is None:
@@ -90,7 +90,7 @@ class LeaseTable:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the next lease runs out."""
+        """Time at which the next lease runs out."""
         deadlines = self._deadlines
         while deadlines:
             deadline, lease = deadlines[0]

@@ -55,11 +55,12 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def indices(self) -> list[int]:
+        """All rows of the lease."""
         return [row for rows in self.rows for row in rows]
 
     @property
     def attempt(self) -> int:
-        """How often its most delivered row had been delivered before."""
+        """Number of earlier deliveries of its most delivered row."""
         return max((attempt for attempts in self.attempts for attempt in attempts), default=0)
 
     def by_unit(self) -> dict[int, list[int]]:

@@ -31,14 +31,14 @@ RUN_METRICS = {
 
 
 def prometheus_text(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]) -> str:
-    """All of it, for a scrape or for node_exporter's textfile collector."""
+    """Metrics in Prometheus' text format, for a scrape or for node_exporter's textfile collector."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(tasks, units))
     return generate_latest(registry).decode()
 
 
 def run_metrics(tasks: Mapping[str, TaskStatus], units: Mapping[int, UnitStatus]) -> dict[str, float]:
-    """One row of the run's own metrics, see docs/metrics.md."""
+    """Row of the run's own metrics, see docs/metrics.md."""
     row: dict[str, float] = {}
     for name, task in tasks.items():
         for metric, key in RUN_METRICS.items():

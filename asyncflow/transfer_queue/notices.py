@@ -90,7 +90,7 @@ class NoticeLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def incarnation(self, task: str) -> str | None:
-        """Of the controller that follows, or followed last."""
+        """Incarnation of the controller that follows, or followed last."""
         follower = self._followers.get(task)
         return follower.incarnation if follower is not None else None
 
@@ -122,10 +122,10 @@ class NoticeLog:
         return waiter.future
 
     def follow(self, task: str, incarnation: str, interest: int, epoch: str, acked: int) -> asyncio.Future[News]:
-        """What came after notice `acked` of `epoch`, as soon as there is something; acknowledges `acked`.
+        """Notices after notice `acked` of `epoch`, as soon as there are some; acknowledges `acked`.
 
-        Everything, when `epoch` is another one, when the log does not reach back so far, or when the controller is a new one.
-        Of two incarnations of a task's controller the greater one replaces the other, which gets `Superseded`.
+        All rows, when `epoch` is another one, when the log does not reach back so far, or when the controller is a new one. Of two
+        incarnations of a task's controller the greater one replaces the other, which gets `Superseded`.
         """
         follower = self._followers.get(task)
         is_known = follower is not None and follower.incarnation == incarnation and epoch == self.epoch
@@ -178,7 +178,7 @@ class NoticeLog:
                 follower.asking.set_exception(error)
 
     def _keep_notice(self, notice: Notice) -> None:
-        """In the log, which forgets the oldest above its limits."""
+        """Add a notice to the log, which removes the oldest ones above its limits."""
         self._log.append(notice)
         self._log_bytes += _size(notice)
         while len(self._log) > self._keep or (self._log_bytes > LOG_BYTES and len(self._log) > 1):
@@ -202,7 +202,7 @@ class NoticeLog:
             _release(follower.waiting.popleft()[2])
 
     def _leave(self, follower: _Follower) -> None:
-        """Nobody waits for this controller any more."""
+        """Remove a controller that is not waited for any more."""
         while follower.waiting:
             _release(follower.waiting.popleft()[2])
 

@@ -85,7 +85,8 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class Pages:
-    """All rows of a task. `on_leave(lease, rows, tokens)` hears that rows of these tokens have left a lease."""
+    """All rows of a task, in pages of neighbouring numbers. `on_leave(lease, rows, tokens)` is called when rows of so many tokens
+    have left a lease."""
 
     def __init__(
         self, group_bits: int, whole_groups: bool, on_leave: Callable[[int, int, int], None], *, training_first: bool = False
@@ -103,13 +104,15 @@ class Pages:
     # -- finding ------------------------------------------------------------------------------------------------------------
 
     def page_of(self, row: int) -> Page | None:
+        """Page of a row, if there is one."""
         return self._pages.get(row >> self.page_bits)
 
     def page_of_group(self, group: int) -> Page | None:
+        """Page of a group's rows, if there is one."""
         return self._pages.get(group >> (self.page_bits - self.group_bits))
 
     def __iter__(self) -> Iterator[Page]:
-        """In the order of their rows."""
+        """Pages in the order of their rows."""
         return (self._pages[number] for number in sorted(self._pages))
 
     def split(self, rows: Array, *, backwards: bool = False) -> Iterator[tuple[Page, int, int]]:
@@ -123,6 +126,7 @@ class Pages:
                 yield page, start, stop
 
     def meta(self, page: Page, group: int) -> GroupMeta:
+        """Facts of a group, out of its page."""
         position = group - page.first_group
         kind = self._kinds[page.kind[position]]
         return GroupMeta(group, page.size[position], kind.key[2], kind.interval, kind.key[5])
@@ -370,6 +374,7 @@ class Pages:
         return list(found)
 
     def ready_slots(self, page: Page, group: int) -> list[int]:
+        """Positions in the page of the ready rows of a group."""
         start = (group << self.group_bits) - page.first
         size = page.size[group - page.first_group]
         if size == 1:
@@ -382,7 +387,7 @@ class Pages:
         return [slot for slot in range(start, stop) if state[slot] == READY]
 
     def since(self) -> float | None:
-        """When the ready group that has waited longest became ready (to within `ready.CHUNK_SECONDS`); None without one."""
+        """Time at which the group that has been ready longest became so, to within `ready.CHUNK_SECONDS`; None without one."""
         oldest = None
         for kind in self.queues.matching(None, None):
             self.head(kind)

@@ -17,7 +17,7 @@ _NO_LIMIT = 1 << 62
 
 
 class ReadyRows:
-    """Of one task's pages. Nothing here ends a lease, or makes a row ready."""
+    """Ready rows of one task's pages. Nothing here ends a lease, or makes a row ready."""
 
     def __init__(self, spec: TaskSpec, pages: Pages) -> None:
         self._spec, self._pages, self._bits = spec, pages, pages.group_bits
@@ -55,7 +55,7 @@ class ReadyRows:
         return min((k.interval.high for k in self._pages.queues.matching(None, None) if k.interval.high >= at_least), default=None)
 
     def waiting_seconds(self, now: float) -> float:
-        """For how many seconds the rows that have waited longest have been ready, to within a tenth; 0 if none are."""
+        """Seconds for which the rows that have waited longest have been ready, to within a tenth; 0 if none are."""
         since = self._pages.since()
         return max(0.0, now - since) if since is not None else 0.0
 
@@ -98,7 +98,7 @@ class ReadyRows:
         return pick or None
 
     def take_exactly(self, groups: Sequence[int]) -> Pick:
-        """All ready rows of these groups, in or out of turn. Raises `ValueError` where one is not ready; none is taken then."""
+        """Take all ready rows of these groups, in or out of turn. Raises `ValueError`, and takes none, if one is not ready."""
         page_of = {group: self._page_of_ready(group) for group in groups}
         return [(group, self._pages.pick(page, group, self._pages.ready_slots(page, group))) for group, page in page_of.items()]
 

@@ -48,7 +48,7 @@ CONNECT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSource:
-    """Where to read what, and how. Pickled for the reader processes."""
+    """Source of a stream: the queue, the task, the columns, and their padding. Pickled for the reader processes."""
 
     address: str
     name: str
@@ -89,7 +89,8 @@ class Fetched(NamedTuple):
 
 
 class Ahead:
-    """One pass over the stream: at most `prefetch` batches are leased that nobody has asked for yet. Lives in the event loop."""
+    """Batches ahead of the one that is worked on, in one pass over the stream: at most `prefetch` are leased that have not been
+    asked for yet. Lives in the event loop."""
 
     def __init__(
         self, client: TransferQueueClient, fetch: Callable[[Lease], Coroutine[Any, Any, Fetched | None]], prefetch: int
@@ -99,7 +100,7 @@ class Ahead:
         self._under_way: asyncio.Queue[asyncio.Future[Fetched | None] | None] = asyncio.Queue()
 
     async def run(self, task: str, want: Want) -> None:
-        """Until the step or the task ends. Its failure, too, is what `take` comes to."""
+        """Lease batches until the step or the task ends. A failure is raised by `take`."""
         try:
             while True:
                 await self._permits.acquire()
@@ -114,6 +115,7 @@ class Ahead:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
+        """Let `take` raise an error."""
         failed: asyncio.Future[Fetched | None] = asyncio.get_running_loop().create_future()
         failed.set_exception(error)
         _see(failed)
@@ -234,7 +236,7 @@ class StreamFeed:
 
 
 class _Reader:
-    """What a reader process is: it fetches what it is told to, on a connection of its own that holds no lease."""
+    """Reader process: fetches the batches that it is asked for, on a connection of its own that holds no lease."""
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source

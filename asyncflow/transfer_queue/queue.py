@@ -86,11 +86,12 @@ class TransferQueue:
         await asyncio.gather(*(unit.open() for unit in self.units))
 
     async def run(self) -> None:
-        """For ever: have the controllers of this process follow all units, those that join later too. `open` first."""
+        """Have the controllers of this process follow all units, those that join later too. `open` first. Runs until it is
+        cancelled."""
         await asyncio.gather(self._learn(), *(self._follow(controller) for controller in self.controllers.values()))
 
     async def _learn(self) -> None:
-        """For ever: know the units that there are, also where all controllers are elsewhere."""
+        """Keep the list of units, also where all controllers are elsewhere. Runs until it is cancelled."""
         async for _ in self.places.changes():
             pass
 
@@ -201,7 +202,8 @@ class TransferQueue:
 
 
 async def follow_all(controller: Controller, places: Places) -> None:
-    """For ever: a controller follows all units that there are, and those that join later. Raises `Superseded`."""
+    """Have a controller follow all units that there are, and those that join later. Runs until it is cancelled; raises
+    `Superseded`."""
     followed: set[int] = set()
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -50,6 +50,7 @@ class Kind:
         self.num_groups = self.num_entries = self.num_queued = self.num_available = 0
 
     def push(self, groups: Sequence[int] | array[int], now: float, is_first: bool) -> None:
+        """Append groups to the queue, or put them first."""
         self.num_entries += len(groups)
         if is_first:  # no earlier time may be behind a later one: the head tells how long anything has waited
             self.chunks.appendleft(_Chunk(groups, min(now, self.chunks[0].since) if self.chunks else now))
@@ -61,19 +62,22 @@ class Kind:
             self.chunks.append(_Chunk(groups, now))
 
     def entries(self) -> Iterator[int]:
+        """Groups in the queue, in order."""
         for chunk in self.chunks:
             yield from chunk.groups[chunk.head :] if chunk.head else chunk.groups
 
     def head(self) -> int:
+        """First group of the queue."""
         chunk = self.chunks[0]
         return chunk.groups[chunk.head]
 
     @property
     def since(self) -> float:
-        """When the first of the queue became ready."""
+        """Time at which the first group of the queue became ready."""
         return self.chunks[0].since
 
     def pop(self) -> None:
+        """Remove the first group."""
         chunk = self.chunks[0]
         chunk.head += 1
         self.num_entries -= 1
@@ -82,7 +86,8 @@ class Kind:
 
 
 class ReadyQueues:
-    """All kinds, by number; those with ready groups in order. `is_queued(kind, group)`: whether an entry of a queue counts."""
+    """Queues of ready groups, one for each kind; those that are not empty are in order. `is_queued(kind, group)`: whether an entry
+    of a queue still counts."""
 
     def __init__(self, is_queued: Callable[[Kind, int], bool]) -> None:
         self.kinds: dict[int, Kind] = {}
@@ -92,7 +97,7 @@ class ReadyQueues:
         self._num_made = 0
 
     def kind(self, key: KindKey) -> Kind:
-        """Made if it is new."""
+        """Queue of a kind, which is made if it is new."""
         kind = self._kind_of.get(key)
         if kind is None:
             self._num_made += 1
@@ -106,13 +111,14 @@ class ReadyQueues:
             del self.kinds[kind.number], self._kind_of[kind.key]
 
     def queue(self, kind: Kind, groups: Sequence[int] | array[int], now: float, is_first: bool) -> None:
+        """Queue groups of a kind."""
         if not kind.num_queued:
             insort(self._active, kind.key)
         kind.num_queued += len(groups)
         kind.push(groups, now, is_first)
 
     def unqueue(self, kind: Kind, num_groups: int) -> None:
-        """So many of its entries do not count any more."""
+        """Note that so many entries of a kind do not count any more."""
         kind.num_queued -= num_groups
         if not kind.num_queued:
             kind.chunks.clear()

@@ -172,13 +172,13 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
                 raise ValueError(f"group number {meta.group} is out of range")
 
     def check_outputs(self, task: str, batch: Batch) -> None:
-        """That a completion has all of the task's outputs and nothing else. Raises `ValueError`."""
+        """Check that a completion has all of the task's outputs and nothing else. Raises `ValueError`."""
         outputs = self.task(task).outputs
         if set(batch.columns) != set(outputs):
             raise ValueError(f"task {task!r} completes with {', '.join(outputs)}, not with {', '.join(batch.columns) or 'nothing'}")
 
     def check_rows(self, metas: Sequence[GroupMeta], batch: Batch) -> None:
-        """That the rows of a batch are rows of these groups. Raises `ValueError` naming the first that is none."""
+        """Check that the rows of a batch are rows of these groups. Raises `ValueError` naming the first that is none."""
         sizes = {meta.group: meta.size for meta in metas}
         first = (1 << self.group_bits) - 1
         for row in batch.indices.tolist():
@@ -186,7 +186,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
                 raise ValueError(f"row {row} is none: group {row >> self.group_bits} is not put with it, or has fewer rows")
 
     def check(self, batch: Batch) -> None:
-        """That a batch fits what is declared. Raises `ValueError` naming the row (or group) and the column that does not."""
+        """Check that a batch fits what is declared. Raises `ValueError` naming the row (or group) and the column that does not."""
         if batch.indices.dtype != np.int64 or batch.indices.ndim != 1 or batch.groups.dtype != np.int64 or batch.groups.ndim != 1:
             raise ValueError("indices and groups of a batch are to be int64 [n]")
         for kind, keys in (("row", batch.indices), ("group", batch.groups)):

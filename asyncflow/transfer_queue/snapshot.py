@@ -72,7 +72,7 @@ async def write_snapshot(path: Path, schema: Schema, index: Index, storage: Stor
 
 
 def snapshot_path(directory: Path | None, name: str) -> Path:
-    """Where a snapshot's file is. Raises `ValueError` without a directory, and for a name that could lead out of it."""
+    """Path of a snapshot's file. Raises `ValueError` without a directory, and for a name that could lead out of it."""
     if directory is None:
         raise ValueError("there is no snapshot directory; give one (snapshot_dir)")
     if not name or not all(c.isalnum() or c in "._-" for c in name) or name.startswith("."):

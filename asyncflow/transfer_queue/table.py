@@ -131,7 +131,7 @@ class Table:
         return lease
 
     def check(self, token: Token, rows: Iterable[int]) -> None:
-        """That the lease is alive and holds these rows, none of them done or dropped meanwhile. Raises `StaleToken`."""
+        """Check that the lease is alive and holds these rows, none of them done or dropped meanwhile. Raises `StaleToken`."""
         self.leases.of(token)
         for row in rows:
             page = self._pages.page_of(row)

@@ -32,7 +32,7 @@ class Jagged(NamedTuple):
         return torch.split(self.values, self.lengths.tolist())
 
     def nested(self) -> Tensor:
-        """As one nested tensor of layout `torch.jagged`."""
+        """Column as one nested tensor of layout `torch.jagged`."""
         return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
 
 
@@ -58,6 +58,7 @@ class Padding:
     values: Mapping[str, float] = field(default_factory=dict)
 
     def apply(self, columns: Mapping[str, TensorColumn]) -> dict[str, TensorColumn]:
+        """Columns with ragged ones padded."""
         return {n: self._pad(c, self.values.get(n, 0)) if isinstance(c, Jagged) else c for n, c in columns.items()}
 
     def _pad(self, column: Jagged, value: float) -> Padded:
@@ -78,15 +79,17 @@ def to_tensors(batch: Batch) -> dict[str, TensorColumn]:
 
 
 def to_device(column: TensorColumn, device: torch.device) -> TensorColumn:
+    """Column on another device."""
     if isinstance(column, Tensor):
         return column.to(device)
     return type(column)(*(tensor.to(device) for tensor in column))
 
 
 def to_values(column: Column, given: WritableColumn) -> Values:
-    """What was given for a column, as the queue takes it. Numbers get the column's dtype; arrays and tensors keep their own.
+    """Values of a column as the queue takes them, from arrays, tensors or numbers. Numbers get the column's dtype; arrays and
+    tensors keep their own.
 
-    Raises `ValueError` naming the column when it is no such thing.
+    Raises `ValueError` naming the column when they do not fit.
     """
     try:
         if isinstance(given, Tensor) and given.is_nested:

@@ -45,7 +45,7 @@ class UnitStatus(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOptions:
-    """What may be chosen for a unit. `snapshot_dir`: where snapshots are written; without it there are none."""
+    """Options of a unit. `snapshot_dir`: where snapshots are written; without it there are none."""
 
     notify_timeout_seconds: float = 5.0
     capacity_rows: int | None = None
@@ -57,7 +57,7 @@ AS_USUAL = UnitOptions()
 
 
 class StorageUnit:
-    """One unit over one storage backend. `open` first, `close` at the end."""
+    """Storage unit over one storage backend. `open` first, `close` at the end."""
 
     def __init__(self, storage: Storage, schema: Schema, options: UnitOptions = AS_USUAL) -> None:
         self.schema = schema
@@ -73,6 +73,7 @@ class StorageUnit:
         await self.holdings.open()
 
     async def close(self) -> None:
+        """End all writes and close the storage."""
         self._log.close()
         await self.holdings.close()
 
@@ -159,7 +160,7 @@ class StorageUnit:
 
     @remote
     async def present(self, rows: np.ndarray) -> np.ndarray:
-        """Those of the rows that are there."""
+        """Rows, of these, that are there."""
         return self.holdings.index.present(rows)
 
     @remote
@@ -179,6 +180,7 @@ class StorageUnit:
 
     @remote
     async def status(self) -> UnitStatus:
+        """State of the unit, for `asyncflow status` and for metrics."""
         holdings, now = self.holdings, asyncio.get_running_loop().time()
         return UnitStatus(holdings.index.num_rows, holdings.storage.nbytes, self._log.away(), holdings.room.state(now))
 

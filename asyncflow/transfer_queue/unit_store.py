@@ -57,13 +57,14 @@ class UnitStore:
         await self._drop(np.union1d(unfreed, self.facts.now.dropped_rows()))
 
     def _count_found(self, groups: Sequence[int], num_bytes: int) -> None:
-        """What recovered or restored rows had reserved is not known any more: they take what they hold, all the same."""
+        """Count recovered or restored rows. Their reservation is not known any more: they take what they hold."""
         num_rows = len(self.index.rows_of(groups))
         each = -(-num_bytes // max(1, num_rows))
         self.room.book([group for group in groups if group in self.index.metas], each)
         self.room.take(0, each * num_rows)
 
     async def close(self) -> None:
+        """Close the storage when all changes have ended."""
         if self._under_way:
             await asyncio.wait(self._under_way)
         await self.storage.close()
@@ -276,8 +277,8 @@ class UnitStore:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """What has begun to change something goes on, also when its caller has gone. Over a storage that never waits the change is
-        over before anybody can go."""
+        """Run a change to its end, also when its caller has gone. Over a storage that never waits the change is over before a
+        caller can go."""
         if self.storage.is_immediate:
             return await work
         task = asyncio.ensure_future(work)
@@ -288,7 +289,7 @@ class UnitStore:
     def _tell(
         self, new: list[GroupMeta], rows: Array, row_mask: int, of_groups: Array, group_mask: int
     ) -> list[asyncio.Future[None]]:
-        """One notice for the rows' columns and one for their groups', or one for both where they are of the same rows."""
+        """Publish one notice for the rows' columns and one for their groups', or one for both where they are of the same rows."""
         parts = [(of_groups, group_mask), (rows, row_mask)]
         if np.array_equal(rows, of_groups):
             parts = [(rows, row_mask | group_mask)]

@@ -47,7 +47,8 @@ class UnitSubscription:
         self._beside: set[asyncio.Task[None]] = set()
 
     async def follow(self, number: int, unit: StorageUnit) -> None:
-        """For ever: take what a unit tells, acknowledging it by asking for more. Goes on when the unit is back after a death.
+        """Take the notices of a unit, acknowledging each by asking for more. Resumes when the unit is back after a death. Runs
+        until it is cancelled.
 
         Raises `Superseded` when another controller has taken this task over.
         """
@@ -80,7 +81,7 @@ class UnitSubscription:
             caught_up.set()
 
     async def caught_up(self, number: int) -> None:
-        """Until the unit's rows are known here."""
+        """Wait until the unit's rows are known here."""
         await self._caught_up.setdefault(number, asyncio.Event()).wait()
 
     def end_leases(self, leases: list[int]) -> None:
@@ -128,7 +129,7 @@ class UnitSubscription:
         return table.notify(rows, notice.mask, tokens, asyncio.get_running_loop().time()) if len(rows) else []
 
     def _forget_what_is_gone(self, unit: int, news: News, is_new_life: bool) -> None:
-        """What a unit does not tell of when it tells everything has been dropped, or was lost when its process died."""
+        """Remove rows that a unit does not list when it lists everything: they were dropped, or lost when its process died."""
         told = [(np.frombuffer(n.rows, np.int64), n.mask) for n in news.notices if n.rows and not n.is_drop]
         known = self._table.rows_of(unit)
         is_gone = ~np.isin(known, np.concatenate([NO_ROWS, *(rows for rows, _ in told)]))

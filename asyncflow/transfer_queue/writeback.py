@@ -31,10 +31,11 @@ class HeldRows:
         self._lease_of: dict[int, Lease] = {}
 
     def add(self, rows: Array, lease: Lease) -> None:
+        """Add rows of a lease."""
         self._lease_of.update(dict.fromkeys(rows.tolist(), lease))
 
     def clear(self) -> None:
-        """They are given back by whoever hangs up."""
+        """Forget all rows: the queue gives them back when the connection ends."""
         self.feed = None
         self._lease_of.clear()
 
@@ -52,7 +53,7 @@ class HeldRows:
         return self._write(rows, leases, {f"done/{self.task}": np.ones(len(rows), np.uint8)})
 
     def acknowledge(self, rows: Array) -> None:
-        """Those of a batch of which nothing has been said are done."""
+        """Mark the rows of a batch that are neither completed nor failed as done."""
         still = [row for row in rows.tolist() if row in self._lease_of]
         if still and (num_lost := int((~self.done(still)).sum())):
             log.warning(

@@ -36,7 +36,7 @@ _MAP_NORESERVE, _MADV_POPULATE_WRITE = 0x4000, 23  # of Linux; the mmap module d
 
 
 class ArenaPlace(msgspec.Struct, array_like=True, frozen=True):
-    """Where an array's bytes lie in an arena's file, in bytes, and the generation that the word at `header` must have."""
+    """Place of an array in an arena's file, in bytes, and the generation that the word at `header` must have."""
 
     offset: int
     num_bytes: int
@@ -78,13 +78,13 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """In ranges that an array lives in, whole pages."""
+        """Bytes in ranges that an array lives in, whole pages."""
         self._settle()
         return sum(end - start for start, end in self._used.items())
 
     @property
     def kept_bytes(self) -> int:
-        """In free ranges whose pages have been kept."""
+        """Bytes in free ranges whose pages have been kept."""
         self._settle()
         return self._kept.num_bytes
 
@@ -114,7 +114,7 @@ class Arena:
         return array
 
     def locate(self, array: np.ndarray) -> ArenaPlace | None:
-        """Where a C-contiguous array's bytes lie in the arena's file; None if they are not in it."""
+        """Place of a C-contiguous array in the arena's file; None if it is not in it."""
         if self.path is None or not array.flags.c_contiguous:
             return None
         offset = array.__array_interface__["data"][0] - self._address

@@ -51,27 +51,33 @@ class RemoteError(RunError):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """First message of a client."""
+
     name: str
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome"):
+    """Answer to `Hello`."""
+
     arena: str = ""
     """Path of the file that the server hands arrays over in; empty: it does not."""
 
 
 def error_name(error: BaseException) -> str:
-    """What an exception is called on the wire: by a class that the caller knows, if it is of one."""
+    """Name of an exception on the wire: that of a class that the caller knows, if it is of one."""
     return next((base.__name__ for base in type(error).__mro__ if base.__name__ in CROSSING), type(error).__name__)
 
 
 def raised(service: str, method: str, name: str, message: str) -> Exception:
-    """What the caller raises: the exception itself where it crosses, or one that names it."""
+    """Exception that the caller raises: the exception itself where it crosses, or one that names it."""
     if name in CROSSING:
         return CROSSING[name](message)
     return RemoteError(f"{service}.{method} failed: {name}: {message}")
 
 
 class Request(msgspec.Struct, array_like=True, tag="request", gc=False):
+    """Request as it is sent."""
+
     id: int
     service: str
     method: str
@@ -91,6 +97,8 @@ class Taken(msgspec.Struct, array_like=True, tag="taken"):
 
 
 class Reply(msgspec.Struct, array_like=True, tag="reply", gc=False):
+    """Answer as it is sent."""
+
     id: int
     result: Any = None
     error: str = ""
@@ -98,6 +106,8 @@ class Reply(msgspec.Struct, array_like=True, tag="reply", gc=False):
 
 
 class ReceivedRequest(msgspec.Struct, array_like=True, tag="request", gc=False):
+    """Request as it arrives: its arguments are decoded by the method that it names."""
+
     id: int
     service: str
     method: str
@@ -105,6 +115,8 @@ class ReceivedRequest(msgspec.Struct, array_like=True, tag="request", gc=False):
 
 
 class ReceivedReply(msgspec.Struct, array_like=True, tag="reply", gc=False):
+    """Answer as it arrives: its result is decoded by the method that was called."""
+
     id: int
     result: msgspec.Raw
     error: str
@@ -157,7 +169,7 @@ def encode(message: msgspec.Struct, arrays: list[np.ndarray], held: list[np.ndar
 
 
 class _Arriving(threading.local):
-    """What the hook of the decoders, which are shared, needs of the frame that is being decoded in this thread."""
+    """Frame that is being decoded in this thread, for the hook of the decoders, which are shared."""
 
     buffers: Sequence[np.ndarray] = ()
     is_writeable: bool = True
@@ -224,7 +236,7 @@ def remote(method: F) -> F:
 
 
 class Method:
-    """How the messages of a remote method are decoded."""
+    """Decoders of the messages of a remote method."""
 
     __slots__ = ("arguments", "result")
 

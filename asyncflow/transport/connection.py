@@ -34,7 +34,7 @@ _MESSAGE_CHARACTERS = 64 << 10  # of an exception, in a reply
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """What the connections of a server share."""
+    """State that the connections of a server share."""
 
     services: Mapping[str, object]
     on_disconnect: Callable[[str], None] | None
@@ -49,7 +49,7 @@ _numbers = itertools.count()  # of all connections of this process
 
 
 class ReceiveRoom:
-    """What arriving frames may take together; first come, first served."""
+    """Memory that arriving frames may take together; first come, first served."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -66,10 +66,12 @@ class ReceiveRoom:
         return True
 
     def release(self, num_bytes: int) -> None:
+        """Give back the memory of a frame."""
         self.used_bytes -= num_bytes
         self._admit()
 
     def forget(self, connection: Connection) -> None:
+        """Remove a connection that waits."""
         if self._waiting.pop(connection, None) is not None:
             self._admit()
 
@@ -84,7 +86,7 @@ class ReceiveRoom:
 
 
 class Connection:
-    """One client. Whatever is wrong with what it sends ends this connection and nothing else."""
+    """Connection of one client. A fault in what the client sends ends this connection and nothing else."""
 
     def __init__(self, house: House, *, is_local: bool) -> None:
         """`is_local`: the client is on this machine, so arrays may be handed to it by reference to where they lie in the arena."""
@@ -113,13 +115,16 @@ class Connection:
         }
 
     def open(self, stream: Stream) -> None:
+        """Begin, over this stream."""
         self._stream = stream
         self._house.connections.add(self)
 
     def tasks(self) -> list[asyncio.Future[Any]]:
+        """Requests that are being served."""
         return [task for task in self._running.values() if isinstance(task, asyncio.Task)]
 
     def close(self, why: str) -> None:
+        """End the connection; `why` is logged."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -140,6 +145,7 @@ class Connection:
             self._house.on_disconnect(self.key)
 
     def end_if_late(self, now: float) -> None:
+        """End the connection if its greeting or a frame takes too long."""
         limits, began = self._limits, self._frame_began_at
         if not self._is_greeted and now > self._opened_at + limits.hello_seconds:
             self.close("it did not say hello")

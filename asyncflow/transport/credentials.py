@@ -16,7 +16,7 @@ from asyncflow.types import UserError
 
 
 class Credentials:
-    """A run's key and certificate; `create` or `load` them."""
+    """Key and certificate of a run; `create` or `load` them."""
 
     def __init__(self, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
         self.server_context = server

@@ -32,7 +32,8 @@ Frame = tuple[Buffer, Sequence[np.ndarray]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameLimits:
-    """What a connection may cost. A message above them is refused where it is sent, and costs a sender of it the connection."""
+    """Limits of what a connection may cost. A message above them is refused where it is sent; a sender that sends it all the same
+    loses the connection."""
 
     header_bytes: int = 64 << 20
     body_bytes: int = 4 << 30
@@ -105,7 +106,7 @@ class _Assembly:
         self.filled = 0
 
     def advance(self, num_bytes: int) -> bool:
-        """That many bytes have been written to the last target. True: the frame is complete."""
+        """Take note that so many bytes have been written to the last target. True: the frame is complete."""
         self.filled += num_bytes
         if self.filled == self.targets[-1].nbytes:
             self.targets.pop()
@@ -159,7 +160,7 @@ class FrameParser:
         return self._end - self._start if self._assembly is None else self._assembly.num_bytes
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes of the stream belong; never empty."""
+        """Memory for the next bytes of the stream; never empty."""
         if self._assembly is not None:
             return self._assembly.targets[-1][self._assembly.filled :]
         return self._view[self._end :]

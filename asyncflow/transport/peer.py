@@ -99,7 +99,7 @@ class Peer:
         await asyncio.shield(self._lost)
 
     async def call(self, interface: type, service: str, method: str, arguments: tuple[Any, ...]) -> Any:
-        """One request and its answer. The exceptions of `CROSSING` arrive as themselves.
+        """Send a request and wait for its answer. The exceptions of `CROSSING` arrive as themselves.
 
         Arrays in `arguments` must not change until the answer is there. Those in the answer are writeable.
 

@@ -32,13 +32,13 @@ _SOCKET_BYTES = 1 << 20  # asked for as the kernel's buffer; it grants what it a
 
 
 class Owner(Protocol):
-    """Who a stream belongs to."""
+    """Owner of a stream: gives memory for bytes, and hears of what arrives."""
 
     def get_buffer(self) -> memoryview:
-        """Where received bytes belong."""
+        """Memory for received bytes."""
 
     def advance(self, num_bytes: int) -> None:
-        """That many have been received."""
+        """Take note that so many bytes have been received."""
 
     def drained(self) -> None:
         """The stream was full, and is not any more."""
@@ -48,6 +48,8 @@ class Owner(Protocol):
 
 
 class Stream(Protocol):
+    """Stream of bytes in both directions."""
+
     @property
     def is_full(self) -> bool:
         """More than the limit is unsent, or has been and half of it still is."""
@@ -78,7 +80,7 @@ class _Unsent:
         self.is_full = self.is_full or self.num_bytes > self._limit_bytes
 
     def remove(self, num_bytes: int) -> bool:
-        """That many bytes have been sent. True: it was full until now."""
+        """Take note that so many bytes have been sent. True: it was full until now."""
         self.num_bytes -= num_bytes
         pieces = self.pieces
         if not self.num_bytes:

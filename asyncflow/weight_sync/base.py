@@ -24,7 +24,8 @@ class WeightSyncError(RunError):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What was published. (incarnation, version) is unique: a restarted trainer may publish a version again.
+    """Published version: where it is and what it is. (incarnation, version) is unique: a restarted trainer may publish a version
+    again.
 
     `address` is the safetensors file on the trainer's machine, `num_bytes` its size and `hash` its xxh3_128 in hexadecimal;
     `tensors` is keyed by Hugging Face names, with the dtypes that travel. `served_at` is the door of a sender that is asked for
@@ -42,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncOptions:
-    """The same at both ends. Raises `UserError` when `keep` is below 1."""
+    """Options of a weight sync, the same at both ends. Raises `UserError` when `keep` is below 1."""
 
     directory: Path
     """Private to the run, on every machine of it, best under /dev/shm; its owner removes it when the run ends."""
@@ -82,7 +83,7 @@ class WeightSender(Protocol):
         ...
 
     def retain(self, versions: Collection[int]) -> None:
-        """Of those that are available now, these (`max_retained` at most) stay so as well, until the next call names others."""
+        """Keep these of the versions that are available now (`max_retained` at most), until the next call names others."""
         ...
 
     async def close(self) -> None:
@@ -103,7 +104,7 @@ class WeightReceiver(Protocol):
         ...
 
     async def release(self) -> None:
-        """What was fetched last is not needed any more, as it is installed: others may be written where it is."""
+        """Free the version that was fetched last, as it is installed: the sender may write there."""
         ...
 
     async def close(self) -> None:

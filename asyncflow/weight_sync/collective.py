@@ -115,7 +115,7 @@ class Broadcasts:
         self._thread = ComputeThread("weight-broadcast")
 
     def published(self, version: int) -> None:
-        """Nobody has this version yet."""
+        """Begin with a new version, which no receiver has yet."""
         self._has[version] = set()
         for old in [old for old in self._has if not self._kept.has(old)]:
             del self._has[old]
@@ -180,7 +180,7 @@ class Broadcasts:
         self._notify()
 
     async def _run(self) -> None:
-        """One broadcast after another while anybody asks."""
+        """Broadcast to those that ask, one broadcast after another."""
         while self._asked:
             version = next(iter(self._asked))
             await self._until(partial(self._is_gathered, version), min(GATHER_SECONDS, self._options.deadline_seconds))
@@ -224,7 +224,7 @@ class Broadcasts:
             self._break(why)
 
     def _send(self, loop: asyncio.AbstractEventLoop, epoch: int, size: int, file: Array) -> None:
-        """In the thread."""
+        """Send the file to the group. Runs in the thread."""
         group, self._group = self._group, None  # until it has held
         if group is None or group[0] != epoch:
             if group is not None:
@@ -315,7 +315,7 @@ class CollectiveReceiver:
     def _receive(
         self, loop: asyncio.AbstractEventLoop, peer: Peer, seat: Seat, arriving: Arriving, manifest: Manifest
     ) -> Mapping[str, Tensor]:
-        """In the thread."""
+        """Receive a version from the group. Runs in the thread."""
         group, self._group = self._group, None  # until it has held
         if group is None or group[:2] != (peer, seat.epoch):
             if group is not None:
@@ -333,7 +333,7 @@ def _group(store: GroupStore, seat: Seat, options: WeightSyncOptions) -> Group:
 
 
 def _store(sender: Broadcasts, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> GroupStore:
-    """For a thread that forms a group while `loop` talks to the sender."""
+    """Store for a thread that forms a group while `loop` talks to the sender."""
 
     def wait(call: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(call, loop).result(deadline_seconds)

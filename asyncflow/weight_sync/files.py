@@ -42,6 +42,7 @@ class _File:
 
     @property
     def is_deleted(self) -> bool:
+        """Whether the file has no name any more."""
         return os.fstat(self.fd).st_nlink == 0
 
     def lock(self, kind: int) -> bool:
@@ -53,6 +54,7 @@ class _File:
         return True
 
     def unlock(self) -> None:
+        """Give up the lock."""
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
@@ -80,9 +82,9 @@ class VersionFiles:
         self._reserved: list[tuple[Path, _File]] | None = None
 
     def begin(self, version: int, num_bytes: int) -> Array:
-        """Where the version's bytes belong: uint8 [num_bytes], of unspecified content; all versions have one size.
+        """Memory for the version's bytes: uint8 [num_bytes], of unspecified content; all versions have one size.
 
-        Nothing has changed when it raises `WeightSyncError`, as there is no room, or as it has waited for a reader in vain.
+        Raises `WeightSyncError` if there is no room, or if a reader was waited for in vain; nothing has changed then.
         """
         if self._reserved is None:
             self._reserve(num_bytes)
@@ -211,7 +213,7 @@ class FileReader:
         return file.mapped
 
     def release(self) -> None:
-        """What is held may be written over. Does nothing if nothing is."""
+        """Let the writer write over the file that is held. Does nothing if none is."""
         if self._held is not None:
             self._held.unlock()
             self._held = None

@@ -25,7 +25,7 @@ _IN_FLIGHT = 2  # chunks: one arrives while the one before it is copied and hash
 
 
 class GroupStore(dist.Store):  # type: ignore[name-defined]
-    """Where the members leave their addresses for one another, as torch asks for it."""
+    """Store in which the members of a group find each other's addresses, with the methods that torch calls."""
 
     def __init__(self, put: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> None:
         """`get` waits until the key is there."""
@@ -33,12 +33,15 @@ class GroupStore(dist.Store):  # type: ignore[name-defined]
         self._put, self._get = put, get
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Publish a value under a key."""
         self._put(key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
+        """Value of a key, when it is there."""
         return self._get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have values."""
         for key in keys:
             self._get(key)
 

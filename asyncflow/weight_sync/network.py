@@ -173,7 +173,7 @@ class NodeReceiver:
             return self._files.commit(manifest.version)
 
     def _begin(self, manifest: Manifest) -> Array:
-        """In the thread."""
+        """Begin a version: its file. Runs in the thread."""
         file = self._files.begin(manifest.version, manifest.num_bytes)
         if len(file) != manifest.num_bytes:
             raise WeightSyncError(f"version {manifest.version} has another size than those fetched before it")

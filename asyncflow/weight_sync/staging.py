@@ -24,7 +24,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def wire_specs(source: Mapping[str, TensorSpec], dtype: str | None) -> dict[str, TensorSpec]:
-    """What travels: floating-point tensors that are wider than `dtype` (torch's name) as that, all others as they are."""
+    """Tensors as they travel: floating-point ones that are wider than `dtype` (torch's name) as that, all others as they are."""
     narrow = None if dtype is None else _torch_dtype(dtype)
     specs = {}
     for name, spec in source.items():
@@ -159,7 +159,7 @@ class Staging:
         self._tensors: dict[str, Tensor] = {}
 
     def begin(self, manifest: Manifest) -> Arriving:
-        """What takes the bytes of a version. Raises `WeightSyncError` when its tensors are not those fetched before it."""
+        """Target for the bytes of a version. Raises `WeightSyncError` when its tensors are not those fetched before it."""
         return Arriving(self, expected(manifest, self._layout), manifest)
 
     def buffers(self, layout: FileLayout) -> dict[str, Tensor]:

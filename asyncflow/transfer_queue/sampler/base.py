@@ -23,7 +23,7 @@ class Sampler(Protocol):
         ...
 
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
-        """Which parked requests (worker name, want; oldest first) can be served now, and with what: position, pick.
+        """Picks for parked requests (worker name, want; oldest first) that can be served now: (position, pick).
 
         Called after every change, so it is to be cheap when nothing can be served. Each pick is out of the ready rows when it is
         yielded: the caller hands it out. No position comes twice, no pick is empty.

@@ -11,6 +11,8 @@ from asyncflow.transfer_queue.table import Table
 
 
 class Oldest:
+    """Sampler that serves the oldest request first, with the rows that have been ready longest."""
+
     def check(self, spec: TaskSpec, want: Want) -> None:
         """Serves every one."""
 

@@ -17,6 +17,8 @@ from asyncflow.transfer_queue.table import Table
 
 
 class ShortestQueue:
+    """Sampler that gives each group to the worker which holds the fewest tokens."""
+
     def check(self, spec: TaskSpec, want: Want) -> None:
         """Serves every one."""
 
@@ -43,7 +45,7 @@ class ShortestQueue:
 
 
 def _next_group(table: Table, want: Want, given: Pick, spent: tuple[int, int]) -> tuple[int, list[int], int] | None:
-    """One group more for a want, or as much of one as fits into what is left of it: number, rows, tokens. None if nothing does."""
+    """Next group for a want, or as much of it as fits into what is left of the want: number, rows, tokens. None if nothing fits."""
     rows_left, tokens_left = want.rows - spent[0], want.tokens - spent[1]
     head = table.ready.peek(want, 1)
     if not head or (want.groups and len(given) >= want.groups):

@@ -57,7 +57,7 @@ class TokenBalanced:
                 yield from ((position, pick) for position, pick in zip(together, picks, strict=True) if pick)
 
     def _round(self, table: Table, wants: list[Want]) -> list[Pick] | None:
-        """What each rank gets, or None while there is too little for all."""
+        """Pick of each rank; None while there is too little for all."""
         is_last = table.is_over(wants[0])
         needed = 1 if is_last else max(self.ranks, *(want.at_least for want in wants))
         if table.ready.available(wants[0], needed) < needed:

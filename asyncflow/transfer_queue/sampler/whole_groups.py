@@ -11,6 +11,8 @@ from asyncflow.transfer_queue.schema import TaskSpec
 
 
 class WholeGroups(Oldest):
+    """Sampler of tasks that take whole groups alone, the oldest first."""
+
     def check(self, spec: TaskSpec, want: Want) -> None:
         """Raises `ValueError` for a task that is not of whole groups."""
         if not spec.whole_groups:

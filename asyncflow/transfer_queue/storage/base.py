@@ -12,7 +12,7 @@ from asyncflow.types import Array, Batch, GroupMeta
 
 
 class Stored(msgspec.Struct):
-    """What `recover` finds: rows that have the same columns, with the groups (each once) that they belong to."""
+    """Rows that `recover` finds, which have the same columns, with the groups (each once) that they belong to."""
 
     metas: list[GroupMeta]
     rows: Array
@@ -47,7 +47,7 @@ class Storage(Protocol):
         ...
 
     def recover(self) -> AsyncIterator[Stored]:
-        """What has outlived an earlier process."""
+        """Rows that have outlived an earlier process."""
         ...
 
     async def keep(self, name: str, value: bytes) -> None:

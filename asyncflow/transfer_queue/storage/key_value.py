@@ -47,7 +47,7 @@ class KeyValue(Protocol):
         ...
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """In one round trip; None for a key that is not there."""
+        """Values of these keys, in one round trip; None for a key that is not there."""
         ...
 
     def keys(self, prefix: str) -> AsyncIterator[str]:
@@ -58,7 +58,7 @@ class KeyValue(Protocol):
 
 
 class _Value:
-    """What is known of a stored value, which is one group's. `rows`: row -> its position and its bytes, of those that are there."""
+    """Facts of a stored value, which is one group's. `rows`: row -> its position and its bytes, of those that are there."""
 
     __slots__ = ("columns", "group_columns", "has_meta", "is_gone", "key", "nbytes", "num_stored", "rows")
 
@@ -128,7 +128,7 @@ class KeyValueStorage:
             self._values.setdefault(group, []).append(value)
 
     async def read(self, indices: Array, columns: Sequence[str]) -> Batch:
-        """As the contract says. Raises `RunError` when the store has lost a value or damaged it."""
+        """Values of these rows; see `Storage.read`. Raises `RunError` when the store has lost a value or damaged it."""
         groups = groups_of(indices, self._schema.group_bits)
         while True:
             places = {name: self._places(indices, groups, name) for name in columns}
@@ -250,7 +250,7 @@ class KeyValueStorage:
         return sum(value.nbytes for values in self._values.values() for value in values)
 
     async def close(self) -> None:
-        """What is not durable would only fill the store, and is deleted."""
+        """Delete what is not durable, which would only fill the store, and hang up."""
         try:
             if not self.is_durable:
                 keys = [value.key for values in self._values.values() for value in values]
@@ -275,7 +275,7 @@ class KeyValueStorage:
         return metas, batch
 
     def _places(self, indices: Array, groups: Array, name: str) -> list[tuple[_Value, int]]:
-        """For each entry of a column, the value that has it and the position there. Raises `LookupError` when there is none."""
+        """Value that has each entry of a column, and the position there. Raises `LookupError` when there is none."""
         if self._schema.column(name).per == "group":
             return [(self._value_with(group, name, None), 0) for group in groups.tolist()]
         bits = self._schema.group_bits

@@ -56,7 +56,7 @@ class MemoryStorage:
             raise
 
     async def read(self, indices: Array, columns: Sequence[str]) -> Batch:
-        """As the contract says. Values of 64 KiB and more may come as read-only views of what is stored."""
+        """Values of these rows; see `Storage.read`. Values of 64 KiB and more may come as read-only views of what is stored."""
         rows, groups = Keys(indices), groups_of(indices, self._group_bits)
         of_groups = Keys(groups) if any(self._columns[name].per == "group" for name in columns) else None
         found = {}

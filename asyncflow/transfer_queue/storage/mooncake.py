@@ -100,7 +100,7 @@ class MooncakeKeyValue:
             yield some
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """In a thread: the store's calls block."""
+        """Call the store in a thread: its calls block."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await asyncio.to_thread(function, *arguments)

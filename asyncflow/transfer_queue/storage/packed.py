@@ -140,7 +140,7 @@ def read_frames(file: BinaryIO) -> Iterator[tuple[list[GroupMeta], Batch]]:
 
 
 def _covered(header_bytes: int, body_bytes: int) -> bytes:
-    """What the checksum takes in of the prefix."""
+    """Part of the prefix that the checksum covers."""
     return PREFIX.pack(MAGIC, VERSION, header_bytes, body_bytes, 0)
 
 

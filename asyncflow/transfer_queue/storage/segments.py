@@ -125,6 +125,7 @@ class ColumnSegments:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes that the column takes, free room in its segments included."""
         return sum(s.held_bytes for s in self._segments.values()) + len(self._pages) * (8 << PAGE_BITS)
 
     def add_one(self, key: int, values: Values) -> None:
@@ -225,7 +226,7 @@ class ColumnSegments:
         return segment
 
     def _placed(self, keys: Keys, values: Values) -> tuple[_Segment, int]:
-        """Where entries now lie: a segment, and the position of the first in it."""
+        """Place of entries: a segment, and the position of the first in it."""
         array, offsets = (values.values, values.offsets) if isinstance(values, Ragged) else (values, None)
         if array.nbytes >= LARGE_BYTES or len(keys) > OPEN_ENTRIES // 4:
             segment = self._new_segment(kept(array), None if offsets is None else kept(offsets), kept(keys.array))
