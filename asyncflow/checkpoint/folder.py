@@ -48,17 +48,17 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
 
 
 class Checkpoints:
-    """Those of one run, in one folder. `keep`: how many stay."""
+    """Checkpoints of one run, in one folder. `keep`: how many stay."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep
 
     def path(self, version: int) -> Path:
-        """Where the checkpoint of so many committed steps is, or would be."""
+        """Path of the checkpoint of so many committed steps."""
         return self._folder / f"step-{version:06d}"
 
     def partial(self, version: int) -> Path:
-        """Where it is written, by whoever has a part of it: the first one makes the folder."""
+        """Path at which it is written, by every process that has a part of it: the first one makes the folder."""
         return self.path(version).with_name(self.path(version).name + _PARTIAL)
 
     def added(self, version: int) -> Path:
@@ -66,12 +66,12 @@ class Checkpoints:
         return self.path(version).with_name(self.path(version).name + _ADDED)
 
     def versions(self) -> list[int]:
-        """Of the checkpoints there are, oldest first, damaged ones among them."""
+        """Versions of the checkpoints there are, oldest first, damaged ones among them."""
         found = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir()) if self._folder.is_dir() else ()
         return sorted(int(match[1]) for match in found if match is not None)
 
     def commit(self, version: int) -> list[str]:
-        """What was written is this version's checkpoint from now on; then those that are too many are removed.
+        """Make what was written this version's checkpoint; then remove those that are too many.
 
         Raises `OSError` where the disk is full or fails, with the earlier ones untouched. From the moment on at which it has its
         name, it is one: returns sentences about what could not be done after that.
@@ -101,7 +101,7 @@ class Checkpoints:
         return troubles
 
     def discard(self, version: int) -> None:
-        """What was written will not be one."""
+        """Remove what was written: it will not be a checkpoint."""
         shutil.rmtree(self.partial(version), ignore_errors=True)
 
     def sweep(self) -> None:
@@ -128,7 +128,7 @@ class Checkpoints:
                 self._remove(later)
 
     def check(self, version: int) -> None:
-        """That a checkpoint is whole: every file there, no other, each with its hash. Raises `RunError` saying what is not."""
+        """Check that a checkpoint is whole: every file, no other, each with its hash. Raises `RunError` saying what is not."""
         path = self.path(version)
         try:
             manifest = msgspec.json.decode((path / MANIFEST_FILE).read_bytes(), type=CheckpointManifest)
@@ -149,7 +149,7 @@ class Checkpoints:
                 raise RunError(f"the checkpoint {path} is damaged: {name} is not what was written")
 
     def _remove(self, version: int) -> None:
-        """In one step for whoever looks for checkpoints."""
+        """Remove a checkpoint; for readers it is gone in one step."""
         path = self.path(version)
         over = path.with_name(path.name + _OVER)
         shutil.rmtree(over, ignore_errors=True)
@@ -163,7 +163,7 @@ class Checkpoints:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Those of a checkpoint, but for its manifest."""
+    """Files of a checkpoint, but for its manifest."""
     return (file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / MANIFEST_FILE)
 
 

@@ -22,7 +22,7 @@ def restart_pause(num_restarts: int) -> float:
 
 
 def needs_all(name: str) -> bool:
-    """What a run says that goes on without no worker."""
+    """Answer of a run that needs every worker: False."""
     return False
 
 

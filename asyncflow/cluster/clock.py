@@ -28,7 +28,7 @@ class Deadlock(RunError):
 
 
 class Process:
-    """What may be paused or killed as one. Restarted under the same name it is another process."""
+    """Part of the simulation that may be paused or killed as one. Restarted under the same name it is another process."""
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
@@ -45,17 +45,21 @@ class Process:
         return self._context.copy().run(function, *arguments)
 
     def start(self, main: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Start a coroutine in this process."""
         return self.loop.create_task(main, name=name, context=self._context.copy())
 
     def pause(self) -> None:
+        """Keep back everything that the process would do."""
         self.is_paused = True
 
     def resume(self) -> None:
+        """Do what was kept back, and go on."""
         self.is_paused = False
         self.loop._ready.extend(self.backlog)
         self.backlog.clear()
 
     def kill(self) -> None:
+        """End the process, and tell `on_death`."""
         self.is_alive = self.is_paused = False
         for tell in self.on_death:
             tell()
@@ -102,6 +106,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
     def time(self) -> float:
+        """Virtual time, in seconds."""
         return self.now
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
@@ -153,7 +158,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return sorted(tasks, key=lambda task: task.get_name())
 
     def waiting(self) -> str:
-        """Who waits, and where."""
+        """Tasks that wait, and where."""
         lines = []
         for task in self.living():
             at = [f"{f.cr_frame.f_code.co_filename.rpartition('/')[2]}:{f.cr_frame.f_lineno}" for f in _awaited(task.get_coro())]

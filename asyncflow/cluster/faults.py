@@ -32,7 +32,7 @@ class Hangs:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, in virtual seconds from the start. `slow`: by worker, how many times as long everything takes."""
+    """Faults to inject, at virtual seconds from the start. `slow`: by worker, how many times as long everything takes."""
 
     slow: Mapping[str, float] = field(default_factory=dict)
     deaths: tuple[tuple[float, str], ...] = ()

@@ -77,7 +77,7 @@ class ForkedProcess:
     """A `WorkerProcess` that a fork server has as its child."""
 
     def __init__(self, pid: int, stdin: ControlPipe) -> None:
-        """In the event loop that is to hear of its end."""
+        """Called in the event loop that is to hear of the end of the process."""
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None
         self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
@@ -98,6 +98,7 @@ class ForkedProcess:
         return self.returncode
 
     def kill(self) -> None:
+        """End the process with SIGKILL, if it has not ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended, which this loop has not heard yet
                 os.kill(self.pid, signal.SIGKILL)

@@ -13,6 +13,8 @@ from asyncflow.transport import client_name
 
 
 class InlineCluster:
+    """Cluster whose workers are tasks of this process, for debugging."""
+
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -30,7 +32,7 @@ class InlineCluster:
             task.add_done_callback(partial(self._ended, self._over))
 
     async def wait(self, on_death: Callable[[str, str, bool], None], goes_on_without: Callable[[str], bool] = needs_all) -> None:
-        """As the contract says; a worker that fails here is a fault to be looked at, and is not started again."""
+        """See `Cluster.wait`. A worker that fails here is not started again: the fault is to be looked at."""
         if self._over is not None:
             await asyncio.shield(self._over)
 

@@ -196,5 +196,5 @@ class RayCluster(SupervisedCluster):
             place.apart = {**place.spec.apart, "LOCAL_WORLD_SIZE": str(nodes.count(node))}
 
     def _files(self) -> dict[str, bytes]:
-        """What a worker reads of the run's folder."""
+        """Files of the run's folder that a worker reads."""
         return {name: (self._run_dir / name).read_bytes() for name in (CONFIG_FILE, JOB_FILE, KEY_FILE)}

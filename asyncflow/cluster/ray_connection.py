@@ -57,7 +57,7 @@ _was_imported_alone = False  # whether this process has Ray with the settings ab
 
 
 class RayConnection:
-    """A run's driver as one of Ray's. What a cluster of its own prints goes to `logs/ray.log` in the run's folder."""
+    """Connection of a run's driver to Ray. The output of a cluster of its own goes to `logs/ray.log` in the run's folder."""
 
     def __init__(self, run_dir: Path, run_id: str) -> None:
         self.node = ""  # Ray's id of the driver's; empty until it is connected
@@ -170,7 +170,7 @@ def import_ray() -> Any:
 
 
 def first_sentence(error: BaseException) -> str:
-    """What an error of Ray's says, in short; all of it where it is a mistake of the user's that a host has found."""
+    """Message of an error of Ray's, in short; all of it where it is a mistake of the user's that a host has found."""
     cause = getattr(error, "cause", None)  # of what a host has raised: Ray's own text is its traceback
     if isinstance(cause, UserError):
         return str(cause)
@@ -207,7 +207,7 @@ async def _answers(address: str) -> bool:
 
 @cache
 def _token() -> str:
-    """What the processes of clusters that are started for this process's runs show each other. Ray reads it once."""
+    """Token by which the processes of clusters that are started for this process's runs know each other. Ray reads it once."""
     return secrets.token_hex(32)
 
 

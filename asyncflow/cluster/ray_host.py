@@ -30,7 +30,7 @@ READ_SECONDS: Final = 1.0  # so long its output may stay open after that, in pro
 
 
 class Letter(msgspec.Struct, frozen=True):
-    """What a host is told of its worker. `files` are those of the run's folder that it has to be given, the key among them."""
+    """Message to a host about its worker. `files` are those of the run's folder that it has to be given, the key among them."""
 
     name: str
     entry: str

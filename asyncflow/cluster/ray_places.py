@@ -174,7 +174,7 @@ class RayPlaces:
             await self._leave(place)
 
     async def leave_all(self) -> None:
-        """All workers have ended for good."""
+        """Give back all places: all workers have ended for good."""
         places, self.by_name = self.by_name, {}
         await asyncio.gather(*(self._leave(place) for place in places.values()))
 

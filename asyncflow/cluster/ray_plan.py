@@ -61,7 +61,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     exchange gradients by gloo or NCCL, which ask nobody who he is."""
 
     def strategy(self, pool: str) -> Strategy:
-        """How a pool's workers lie on the nodes."""
+        """Ray's placement strategy for a pool's workers."""
         return self.placement.get(pool, "PACK")  # type: ignore[call-overload]
 
     def wish(self, pool: str, spec: WorkerSpec) -> Wish:
@@ -70,7 +70,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return spec, {kind: count for kind, count in need.items() if count} or {"CPU": 1.0}
 
     def forwarded(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Of the driver's environment, what a worker on another node gets."""
+        """Variables of the driver's environment that a worker on another node gets."""
         usual = {name for name in environment if name.startswith(FORWARDED) and not name.endswith(_SECRET)} - {*VISIBLE}
         named = tuple(self.forward)
         return {name: value for name, value in environment.items() if name in usual or name.startswith(named)}
@@ -110,7 +110,7 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return [dict(here) if stays else {} for stays in stay] if any(stay) else None
 
     def check(self, pool: str, count: int, config: Config) -> None:
-        """That there can be a cluster on which `count` workers of a pool are placed so. Raises `UserError`."""
+        """Check that there can be a cluster on which `count` workers of a pool are placed so. Raises `UserError`."""
         if pool == "trainer" and self.trainers == "anywhere" and count > 1:
             self._check_apart(config)
         why_here = self.why_here(pool, config)

@@ -39,6 +39,7 @@ class RayProcess:
         return await asyncio.shield(self._following)
 
     def kill(self) -> None:
+        """End the worker with SIGKILL, by its host."""
         if self._killing is None:
             self._killing = asyncio.create_task(self._kill())
 

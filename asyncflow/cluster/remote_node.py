@@ -37,12 +37,12 @@ class RemoteNode:
     files: Path
 
     def environment(self) -> Mapping[str, str]:
-        """What tells a worker."""
+        """Variables by which a worker learns it."""
         return dict(zip(_VARIABLES, (str(self.memory), str(self.files)), strict=True))
 
 
 def remote_node() -> RemoteNode | None:
-    """What this worker was told; None on its driver's machine."""
+    """Facts that this worker was given about its node; None on its driver's machine."""
     memory, files = (os.environ.get(name) for name in _VARIABLES)
     return RemoteNode(Path(memory), Path(files)) if memory and files else None
 
@@ -89,10 +89,10 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 class NodeFolders:
-    """A run's folders on this machine, held by whoever places workers here; they go with the last one that holds them.
+    """Folders of a run on this machine, held by whatever places workers here; they are removed with the last holder.
 
-    What is held is locked, by a file in each of them, as others who hold one may have another temporary folder. The kernel lets go
-    of it when its holder ends. Folders of runs that nobody holds any more, since all were killed, are swept by the next run that
+    A holder locks a file in each of them, as other holders may have another temporary folder. The kernel releases the lock when
+    the holder ends. Folders of runs that are not held any more, since all holders were killed, are removed by the next run that
     comes here.
     """
 

@@ -88,7 +88,7 @@ class SupervisedCluster(ABC):
         child.watch.add_done_callback(partial(self._ended, over))
 
     async def _keep_alive(self, child: _Child) -> None:
-        """Until the worker has ended well, or for the last time."""
+        """Keep a worker running until it has ended well, or for the last time."""
         assert self._on_death is not None
         while await child.process.wait() and not child.leaving.is_set():
             why, limit = self._why(child), child.spec.max_restarts
@@ -171,8 +171,8 @@ class SupervisedCluster(ABC):
         return {child.spec.name: child.process.pid for child in self._children.values() if child.process.returncode is None}
 
     def _why(self, child: _Child) -> str:
-        """How a worker has ended. Raises `UserError` with its last words where the mistake was the user's, and the run is over with
-        that: it would not have come up, or cannot do without this worker."""
+        """Reason for which a worker has ended. Raises `UserError` with its last words where the mistake was the user's, and the
+        run is over with that: the worker would not have come up, or the run cannot do without it."""
         status = child.process.returncode or 0
         with child.log.open("rb") as log:
             log.seek(max(0, child.log.stat().st_size - LAST_WORDS_BYTES))
@@ -187,7 +187,7 @@ class SupervisedCluster(ABC):
 
 
 async def _unwatch(children: Sequence[_Child]) -> None:
-    """They are not started again any more."""
+    """Stop starting these workers again."""
     watches = [child.watch for child in children if child.watch is not None]
     for watch in watches:
         watch.cancel()

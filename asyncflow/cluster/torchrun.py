@@ -91,7 +91,7 @@ def run_rank(
 
 
 def _end(driver: subprocess.Popen[bytes]) -> None:
-    """It notices by itself that its trainers have gone, says so and ends; if it does not, it is made to."""
+    """End the driver. It notices by itself that its trainers have gone, logs it and ends; if it does not, it is killed."""
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
             driver.send_signal(number)
@@ -101,7 +101,8 @@ def _end(driver: subprocess.Popen[bytes]) -> None:
 
 
 def _start_driver(arguments: Sequence[str], launch: str) -> subprocess.Popen[bytes]:
-    """As if the user had, but for the variable that says whence the trainers come. torchrun's signals are handed on."""
+    """Start the driver as the user would, but for the variable that names the launch of the trainers. Signals to torchrun are
+    passed on to it."""
     kept = {
         name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC")
     }
@@ -114,7 +115,7 @@ def _start_driver(arguments: Sequence[str], launch: str) -> subprocess.Popen[byt
 def _wait_for_driver(
     has_ended: Callable[[], bool], job_file: Path, read_launch: Callable[[Path], str], launch: str, deadline_seconds: float
 ) -> bool:
-    """Until it has begun the run. False: it has ended without."""
+    """Wait until the driver has begun the run. False: it has ended without."""
     deadline = time.monotonic() + deadline_seconds
     while not (job_file.is_file() and read_launch(job_file) == launch and control_socket(job_file.parent).exists()):
         if has_ended():

@@ -51,6 +51,7 @@ class Wire:
             peer.hang_up()
 
     def delay(self) -> float:
+        """Seconds that the next message takes, at random."""
         return 2 * self._latency_seconds * self._rng.random()
 
 

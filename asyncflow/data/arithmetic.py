@@ -68,7 +68,7 @@ _FOOD_LOSSES: Final = (*_LOSSES, "{name} eats {step}.")
 
 @dataclass(frozen=True)
 class Problem:
-    """One word problem with its clean solution."""
+    """Word problem with its clean solution."""
 
     question: str
     """The story and the question at its end, on one line, without a line end."""

@@ -28,8 +28,8 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where a data set's prompts and answers are. A prompt is `template` filled in, or else what column `prompt` holds; `answer` is
-    None where no column was found."""
+    """Columns of a data set that have prompts and answers. A prompt is `template` filled in, or else the value of column `prompt`;
+    `answer` is None where no column was found."""
 
     template: str | None
     prompt: str | None
@@ -48,7 +48,7 @@ class Columns:
         return value if _last(self.prompt).lower() == READY_PROMPT else f"{value}\n"
 
     def example_of(self, row: Row) -> Row:
-        """What a scorer sees of a row: all of its columns, and the answer in `ANSWER`."""
+        """Row as a scorer sees it: all of its columns, and the answer in `ANSWER`."""
         return dict(row) if self.answer in (None, ANSWER) else {**row, ANSWER: _value(row, self.answer or "")}
 
 

@@ -99,7 +99,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As transformers has it: jinja2's own escapes what HTML would read."""
+    """JSON as transformers' templates write it: jinja2's own filter escapes what HTML would read."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

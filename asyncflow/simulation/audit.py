@@ -23,7 +23,7 @@ from asyncflow.types import GroupMeta
 
 
 class Audit:
-    """One run's. `violations`, in words; `counts`, of what has happened."""
+    """Audit of one run. `violations`, in words; `counts`, of what has happened."""
 
     def __init__(self, schedule: Schedule, shape: Shape) -> None:
         self.violations: list[str] = []
@@ -40,6 +40,7 @@ class Audit:
         self._others: Counter[str] = Counter()  # steps that other models have committed, by task
 
     def violated(self, what: str) -> None:
+        """Note a violation."""
         self.violations.append(what)
 
     def go_back(self, version: int, rows: set[int]) -> None:

@@ -101,11 +101,11 @@ def simulate(
 def simulate_lives(
     config: Config, ends: Sequence[float], *, costs: Costs | None = None, faults: Faults = NO_FAULTS, seed: int = 0
 ) -> Simulated:
-    """The same run in several attempts: each is over after so many virtual seconds, all at once, as when the power fails, and the
-    next one goes on from what is on the disk. The last one runs to the end.
+    """Run in several attempts: each is over after so many virtual seconds, all at once, as when the power fails, and the next one
+    resumes from what is on the disk. The last one runs to the end.
 
-    The laws are those of one run: what an attempt trained beyond the checkpoint that the next one goes on from does not count.
-    Tells of the last attempt.
+    The laws are those of one run: what an attempt trained beyond the checkpoint that the next one resumes from does not count. The
+    result is that of the last attempt.
     """
     check_choices(config)
     with tempfile.TemporaryDirectory(prefix="asyncflow-") as scratch:
@@ -163,7 +163,7 @@ def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
 
 
 def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS) -> Config:
-    """What is the simulation's to choose: where files go, and what would need a machine."""
+    """Configuration with what the simulation chooses itself: where files go, and what would need a machine."""
     tree = config.model_dump(mode="json")
     tree["run"] |= {"seed": config.run.seed + seed, "dir": str(run_dir.parent), "name": run_dir.name, "overwrite": True}
     tree["run"]["stop_grace_seconds"] = STOP_SECONDS
@@ -352,7 +352,7 @@ class SimulatedJob(Job):
         return hangs.seconds
 
     def reward_seconds(self, name: str, sample: Sample) -> float:
-        """How long this worker takes to score a sample: a function of the sample, but for the worker's speed."""
+        """Seconds that this worker takes to score a sample: a function of the sample, but for the worker's speed."""
         mean = self._costs_of(name).reward_seconds + self.config.reward.delays.mean_seconds
         seconds = delay_seconds(sample, mean, self.config.reward.delays.salt)
         is_late = random.Random(f"{self.config.run.seed}/{sample.response}").random() < self._faults.late_rewards
@@ -383,5 +383,5 @@ def _prompt(number: int, length: int) -> Prompt:
 
 
 def _decode(ids: Array) -> str:
-    """What tells a prompt or a response from others is its first token."""
+    """Text of a prompt or a response: its first token, which tells it from others."""
     return str(ids[0])

@@ -30,7 +30,7 @@ RUN_SECONDS = 1800.0
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a process is to do. `config` as `Config.model_dump` has it."""
+    """Order to a process. `config` as `Config.model_dump` has it."""
 
     config: dict[str, Any]
     costs: Costs
@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What is told of a run. Times are virtual seconds; ratios and rates leave out the first step, which loads.
+    """Figures of a run. Times are virtual seconds; ratios and rates leave out the first step, which loads.
 
     `idle`: by pool, the mean over its workers of the share of time that they wait.
     """
@@ -56,7 +56,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def outcome(run: Simulated) -> Outcome:
-    """A run's figures."""
+    """Figures of a run."""
     steps = [run.rows[step] for step in sorted(run.rows)]
     later = steps[1:] or steps
     seconds = sum(row["perf/step_seconds"] for row in later)
@@ -79,7 +79,7 @@ def outcome(run: Simulated) -> Outcome:
 
 
 async def outcomes(config: Config, costs: Costs, seeds: range, *, has_faults: bool, processes: int) -> AsyncIterator[Outcome]:
-    """Of each seed, as they end. Raises `RunError` when a process has ended before its time."""
+    """Figures of each seed, as they end. Raises `RunError` when a process has ended before its time."""
     tree = config.model_dump(mode="json")
     orders = [Order(tree, costs, list(seeds[i::processes]), has_faults) for i in range(min(processes, len(seeds)))]
     lines: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -120,7 +120,7 @@ async def _carry_out(order: Order, lines: asyncio.Queue[bytes | None]) -> None:
 
 
 def run_seed(config: Config, costs: Costs, seed: int, *, has_faults: bool) -> Outcome:
-    """One run, of which nothing is kept."""
+    """Figures of one run, of which no file is kept."""
     faults = drawn_faults(config, costs, seed) if has_faults else NO_FAULTS
     return outcome(simulate(config, costs=costs, faults=faults, seed=seed))
 

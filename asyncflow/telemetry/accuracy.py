@@ -33,7 +33,8 @@ METHODS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """One prompt's. rewards float [n]; lengths int [n], tokens; truncated bool [n]. `prompt` counts the held-out prompts from 0.
+    """Responses to one prompt. rewards float [n]; lengths int [n], tokens; truncated bool [n]. `prompt` counts the held-out
+    prompts from 0.
 
     `num_unscored` of them could not be scored, and have the value that the user wants then.
     """
@@ -47,7 +48,7 @@ class Responses:
 
 @dataclass(frozen=True, slots=True)
 class Interval95:
-    """Where the mean over all prompts of the kind lies, at 95%."""
+    """Interval of 95% for the mean over all prompts of the kind."""
 
     low: float
     high: float
@@ -67,7 +68,7 @@ def is_correct(rewards: Array | Sequence[float], correct_from: float) -> Array:
 
 
 def mean_interval(prompts: Sequence[Array]) -> Interval95 | None:
-    """Of the mean over prompts of each prompt's mean reward. Each has one reward or more.
+    """Interval of 95% for the mean over prompts of each prompt's mean reward. Each prompt has one reward or more.
 
     None where there is nothing to estimate it from: one prompt, with rewards other than 0 and 1.
     """
@@ -79,10 +80,12 @@ def mean_interval(prompts: Sequence[Array]) -> Interval95 | None:
 
 
 def pass_interval(counts: Sequence[tuple[int, int]], k: int) -> tuple[float, float]:
-    """Of pass@k over prompts, at 95%. `counts`: of each prompt its responses, k or more, and how many of them are correct.
+    """Interval of 95% for pass@k over prompts. `counts`: of each prompt its responses, k or more, and how many of them are
+    correct.
 
-    That of pass@1 is `mean_interval` of correct responses as 1, others as 0. For k > 1 a prompt is one trial at most: where pass@k
-    of most prompts is near 1, few that are never solved decide, and that the others' estimates agree says nothing of those.
+    For pass@1 it is `mean_interval` of correct responses as 1, others as 0. For k > 1 a prompt is one trial at most: where pass@k
+    of most prompts is near 1, the few that are never solved decide, and the agreement of the others' estimates says nothing about
+    those few.
     """
     estimates = np.array([pass_at_k(n, c, k) for n, c in counts])
     size = effective_size(estimates, sum(n for n, _ in counts))
@@ -90,11 +93,12 @@ def pass_interval(counts: Sequence[tuple[int, int]], k: int) -> tuple[float, flo
 
 
 def effective_size(means: Array, num_responses: int) -> float:
-    """How many independent trials of 0 or 1 would say as much of the mean as these means (float64 [m], each of 0 to 1) do.
+    """Number of independent trials of 0 or 1 that would tell as much about the mean as these means (float64 [m], each of 0 to 1)
+    do.
 
-    p (1 - p) / s^2, where s^2 is the variance of the mean that the means' spread (m - 1 degrees of freedom) says, times
-    (z / t_{m-1})^2, since few means say little of their spread; no more than there are responses. m where that says nothing: each
-    prompt has one response, which is a trial, or all means are the same.
+    p (1 - p) / s^2, where s^2 is the variance of the mean that follows from the spread of the means (m - 1 degrees of freedom),
+    times (z / t_{m-1})^2, since few means tell little about their spread; no more than there are responses. m where the spread
+    tells nothing: each prompt has one response, which is a trial, or all means are the same.
     """
     p, m = float(means.mean()), len(means)
     if num_responses == m or (means == means[0]).all():  # a variance of equal means may be 1e-34

@@ -54,12 +54,12 @@ class _Step:
 
     @property
     def last_but_one(self) -> float:
-        """When all groups but one were there."""
+        """Time at which all groups but one were there."""
         return self.done[-2] if len(self.done) > 1 else self.begun
 
 
 def attributed(spans: Sequence[Span], *, begins: bool = True) -> list[Span]:
-    """All spans, worker by worker in the order of time, with the reason as the `cause` of each wait.
+    """Spans, worker by worker in the order of time, with the reason as the `cause` of each wait.
 
     `begins`: the first step in them is the run's first.
     """
@@ -105,7 +105,7 @@ def _updates(spans: Iterable[Span]) -> list[tuple[float, int]]:
 
 
 def _steps(spans: Sequence[Span], *, begins: bool) -> dict[int, _Step]:
-    """By step, of the groups that were trained in it; a group is there when it was generated, at the latest when it was trained."""
+    """Groups by the step that they were trained in. A group is there when it was generated, at the latest when it was trained."""
     trained: dict[int, tuple[int, float]] = {}  # by group: step, when
     for span in spans:
         if span.task in ("forward_backward", "train_group") and span.group >= 0:
@@ -175,7 +175,7 @@ def _task_cuts(wait: Span, after: Span | None, step: _Step | None) -> Cuts:
 
 
 def _cut(waits: Iterable[Span], cuts: Cuts) -> Iterator[Span]:
-    """The same seconds, in pieces of one reason each. Some are known by their own cause."""
+    """Waits in pieces of one reason each, with the same seconds in all. Some are known by their own cause."""
     for wait in waits:
         if wait.cause in _KNOWN:
             yield msgspec.structs.replace(wait, cause=_KNOWN[wait.cause])

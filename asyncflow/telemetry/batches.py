@@ -61,7 +61,7 @@ class BatchLog:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[tuple[Path, int]]:
-        """All ranks'."""
+        """Files of all ranks."""
         found = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step-*.safetensors")]
         return [(path, int(match[1])) for path, match in found if match is not None]
 

@@ -48,7 +48,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """In one line."""
+        """The certificate in one line."""
         resumed = f"; resumed at step {', '.join(map(str, self.resumed_at))}" if self.resumed_at else ""
         verdict = f"VOID: {'; '.join(self.voided)}" if self.voided else "holds"
         return (
@@ -64,7 +64,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_certificate(run_dir: Path) -> Certificate | None:
-    """A run's certificate; None where it has none (yet). Raises `UserError` for a file that is none."""
+    """Certificate of a run; None where it has none (yet). Raises `UserError` for a file that is not a certificate."""
     path = run_dir / CERTIFICATE_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Certificate) if path.exists() else None
@@ -74,7 +74,7 @@ def read_certificate(run_dir: Path) -> Certificate | None:
 
 @dataclass(slots=True)
 class Observed:
-    """What a run's books have told so far."""
+    """Facts that the ledger has reported so far."""
 
     max_staleness: int = 0
     max_spans: int = 0

@@ -62,7 +62,7 @@ CHARTS: Final = (
 
 
 def metric_charts(rows: Sequence[MetricRow], evaluations: Sequence[MetricRow]) -> list[dict[str, Any]]:
-    """One dict per card: title, note (what the lines mean), traces and layout for plotly.js."""
+    """Cards of the report, a dict each: title, note (the meaning of the lines), traces and layout for plotly.js."""
     cards = [_card(chart, rows) for chart in (*CHARTS, *_worker_charts(rows))]
     cards.insert(1, _evaluation_card(evaluations))
     return [card for card in cards if card["traces"]]

@@ -32,7 +32,8 @@ Facts = dict[tuple[str, str], str]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where two runs part: the bits of `what` at `where` (a row, a micro-batch, a tensor), the first run's value first."""
+    """First place at which two runs differ: the bits of `what` at `where` (a row, a micro-batch, a tensor), the first run's value
+    first."""
 
     step: int
     what: str
@@ -79,7 +80,7 @@ class Equivalence(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lines(self) -> list[str]:
-        """As the terminal shows it."""
+        """The comparison as the terminal shows it."""
         (tokens, equal, largest), (first, second) = self.logprobs, self.names
         staleness, spans = max(run.max_staleness for run in self.runs), max(run.max_spans for run in self.runs)
         verdicts = {
@@ -209,7 +210,7 @@ def kendall_distance(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def overlap_seconds(spans: Sequence[Span]) -> dict[int, float]:
-    """By step: for how long groups were under way, of this step or of another, from the start of its training to its update."""
+    """Seconds of each step, from the start of its training to its update, in which groups of any step were under way."""
     groups = [span for span in spans if span.task == "generate_group"]
     training: dict[int, list[Span]] = {}
     for span in spans:
@@ -219,7 +220,7 @@ def overlap_seconds(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def groups_after(spans: Sequence[Span], kill: Kill) -> int:
-    """How many groups the killed worker began, and made, in its next life."""
+    """Number of groups that the killed worker began, and made, after it was started again."""
     return sum(span.task == "generate_group" and span.worker == kill.worker and span.start > kill.at for span in spans)
 
 

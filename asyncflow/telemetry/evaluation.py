@@ -25,7 +25,7 @@ _BARS: Final = 10
 
 
 class PromptResult(msgspec.Struct, frozen=True):
-    """What became of one prompt, a number for each response: its reward, its tokens, and whether the length limit ended it."""
+    """Result for one prompt, a number for each response: its reward, its tokens, and whether the length limit ended it."""
 
     prompt: int
     rewards: list[float]
@@ -90,7 +90,7 @@ def write_evaluation(folder: Path, result: EvaluationResult, *, correct_from: fl
 
 
 def lines_of(result: EvaluationResult) -> list[str]:
-    """What the terminal shows, a line for each kind of responses."""
+    """Lines that the terminal shows, one for each kind of responses."""
     figures, lines = result.figures, []
     for kind, of_kind in result.prompts.items():
         num_each, unscored = max(len(prompt.rewards) for prompt in of_kind), num_unscored(kind, figures)

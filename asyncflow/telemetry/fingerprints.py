@@ -21,7 +21,7 @@ FINGERPRINTS_FILE: Final = "fingerprints.jsonl"
 
 
 def fingerprints_file(rank: int) -> str:
-    """Where the trainer of this data-parallel rank writes."""
+    """Name of the file that the trainer of this data-parallel rank writes."""
     return f"fingerprints-{rank}.jsonl" if rank else FINGERPRINTS_FILE
 
 
@@ -59,7 +59,7 @@ class StepPrint(msgspec.Struct, frozen=True):
 
 
 class TrainedMicroBatch(Protocol):
-    """What is told of a trained micro-batch. `logprob_differences`: (tokens with equal bits, largest absolute difference)."""
+    """Record of a trained micro-batch. `logprob_differences`: (tokens with equal bits, largest absolute difference)."""
 
     @property
     def loss_sum(self) -> float: ...
@@ -142,7 +142,7 @@ def read_fingerprints(path: Path) -> list[StepPrint]:
 
 
 def _joined(ranks: Sequence[StepPrint]) -> StepPrint:
-    """One step of all ranks; weights and optimiser state are the first one's to tell."""
+    """One step of all ranks; weights and optimiser state are those of the first rank."""
     return msgspec.structs.replace(
         ranks[0],
         groups=[group for each in ranks for group in each.groups],

@@ -56,7 +56,7 @@ _OTHER_COLOURS: Final = ("#882255", "#44AA99", "#999933", "#AA4499", "#332288", 
 
 @dataclass(frozen=True, slots=True)
 class BarKind:
-    """What a bar stands for: a task of the lane, a reason to wait, or a task beside the lane."""
+    """Kind of a bar: a task of the lane, a reason to wait, or a task beside the lane."""
 
     name: str
     is_wait: bool = False
@@ -64,6 +64,7 @@ class BarKind:
 
     @property
     def label(self) -> str:
+        """Text of the legend."""
         if self.is_wait:
             return f"waiting: {self.name or 'unknown'}"
         return self.name if self.is_lane else f"{self.name} (beside)"
@@ -71,7 +72,7 @@ class BarKind:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One rectangle; times in seconds from the run's start. `count` spans; step and version are -1 when unknown or mixed."""
+    """Rectangle of the chart; times in seconds from the run's start. `count` spans; step and version are -1 if they differ."""
 
     lane: int
     state: BarKind
@@ -85,6 +86,7 @@ class Bar:
 
 
 def state_of(span: Span) -> BarKind:
+    """Kind of bar that a span becomes."""
     is_wait = span.task == WAIT
     return BarKind(span.cause if is_wait else span.task, is_wait, span.is_lane)
 
@@ -105,7 +107,7 @@ def colours_of(states: Iterable[BarKind]) -> dict[BarKind, str]:
 
 
 def gantt_chart(spans: Sequence[Span]) -> dict[str, Any]:
-    """What the page needs to draw the chart, as plain lists and numbers.
+    """Data of the chart, as plain lists and numbers.
 
     `lanes`: worker names, top first. `states`: label, colour, wait, lane. `levels`: finest first, each with its `resolution` in
     seconds (0: nothing grouped) and its bars as columns. `steps` and `installs`: marks. `wall` and `first_view` in seconds.
@@ -191,7 +193,8 @@ def coarser(bars: Iterable[Bar], resolution: float) -> list[Bar]:
 
 
 def _grouped(run: Sequence[Bar]) -> list[Bar]:
-    """One bar per state: on a lane side by side, each as long as its spans together; beside a lane they may overlap."""
+    """Bars of a group, one for each state: on a lane side by side, each as long as its spans together; beside a lane they may
+    overlap."""
     if len(run) < 2:
         return list(run)
     by_state: dict[BarKind, list[Bar]] = {}

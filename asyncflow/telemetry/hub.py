@@ -21,7 +21,7 @@ CLOCK_PROBES = 8
 
 
 class WorkerState(msgspec.Struct, frozen=True):
-    """What a worker's lane does at `time`; `cause` says what it waits for if `task` is `wait`. Times in seconds, monotonic.
+    """State of a worker's lane at `time`; `cause` is what it waits for if `task` is `wait`. Times in seconds, monotonic.
 
     `why_not_deterministic`: why its engine may not make a lost response again exactly; empty if it does. `reward_failures`: by
     kind, since the worker began.
@@ -52,7 +52,7 @@ class Hub:
 
     @remote
     async def report(self, spans: list[Span], samples: list[dict[str, Any]], state: WorkerState) -> None:
-        """What a worker has to say since its last report."""
+        """Take the spans and samples of a worker since its last report, and its present state."""
         for span in spans:
             self.log.append(span)
         for sample in samples:
@@ -64,7 +64,7 @@ class Hub:
 
     @remote
     async def now(self) -> float:
-        """What the driver's clock shows, in which all times are told."""
+        """Time of the driver's clock, which all times are given in."""
         return self._clock()
 
     def is_silent(self, worker: str, seconds: float) -> bool:
@@ -130,7 +130,7 @@ class Reporter:
         self._samples.append(dict(sample))
 
     async def run(self) -> None:
-        """For ever: report."""
+        """Report again and again, until it is cancelled."""
         while True:
             await self.flush()
             await asyncio.sleep(self._flush_seconds)

@@ -21,7 +21,7 @@ WAIT = "wait"
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Where one worker's time went, in seconds: `busy` by task, `idle` by cause, `wall` from its first moment to its last."""
+    """Seconds of one worker: `busy` by task, `idle` by cause, `wall` from its first moment to its last."""
 
     wall: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
@@ -29,10 +29,12 @@ class Activity:
 
     @property
     def busy_seconds(self) -> float:
+        """Seconds in which it worked."""
         return sum(self.busy.values())
 
     @property
     def idle_seconds(self) -> float:
+        """Seconds in which it waited."""
         return sum(self.idle.values())
 
     @property
@@ -42,7 +44,7 @@ class Activity:
 
 
 def busy_and_idle(spans: Iterable[Span], worker: str, start: float = -math.inf, end: float = math.inf) -> Activity:
-    """One worker's lane, or what of it lies inside [start, end]; all zero when there are no lane spans."""
+    """Activity of one worker's lane, or of the part that lies inside [start, end]; all zero when there are no lane spans."""
     busy: dict[str, float] = {}
     idle: dict[str, float] = {}
     first, last = math.inf, -math.inf

@@ -186,7 +186,7 @@ class StepMetrics:
         staleness: Array,
         trained_tokens: int,
     ) -> None:
-        """One scored group of the step; R = its rows that are not dead.
+        """Add a scored group of the step; R = its rows that are not dead.
 
         rewards float32 [R]; response_lengths int [R], tokens; truncated bool [R]; staleness int [R], versions; trained_tokens:
         logical ones, of those rows that were computed. A `ValueError` when the arrays' lengths differ.
@@ -216,8 +216,8 @@ class StepMetrics:
         metrics: Mapping[str, float],
         is_finite: bool = True,
     ) -> None:
-        """One `forward_backward`. `metrics`: sums over so many loss tokens, those whose loss was computed; each becomes a mean, as
-        `policy/entropy` (`LossSums`).
+        """Add a `forward_backward`. `metrics`: sums over so many loss tokens, those whose loss was computed; each becomes a mean,
+        as `policy/entropy` (`LossSums`).
 
         With `is_finite` False nothing was accumulated: its tokens were computed, but enter no mean.
         """
@@ -238,7 +238,7 @@ class StepMetrics:
     def add_update(
         self, *, grad_norm: float, learning_rate: float, normaliser: float, is_skipped: bool = False, fill_tokens: int = 0
     ) -> None:
-        """One `optim_step`, with the number that its gradient sums were divided by, and the tokens that filled up its turns."""
+        """Add an `optim_step`, with the number that its gradient sums were divided by, and the tokens that filled up its rounds."""
         self._fill_tokens += fill_tokens
         self._normaliser += normaliser
         if is_skipped:
@@ -248,7 +248,7 @@ class StepMetrics:
             self._grad_norms.append(grad_norm)
 
     def add_reward_parts(self, parts: Mapping[str, Array]) -> None:
-        """What each scorer gave to the rows of a group, by name; NaN: nothing."""
+        """Add the rewards of each scorer for the rows of a group, by name; NaN: none."""
         for name, rewards in parts.items():
             self._reward_parts.setdefault(name, []).append(rewards[~np.isnan(rewards)].astype(np.float64))
 
@@ -286,7 +286,7 @@ class StepMetrics:
         return row
 
     def critic_row(self) -> dict[str, float | int]:
-        """What there is to tell of a step's training of a critic."""
+        """Metrics of a step's training of a critic."""
         row = {name.replace("policy/", "critic/"): value for name, value in self._policy_row().items()}
         row.pop("critic/non_finite_micro_batches", None)
         error, square = row.pop("critic/error", 0.0), row.pop("critic/error_square", 0.0)

@@ -29,7 +29,7 @@ class Cost:
 
 
 def costs(spans: Iterable[Span]) -> list[Cost]:
-    """Of every task and amount: tasks in the order in which they were first measured, the least of each first."""
+    """Costs of every task and amount: tasks in the order in which they were first measured, the smallest amount of each first."""
     seconds: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     for span in spans:
         if span.task not in UNMEASURED:

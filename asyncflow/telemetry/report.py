@@ -74,13 +74,13 @@ def write_report(run_dir: Path) -> Path:
 
 
 def page_template(name: str) -> Template:
-    """One of this room's, for pages that show what a model said: everything is escaped."""
+    """Template of this room for pages that show text of a model: everything is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(resources.files("asyncflow.telemetry").joinpath(name).read_text(encoding="utf-8"))
 
 
 def page_style() -> Markup:
-    """What all pages look like."""
+    """Style sheet of all pages."""
     return Markup(resources.files("asyncflow.telemetry").joinpath("page.css").read_text(encoding="utf-8"))
 
 
@@ -208,7 +208,7 @@ def _parts(activity: Activity, colours: Mapping[BarKind, str]) -> list[dict[str,
 
 
 def _mean_step(spans: Sequence[Span]) -> dict[str, Any]:
-    """What a step's seconds went to, on the lane of each worker, mean over all steps but the first, which loads; {} without any.
+    """Seconds of a step on the lane of each worker, mean over all steps but the first, which loads; {} without any.
 
     `seconds` of the step; `columns`: their names; `rows`: worker, and its seconds by column, which add up to the step's.
     """
@@ -250,6 +250,6 @@ def _samples(rows: Sequence[MetricRow]) -> list[dict[str, Any]]:
 
 
 def shortened(text: object) -> str:
-    """As a page shows it; "" for None."""
+    """Text as a page shows it; "" for None."""
     shown = "" if text is None else str(text)
     return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:_LONGEST_TEXT]} ... ({len(shown):,} characters)"

@@ -20,7 +20,7 @@ COUNTS = ("rows", "tokens", "bytes")
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One interval of one worker. `task` is `wait` for idle time, and `cause` then says what was waited for."""
+    """Interval of one worker. `task` is `wait` for idle time, and `cause` is then what was waited for."""
 
     worker: str
     task: str
@@ -113,7 +113,7 @@ class Recorder:
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """Of one loop on a lane that it shares."""
+    """Work of one loop on a lane that it shares."""
 
     task: str
     fields: dict[str, str | int]

@@ -60,7 +60,7 @@ def _head(wall_time: float, step: int) -> bytes:
 
 
 class EventFile:
-    """One event file in `folder` (made if missing). Times are seconds since the epoch."""
+    """Event file in `folder` (made if missing). Times are seconds since the epoch."""
 
     def __init__(self, folder: Path, wall_time: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,12 +73,13 @@ class EventFile:
         self._write(_head(wall_time, step) + _message(7, _tag(1, _VARINT) + _varint(1)))
 
     def add(self, step: int, scalars: Mapping[str, float], wall_time: float) -> None:
-        """One event with a value (float32) for each name, on disk when this returns."""
+        """Write an event with a value (float32) for each name; it is on disk when this returns."""
         values = (_message(1, name.encode()) + _tag(2, _FLOAT) + struct.pack("<f", number) for name, number in scalars.items())
         summary = b"".join(_message(1, value) for value in values)
         self._write(_head(wall_time, step) + _message(5, summary))
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _write(self, event: bytes) -> None:

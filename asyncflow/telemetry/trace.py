@@ -40,6 +40,7 @@ class SpanLog:
         self._recent: deque[Span] = deque(maxlen=_MAX_RECENT)
 
     def append(self, span: Span) -> None:
+        """Write a span."""
         self._file.write(self._encoder.encode(span) + b"\n")
         self._recent.append(span)
 
@@ -57,6 +58,7 @@ class SpanLog:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -70,7 +72,7 @@ def _cut_partial_line(path: Path) -> None:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """All spans of a file in the order written; none when it is missing. A half-written last line is left out.
+    """Spans of a file in the order written; none when it is missing. A half-written last line is left out.
 
     A `UserError` names the line that is no span.
     """

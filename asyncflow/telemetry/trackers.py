@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One line `{"step": ..., <name>: <number>, ...}` per step; a number that is not finite becomes null.
+    """Tracker that writes a line `{"step": ..., <name>: <number>, ...}` per step; a number that is not finite becomes null.
 
     Logging a step again (a run resumed from a checkpoint) drops the lines of that step and of all later ones first, so the file
     always tells one story. A half-written last line, left by a killed run, is cut off. A `UserError` when a line is no row.
@@ -79,7 +79,8 @@ class _StepOnly(msgspec.Struct):
 
 
 class TensorBoardTracker:
-    """One event per step in a new file under `folder`. `clock`: seconds since the epoch, shown as TensorBoard's wall time."""
+    """Tracker that writes an event per step in a new file under `folder`. `clock`: seconds since the epoch, shown as TensorBoard's
+    wall time."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

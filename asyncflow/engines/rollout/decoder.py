@@ -48,7 +48,7 @@ class Linear:
 
 
 class PackedLinear:
-    """The same on an x86 CPU, with the weight in the order that oneDNN's kernels read ("packed"), and in no other.
+    """Linear layer on an x86 CPU, with the weight in the order that oneDNN's kernels read ("packed"), and in no other.
 
     MKL reorders a plain weight in every call, which makes it 1.1 times slower at 512 rows, 1.4 at 36 and 2 at 4. Packing costs ten
     times a memcpy, so it can be done ahead of an install (`pack`).
@@ -161,7 +161,8 @@ class Decoder:
     def _linear(
         self, names: Sequence[str], sizes: Sequence[int], inputs: int, bias: Tensor | None, tied: Tensor | None = None
     ) -> AnyLinear:
-        """Of the checkpoint's tensors `names`, which have `sizes` rows; `tied` is a plain buffer that has them already."""
+        """Linear layer of the checkpoint's tensors `names`, which have `sizes` rows; `tied` is a plain buffer that has them
+        already."""
         if self._packs:
             self.shapes |= {name: (size, inputs) for name, size in zip(names, sizes, strict=True)}
             self.packed.append(PackedLinear(names, self.dtype, bias))
@@ -217,7 +218,7 @@ class Decoder:
                 linear.install(packed)
 
     def installed(self, name: str) -> Tensor:
-        """One of the checkpoint's tensors (see `shapes`) as it is installed: a view, or a copy of what is packed."""
+        """Tensor of the checkpoint (see `shapes`) as it is installed: a view, or a copy of what is packed."""
         if name in self.slices:
             piece = self.slices[name]
             return piece if tuple(piece.shape) == self.shapes[name] else piece[0]  # which is there for each head
@@ -247,7 +248,7 @@ class Decoder:
         return logits_PV
 
     def _buckets(self, lengths: Array, ends: Array, num_inert: int) -> tuple[list[Tensor], Tensor]:
-        """Which prompts attend in one call, those of as many blocks, and back.
+        """Prompts that attend in one call, those of as many blocks, and the way back.
 
         The tokens of each call (int64 [P, L], a prompt's last one again and again until its block is full), and the row of each
         token of the pass (int64 [T]) in the calls' results.
@@ -333,5 +334,5 @@ def causal_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rows_PL: Tenso
 
 
 def load_tensors(model_path: Path) -> dict[str, Tensor]:
-    """All of a model's weights, by name."""
+    """All weights of a model, by name."""
     return {name: tensor for file in weight_files(model_path) for name, tensor in load_file(file).items()}

@@ -36,7 +36,7 @@ class Deliveries:
     def to(
         self, loop: asyncio.AbstractEventLoop, take: Callable[[Response | Exception], None], count: int
     ) -> Callable[[Response | Exception], None]:
-        """What delivers `count` responses of one request, or an error that ends it, to `take`, which the loop calls."""
+        """Function that delivers `count` responses of one request, or an error that ends it, to `take`, which the loop calls."""
 
         def deliver(item: Response | Exception) -> None:
             nonlocal count
@@ -52,7 +52,7 @@ class Deliveries:
         return self._is_urgent or (bool(self._made) and time.monotonic() >= self._handed_over + HOLD_SECONDS)
 
     def hand_over(self) -> None:
-        """What was made, in the order in which it was made."""
+        """Deliver what was made, in the order in which it was made."""
         if not self._made:
             return
         made, self._made, self._is_urgent, self._handed_over = self._made, {}, False, time.monotonic()

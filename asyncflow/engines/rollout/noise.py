@@ -20,7 +20,7 @@ WEYL = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: the increment of s
 
 
 def stream_keys(seed: int, prompt_index: int, samples: Array) -> Array:
-    """One key for each sample number of a prompt: int64 [n] -> uint64 [n]."""
+    """Keys of a prompt, one for each sample number: int64 [n] -> uint64 [n]."""
     key: Array = np.full(len(samples), seed % 2**64, np.uint64)
     for word in (np.full(len(samples), prompt_index, np.int64), np.asarray(samples, np.int64)):
         key = _mix(key + WEYL) ^ word.astype(np.uint64)

@@ -25,7 +25,8 @@ LONGEST = 256  # tokens of the prompt beside them
 
 
 def find_dependence(decoder: Decoder, *, num_slots: int, max_context: int) -> str:
-    """What was seen to depend on its neighbours, or "". The slots must be free; their keys are overwritten.
+    """Sentence about what was seen to depend on its neighbours in the batch, or "". The slots must be free; their keys are
+    overwritten.
 
     Call it in the thread that generates, under `torch.inference_mode`.
     """

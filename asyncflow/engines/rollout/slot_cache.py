@@ -27,7 +27,7 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class KeyPlaces:
-    """Where tokens lie in the cache of any layer."""
+    """Places of tokens in the cache of any layer."""
 
     keys: Tensor  # int64 [T * K * D]: elements of the layer's keys
     values: Tensor  # int64 [T * K]: rows of its values
@@ -35,7 +35,7 @@ class KeyPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where one decode step writes and reads: the same for every layer. Rows to read are int32, half as many bytes as int64."""
+    """Places that one decode step writes and reads, the same for every layer. Rows are int32, half as many bytes as int64."""
 
     new: KeyPlaces
     key_rows: Tensor  # int32 [M * D]: rows of the keys of each block
@@ -68,7 +68,7 @@ class SlotCache:
         used[:, :, first : first + count] = used[:, :, source : source + 1]
 
     def places(self, slots: Array, positions: Array) -> KeyPlaces:
-        """Those of tokens at `positions` (int64 [T]) of `slots` (int64 [T])."""
+        """Places of the tokens at `positions` (int64 [T]) of `slots` (int64 [T])."""
         heads, dims = np.arange(self._kv_heads), np.arange(self._head_dim)
         blocks_TK = (slots[:, None] * self._kv_heads + heads) * self._blocks + (positions // BLOCK)[:, None]
         lanes_T1 = (positions % BLOCK)[:, None]
@@ -114,7 +114,7 @@ class SlotCache:
 
 
 def _begins(counts: Array) -> Array:
-    """Where pieces of these lengths begin when they lie one after another."""
+    """First positions of pieces of these lengths when they lie one after another."""
     return np.cumsum(counts) - counts
 
 

@@ -68,6 +68,7 @@ class Slots:
 
     @property
     def is_busy(self) -> bool:
+        """Whether anything is generated or waits."""
         return bool(self._num_active or self._waiting)
 
     @property
@@ -76,6 +77,7 @@ class Slots:
         return self._num_active < self._num_slots and not self._waiting
 
     def submit(self, request: SlotRequest) -> None:
+        """Add a request, which waits for free slots."""
         self._waiting.append(request)
 
     def cancel(self, request: SlotRequest) -> None:

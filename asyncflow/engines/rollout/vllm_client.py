@@ -74,7 +74,7 @@ class _Generated(msgspec.Struct):
 
 
 class ServerSettings(msgspec.Struct):
-    """Of vLLM's `VllmConfig`."""
+    """Settings of a server, out of vLLM's `VllmConfig`."""
 
     max_model_len: int
     logprobs_mode: str
@@ -88,7 +88,8 @@ _settings = msgspec.json.Decoder(ServerSettings)
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One response: token_ids int64 [L], logprobs float32 [L], version_spans int64 [spans, 2] (first token offset, version)."""
+    """Response of a server: token_ids int64 [L], logprobs float32 [L], version_spans int64 [spans, 2] (first token offset,
+    version)."""
 
     token_ids: Array
     logprobs: Array
@@ -97,7 +98,7 @@ class Generated:
 
 
 class VllmClient:
-    """One server's. `address`: `unix:PATH`, or `http://HOST:PORT`."""
+    """Client of one server. `address`: `unix:PATH`, or `http://HOST:PORT`."""
 
     def __init__(self, address: str, key: str, *, generation_seconds: float, deadline_seconds: float) -> None:
         self.address = address
@@ -115,7 +116,7 @@ class VllmClient:
         )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], cache_salt: str) -> Generated:
-        """One response. Raises `RequestRefused` for what exceeds the context, `Aborted`, and `ServerLost`."""
+        """Generate one response. Raises `RequestRefused` for what exceeds the context, `Aborted`, and `ServerLost`."""
         body = {"token_ids": prompt_ids, "sampling_params": sampling, "cache_salt": cache_salt}
         timeout = httpx2.Timeout(self._generation_seconds, connect=CONNECT_SECONDS)
         content = await self._ask("POST", "/inference/v1/generate", body, timeout)
@@ -167,7 +168,7 @@ class VllmClient:
         return False
 
     async def settings(self) -> ServerSettings:
-        """What the server was started with, of what AsyncFlow relies on. Raises `ServerLost` if it does not say."""
+        """Settings of the server that AsyncFlow relies on. Raises `ServerLost` if it does not answer."""
         content = await self._ask("GET", "/asyncflow/settings")  # in_vllm/asyncflow_vllm.py
         try:
             return _settings.decode(content)

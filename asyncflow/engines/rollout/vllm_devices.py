@@ -42,7 +42,7 @@ def why_not_deterministic(**_options: object) -> str:
 
 
 def num_devices(*, instances: int = 1, tensor_parallel: int = 1, addresses: Sequence[str] = (), **_others: object) -> int:
-    """Of all its servers together, which generate. The arguments are `VllmEngine`'s."""
+    """Number of devices that generate, of all servers of an engine together. The arguments are `VllmEngine`'s."""
     return (len(addresses) or instances) * tensor_parallel
 
 
@@ -54,13 +54,14 @@ def num_own_devices(
     transfer: str = "shared_memory",
     **_others: object,
 ) -> int:
-    """Of the servers that it starts itself, and of what sends weights to all, if that is on a device (`sender`)."""
+    """Number of devices of the servers that the engine starts itself, and of what sends weights to all, if that is on a device
+    (`sender`)."""
     servers = 0 if addresses else num_devices(instances=instances, tensor_parallel=tensor_parallel)
     return servers + (transfer == "nccl")
 
 
 def devices_of(device: str, instances: int, tensor_parallel: int, devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """Those of each server that is started: as given, else one after another."""
+    """Devices of each server that is started: as given, else one after another."""
     if devices is not None:
         return [list(these) for these in devices]
     first = int(device.partition(":")[2] or 0)
@@ -114,7 +115,8 @@ def check(
     pause_mode: str = "keep",
     **_others: object,
 ) -> None:
-    """That so many workers can have such engines: the first six are the run's, the others `VllmEngine`'s. Raises `UserError`."""
+    """Check that so many workers can have such engines: the first six arguments are the run's, the others `VllmEngine`'s. Raises
+    `UserError`."""
     check_numbers(instances, tensor_parallel, devices)
     check_addresses(addresses)
     check_arguments(arguments or {}, device)
@@ -151,7 +153,7 @@ def check(
 
 
 def check_numbers(instances: int, tensor_parallel: int, devices: Sequence[Sequence[int]] | None) -> None:
-    """That they go together. Raises `UserError`."""
+    """Check that these numbers go together. Raises `UserError`."""
     lengths = [tensor_parallel] * instances if devices is None else [len(these) for these in devices]
     if instances < 1 or tensor_parallel < 1 or lengths != [tensor_parallel] * instances:
         raise UserError(
@@ -161,7 +163,7 @@ def check_numbers(instances: int, tensor_parallel: int, devices: Sequence[Sequen
 
 
 def check_arguments(arguments: Mapping[str, Any], device: str) -> None:
-    """That none of vLLM's options given by name is AsyncFlow's to set, however it is written. Raises `UserError`."""
+    """Check that vLLM's options given by name have none that AsyncFlow sets, however it is written. Raises `UserError`."""
     if not isinstance(arguments, Mapping):
         raise UserError(f"rollout.engine.arguments is {arguments!r}; it takes vLLM's options by name: {{max_num_seqs: 64}}")
     fixed = {**_FIXED, **(_FIXED_ON_CPU if is_cpu(device) else {})}
@@ -203,7 +205,7 @@ def is_cpu(device: str) -> bool:
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
-    """That servers are on this machine, and each is named once. Raises `UserError`."""
+    """Check that servers are on this machine, and each is named once. Raises `UserError`."""
     for address in addresses:
         if not _is_here(address):
             raise UserError(

@@ -35,7 +35,7 @@ NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is infinite, or no n
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """What is asked of a server, and the instance that has its tokens, those of its prompt and the most it may get, on its account.
+    """Request to a server, and the instance that has its tokens, those of its prompt and the most it may get, on its account.
 
     All samples of a prompt begin on one instance.
     """
@@ -53,7 +53,7 @@ class _Sample:
         instance.outstanding_tokens += self.tokens
 
     def ended(self, _: object) -> None:
-        """It has its response, or nobody waits for one any more."""
+        """Take its tokens off the account: it has its response, or is not waited for any more."""
         self.instance.outstanding_tokens -= self.tokens
 
 
@@ -79,10 +79,11 @@ class Generation:
     async def responses(
         self, prompt_ids: Array, samples: Sequence[int], sampling: Sampling, key: SampleKey
     ) -> AsyncGenerator[Response, None]:
-        """Of one prompt, int64 [P], in the order in which they end. Leaving it early has the servers drop the others.
+        """Responses to one prompt, int64 [P], in the order in which they end. Leaving the iteration early has the servers drop the
+        others.
 
         Raises `RunError` when all servers have been lost too often, or do not generate what is asked for, and `RuntimeError` for
-        whatever else ends a sample.
+        any other error that ends a sample.
         """
         await self._begin()
         arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
@@ -118,7 +119,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _respond(self, sample: _Sample, arrived: asyncio.Queue[Response | Exception]) -> None:
-        """One sample's response, or what ended it."""
+        """Response of one sample, or the error that ended it."""
         try:
             while (response := await self._ask(sample)) is None:
                 if not sample.instance.is_up:
@@ -159,6 +160,6 @@ class Generation:
         return Response(sample.number, made.token_ids, logprobs, made.version_spans, made.finish_reason)
 
     def end(self) -> None:
-        """Whoever waits for a response is told that the engine is closed."""
+        """Tell those that wait for responses that the engine is closed."""
         for arrived in self._open:
             arrived.put_nowait(RuntimeError("the rollout engine is closed"))

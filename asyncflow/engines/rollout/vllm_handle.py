@@ -34,7 +34,7 @@ Call = Callable[[VllmClient], Awaitable[None]]
 
 
 class ServerHost(Protocol):
-    """Where a server comes from, and comes back from. `key_from`: where its key does, for a sentence."""
+    """Source of a server, which starts it and starts it again. `key_from`: where its key comes from, for a sentence."""
 
     name: str
     key_from: str
@@ -105,21 +105,21 @@ class RunningServer:
         self._address, self._key = address, key
 
     def start(self) -> None:
-        """It is there, or whoever has started it starts it again."""
+        """Do nothing: the server runs, or its owner starts it again."""
 
     def wait_until_ready(self) -> tuple[str, str]:
         """See `ServerHost`. Whether it answers is asked by its instance."""
         return self._address, self._key
 
     def stop(self) -> None:
-        """It stays."""
+        """Do nothing: the server is not ours to stop."""
 
     def close(self) -> None:
-        """It stays."""
+        """Do nothing: the server is not ours to stop."""
 
 
 class ServerHandle:
-    """One server's."""
+    """State of one server."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class ServerHandle:
 
     @property
     def life(self) -> int:
-        """Which life of the server it is: who saw it lost in another one tells nothing new."""
+        """Number of starts of the server: a loss that was seen in an earlier one is no news."""
         return self._life
 
     def lost(self, life: int, why: Exception, update: Call) -> None:
@@ -294,7 +294,7 @@ class ServerHandle:
         log.error("%s", self.error)
 
     def unchanged(self) -> AbstractAsyncContextManager[None]:
-        """Nobody changes the server's state meanwhile."""
+        """Context in which the server's state stays as it is."""
         return self._lock
 
     async def change(self, call: Call, update: Call) -> None:

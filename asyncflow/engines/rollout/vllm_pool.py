@@ -40,7 +40,7 @@ def given_hosts(addresses: Sequence[str], key_variable: str) -> list[ServerHost]
 
 
 async def check_settings(client: VllmClient, *, max_context: int, seeded: bool) -> None:
-    """That a server was started as docs/vllm.md says, whoever has started it. Raises `UserError`.
+    """Check that a server was started as docs/vllm.md asks, by AsyncFlow or another. Raises `UserError`.
 
     `max_context`: tokens of the longest prompt and response. `seeded`: requests have a seed.
     """
@@ -108,7 +108,7 @@ class ServerPool:
         await asyncio.gather(*(instance.come_up(self._bring_up) for instance in self.instances))
 
     def lost(self, instance: ServerHandle, life: int, why: Exception) -> None:
-        """That one is of no use any more, as was seen in its life number `life`; it is brought back in the background."""
+        """Note that an instance was lost, as seen in its start number `life`; it is brought back in the background."""
         instance.lost(life, why, self._bring_up)
 
     async def everywhere(self, call: Callable[[ServerHandle, VllmClient], Awaitable[None]], *, opens: bool = False) -> None:

@@ -51,7 +51,8 @@ _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((INFO|WARNING|ERROR|DEBUG) [\d-]+ [\
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How servers are started. `arguments`: vLLM's own, by name, over those made here. `devices`: of one instance; None: any.
+    """Options of the servers to start. `arguments`: vLLM's own, by name, over those made here. `devices`: of one instance; None:
+    any.
 
     An argument that is None is left out, also where one is made here; one that is false becomes `--no-NAME`.
     """
@@ -100,7 +101,7 @@ class ServerOptions:
         return command
 
     def environment(self, key: str) -> dict[str, str]:
-        """What a server's processes are started with. Raises `UserError` if this process does not see the devices."""
+        """Environment of a server's processes. Raises `UserError` if this process does not see the devices."""
         path = os.pathsep.join(filter(None, (str(IN_VLLM), os.environ.get("PYTHONPATH"))))
         own = {
             "PYTHONPATH": path,
@@ -139,7 +140,7 @@ class ServerOptions:
 
 
 class ServerProcess:
-    """One server process and what it has started. `start` it, from any thread; `stop` it from any other."""
+    """Server process, with the processes that it has started. `start` it, from any thread; `stop` it from any other."""
 
     def __init__(self, options: ServerOptions, name: str) -> None:
         self._options, self._name = options, name
@@ -154,7 +155,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the guard, whose process group the server's processes are in."""
+        """Process id of the guard, whose process group the server's processes are in."""
         return self._guard.pid if self._guard is not None else None
 
     @property

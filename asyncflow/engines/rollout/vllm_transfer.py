@@ -28,7 +28,7 @@ TransferName = Literal["shared_memory", "nccl"]
 
 
 class Transfer(Protocol):
-    """One way, for all servers of an engine."""
+    """Way of the weights to all servers of an engine."""
 
     backend: str
     """What vLLM's factory calls it."""

@@ -54,7 +54,7 @@ class ServerWeights:
 
     @property
     def file(self) -> WeightsFile | None:
-        """What holds `version`; None where the model's own files do."""
+        """File that holds `version`; None where the model's own files do."""
         return self._file if self._is_in_file else None
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
@@ -133,7 +133,7 @@ class WeightsFile:
         self.version = version
 
     def description(self) -> dict[str, Any]:
-        """What a process needs in order to read it; goes over the wire as JSON."""
+        """Facts that a process needs in order to read it; goes over the wire as JSON."""
         assert self.version is not None, "`write` first"
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",

@@ -37,7 +37,7 @@ class Extension:
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    """Nobody has to be met."""
+    """Initialisation without a rendezvous: the weights are read from a file."""
 
 
 @dataclass
@@ -144,7 +144,7 @@ class RequireKey:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """What a server was started with, of what AsyncFlow relies on (vLLM's own /server_info looks for compilers, and may fail)."""
+    """Settings of the server that AsyncFlow relies on (vLLM's own /server_info looks for compilers, and may fail)."""
     return {
         "max_model_len": config.model_config.max_model_len,
         "logprobs_mode": config.model_config.logprobs_mode,

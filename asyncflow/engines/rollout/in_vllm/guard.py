@@ -39,7 +39,7 @@ def main(folder: str, command: list[str]) -> None:
 
 
 def ending(status: int) -> str:
-    """How a process ended, in words."""
+    """End of a process, in words."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 

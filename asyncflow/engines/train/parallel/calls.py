@@ -69,7 +69,7 @@ Call = (
 
 
 def name_of(call: Call) -> str:
-    """What a follower is busy with."""
+    """Name of a call, for the lane of a follower."""
     return str(call.__struct_config__.tag)
 
 

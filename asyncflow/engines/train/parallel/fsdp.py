@@ -43,7 +43,8 @@ class Unit:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
 
     def parts(self, num_ranks: int) -> dict[str, slice]:
-        """Where each parameter lies in what a rank keeps of the unit: rows are shared out evenly, the last ranks' filled up."""
+        """Place of each parameter in the part of the unit that a rank keeps: rows are shared out evenly, the last ranks' filled
+        up."""
         places, begin = {}, 0
         for name, (rows, *others) in self.shapes.items():
             end = begin + -(-rows // num_ranks) * math.prod(others)
@@ -82,7 +83,7 @@ def cut_over_data(
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What this rank has of a parameter, detached: a plain tensor that shares its memory."""
+    """This rank's part of a parameter, detached: a plain tensor that shares its memory."""
     parameter = parameter.detach()
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -91,15 +92,15 @@ class Sums(Protocol):
     """This rank's part of a step's gradient sums. An exception leaves them unusable until `clear`."""
 
     def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
-        """The backward pass of a micro-batch begins, on all ranks. `is_aside`: not for the sums, `take` follows and not `add`."""
+        """Begin the backward pass of a micro-batch, on all ranks. `is_aside`: not for the sums, `take` follows and not `add`."""
         ...
 
     def add(self) -> None:
-        """It has ended: take what it made into the sums."""
+        """End the backward pass, and add its gradients to the sums."""
         ...
 
     def take(self) -> dict[str, Tensor]:
-        """It has ended: this rank's parts of the gradients, summed over data-parallel ranks, by name."""
+        """End the backward pass. Returns its gradients, this rank's parts, summed over data-parallel ranks, by name."""
         ...
 
     def gradients(self, normaliser: int) -> list[Tensor]:

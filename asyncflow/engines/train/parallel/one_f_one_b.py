@@ -34,7 +34,7 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_batches: int
 
 
 def leaving(done: StagePass | None, stage: int, num_stages: int) -> Crossing | None:
-    """What a pass of `stage` sends."""
+    """Message that a pass of `stage` sends."""
     if done is None:
         return None
     if done.kind == "forward":
@@ -43,7 +43,7 @@ def leaving(done: StagePass | None, stage: int, num_stages: int) -> Crossing | N
 
 
 def arriving(following: StagePass | None, stage: int, num_stages: int) -> Crossing | None:
-    """What a pass of `stage` begins with."""
+    """Message that a pass of `stage` begins with."""
     if following is None:
         return None
     if following.kind == "forward":

@@ -55,7 +55,7 @@ class StageModel(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Message:
-    """What `peer`, a stage, sends or is sent."""
+    """Message to or from `peer`, a stage."""
 
     tensor: Tensor
     peer: int
@@ -63,7 +63,7 @@ class _Message:
 
 
 class Pipeline:
-    """One stage's end of it. All stages make the same calls, in the same order, with the same micro-batches.
+    """Pipeline, as one stage sees it. All stages make the same calls, in the same order, with the same micro-batches.
 
     Every method raises `RunError` when a neighbour is lost or does not answer in time; the pipeline is of no use after that.
     """
@@ -217,7 +217,7 @@ class Pipeline:
         return works[-1:]
 
     def _wait_for_sends(self, *peers: int) -> None:
-        """Until the peers, by default all, have what was sent to them."""
+        """Wait until the peers, by default all, have what was sent to them."""
         for peer in peers or tuple(self._sending):
             if peer in self._sending:
                 work, message = self._sending.pop(peer)

@@ -84,7 +84,7 @@ class Ranks:
         return self.mesh.get_group(name)
 
     def broadcast(self, call: Call) -> None:
-        """As the leader: have the followers make the call, too."""
+        """Have the followers make the call, too; for the leader."""
         if self._calls is None:
             return
         content = torch.frombuffer(bytearray(encode(call)), dtype=torch.uint8)
@@ -93,7 +93,7 @@ class Ranks:
             dist.broadcast(content, self._leader, self._calls)
 
     def receive(self) -> Call:
-        """As a follower: the leader's next call."""
+        """The leader's next call; for a follower."""
         num_bytes = torch.empty(1, dtype=torch.int64)
         with self.named("the leader's next call"):
             dist.broadcast(num_bytes, self._leader, self._calls)
@@ -102,7 +102,7 @@ class Ranks:
         return decode(content.numpy().data)
 
     def largest(self, numbers: Sequence[float], *, of: str | None = None) -> list[float]:
-        """Of each number, float64, the largest that a rank has, NaN if one is; of all ranks, or of those along an axis."""
+        """Largest value of each number that a rank has, float64, NaN if one is; of all ranks, or of those along an axis."""
         own = torch.tensor(numbers, dtype=torch.float64)
         tensor = torch.stack([own.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), own.isnan().double()])
         with self.named("what to do together"):
@@ -164,7 +164,7 @@ def _first_words(error: BaseException) -> str:
 
 
 def backend_of(device: torch.device) -> str:
-    """What torch itself chooses for a device, a plug-in's (HCCL for an NPU) included; gloo for what is in host memory."""
+    """Backend that torch itself chooses for a device, a plug-in's (HCCL for an NPU) included; gloo for what is in host memory."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"

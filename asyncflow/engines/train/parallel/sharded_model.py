@@ -156,7 +156,7 @@ class _Passes(nn.Module):
 
 
 def _sources(module: Any, files: Mapping[str, Tensor]) -> dict[str, str]:
-    """What each parameter is called in a model's files, which have a tied one by either of its names."""
+    """Name of each parameter in a model's files, which have a tied one by either of its names."""
     named = list(module.named_parameters(remove_duplicate=False))
     tied = [name for name, parameter in named if parameter is module.get_output_embeddings().weight]
     in_files = next((name for name in tied if name in files), tied[0])
@@ -164,7 +164,7 @@ def _sources(module: Any, files: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _begin(parameter: Tensor, ranks: Ranks) -> tuple[int, ...]:
-    """Where in the whole a rank's part will begin once it is cut over data-parallel ranks, too, by dimension."""
+    """First index of a rank's part in the whole once it is sharded over data-parallel ranks, too, by dimension."""
     first, *others = place(parameter)
     return first + begin_of(ranks.dp_rank, ranks.layout.dp, len(local_part(parameter))), *others
 

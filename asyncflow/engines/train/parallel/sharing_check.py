@@ -30,14 +30,14 @@ from asyncflow.types import RunError
 
 
 class SharingCheck:
-    """One rank's half of it."""
+    """One rank's half of the check."""
 
     def __init__(self, policy: ShardedModel, pipeline: Pipeline, sums: Sums, ranks: Ranks, counted: Sequence[str]) -> None:
         """`counted`: the parameters whose parts no rank before this one has, too."""
         self._policy, self._pipeline, self._sums, self._ranks, self._counted = policy, pipeline, sums, ranks, counted
 
     def run(self, micro_batch: MicroBatch | None) -> None:
-        """All ranks make the passes, those without a micro-batch too.
+        """Make the passes on all ranks, those without a micro-batch too.
 
         Raises:
             RunError: log-probs or gradients differ by more than rounding explains, on this rank or another.

@@ -34,4 +34,4 @@ class SingleRank(Ranks):
         self._leader, self._calls = 0, None
 
     def leave(self) -> None:
-        """Nobody is left; see above why the group stays."""
+        """Do nothing: there are no others; see above why the group stays."""

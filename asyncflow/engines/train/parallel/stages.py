@@ -26,7 +26,7 @@ EMBEDDING_COST: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """One of `num_stages`, and the layers that it has.
+    """Stage of a pipeline, one of `num_stages`, and the layers that it has.
 
     `tied_name`: on the first and last stage of a model whose head is its embedding, the name there of that matrix, else None.
     """
@@ -38,10 +38,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
+        """Whether it has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether it has the head."""
         return self.index == self.num_stages - 1
 
     @property
@@ -51,7 +53,7 @@ class PipelineStage:
 
 
 class Elsewhere(nn.Module):
-    """In the place of a module that another stage has: hands its input on."""
+    """Module in the place of one that another stage has: hands its input on."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 
 class RendezvousStore(dist.Store):  # type: ignore[name-defined]
-    """As torch asks for it. What it is told of timeouts it leaves to `call`, which has its own."""
+    """Store with the methods that torch's rendezvous calls. It leaves timeouts to `call`, which has its own."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def head_shard(head_VH: Tensor) -> tuple[Tensor, VocabularyShard | None]:
 
 
 def place(parameter: Tensor) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole of a parameter that `shard_model` has cut, or not, by dimension."""
+    """First index of this rank's part in the whole of a parameter, by dimension; `shard_model` may have sharded it, or not."""
     begins = [0] * parameter.ndim
     if isinstance(parameter, DTensor):
         (placement,), mesh = parameter.placements, parameter.device_mesh
@@ -271,5 +271,5 @@ def _leave_whole(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
 
 
 def begin_of(index: int, num_parts: int, size: int) -> int:
-    """Where part `index` begins of so many elements or rows: DTensor cuts into parts of equal sizes, but for the last ones."""
+    """First index of part `index` of so many elements or rows: DTensor cuts into parts of equal sizes, but for the last ones."""
     return min(-(-size // num_parts) * index, size)
