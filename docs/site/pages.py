@@ -1,6 +1,7 @@
 """Pages of the documentation's site, which `make docs` builds from them.
 
-    python docs/site/pages.py FOLDER
+    python docs/site/pages.py FOLDER      all pages of the site
+    python docs/site/pages.py modules     docs/modules.md
 
 The pages of docs/ as they are, and pages that are made: the front page from the README, the configuration from `config.py`, the
 recipes from their files, the Python API from docstrings.
@@ -8,6 +9,7 @@ recipes from their files, the Python API from docstrings.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -179,10 +181,34 @@ def recipes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def modules_page() -> str:
+    """Every module of the package by room, with the first paragraph of its docstring. docs/modules.md is this text."""
+    package = ROOT / "asyncflow"
+    lines = [
+        "# Modules",
+        "",
+        "Each file in a line, by room: the head of the file. `python docs/site/pages.py modules` writes this page again.",
+    ]
+    for folder in [package, *sorted(path.parent for path in package.rglob("*/__init__.py"))]:
+        about = _head(folder / "__init__.py")
+        lines += ["", f"## {folder.relative_to(ROOT)}/", *(["", about] if about else []), ""]
+        files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        lines += [f"* `{path.name}`: {_head(path)}" for path in files]
+    return "\n".join(lines) + "\n"
+
+
+def _head(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
 def api_page(title: str, modules: list[str]) -> str:
     """What mkdocstrings fills from the docstrings of these modules."""
     return "\n".join([f"# {title}", *(f"\n::: {module}" for module in modules)]) + "\n"
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    if sys.argv[1] == "modules":
+        (ROOT / "docs" / "modules.md").write_text(modules_page())
+    else:
+        write(Path(sys.argv[1]))

@@ -65,6 +65,13 @@ def test_every_room_of_the_package_is_on_the_map() -> None:
         assert not [room for room in rooms if room not in text], page
 
 
+def test_the_map_has_every_module_with_the_head_of_its_docstring() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))["modules_page"]()
+    assert (ROOT / "docs" / "modules.md").read_text() == page, "python docs/site/pages.py modules"
+    modules = [path for path in (ROOT / "asyncflow").rglob("*.py") if path.name != "__init__.py" and "project" not in path.parts]
+    assert page.count("\n* `") == len(modules) and not re.findall(r"(?m)^\* `[^`]+`: *$", page)
+
+
 def test_rooms_that_are_said_to_be_missing_are_missing() -> None:
     missing = (ROOT / "docs" / "architecture.md").read_text().split("## 6. Not there yet")[1].split("\n## ")[0]
     rooms = re.findall(r"(?m)^\* `(\w+)/`:", missing)
