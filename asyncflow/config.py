@@ -142,9 +142,9 @@ class RewardConfig(Section):
     output_bytes: PositiveInt = 1 << 20
     """What scoring a response may print, and write to a file."""
     max_attempts: PositiveInt = 2
-    """How often a row may fail before it is given up, or has `value_on_failure`."""
+    """How often a row may fail before it fails for good, or has `value_on_failure`."""
     value_on_failure: Annotated[float, Field(gt=-math.inf, lt=math.inf)] | None = None
-    """The reward of a response that cannot be scored. None: it is given up, and leaves its group."""
+    """The reward of a response that cannot be scored. None: its row fails, and leaves its group."""
     max_failed_fraction: Annotated[float, Field(ge=0, le=1)] = 0.25
     """With more rows of a step than that which cannot be scored, the run stops."""
     delays: DelaysConfig = DelaysConfig()
@@ -299,7 +299,7 @@ class WeightSyncConfig(Section):
     """What floating-point weights travel as; by default as the trainer has them. It halves the bytes, and the workers sample from
     rounded weights."""
     deadline_seconds: PositiveFloat = 60.0
-    """Who sends or takes nothing for so long is given up, by name."""
+    """An end that sends or takes nothing for so long counts as lost, and is named."""
     min_healthy_workers: PositiveInt = 1
     """With fewer rollout workers that live and have the weights that they are to have, the run stops."""
     listen: str | None = None
@@ -383,7 +383,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a run can be gone on with from, by `--resume`."""
+    """Files that a run can be resumed from, by `--resume`."""
 
     every_steps: PositiveInt | None = None
     """How often a checkpoint is written, besides at the run's end, whatever ends it in order."""

@@ -181,7 +181,7 @@ class ReplayJob(Job):
         return [spec for spec in specs if not spec.name.startswith(_NOT_NEEDED)]
 
     async def start(self) -> None:
-        """See `Job.start`; then rows that the run had given up are given up again, as soon as their groups are admitted."""
+        """See `Job.start`; then rows that failed in the run fail again, as soon as their groups are admitted."""
         await super().start()
         assert self.driver is not None
         for step, batch in self._plan.batches.items():

@@ -122,7 +122,7 @@ class Checkpoints:
         return None
 
     def forget_after(self, version: int) -> None:
-        """Remove the checkpoints of later versions: what they hold belongs to a lineage that is given up, or is damaged."""
+        """Remove the checkpoints of later versions: what they hold belongs to a lineage that has ended, or is damaged."""
         for later in self.versions():
             if later > version:
                 self._remove(later)

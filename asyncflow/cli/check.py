@@ -46,7 +46,7 @@ def check(
     ] = None,
     tokens: Annotated[str, typer.Option(help="With --profile: packed tokens of the micro-batches to try.")] = "256,1024,4096",
     repeats: Annotated[int, typer.Option(min=1, help="With --profile: how often each piece of work is timed.")] = 5,
-    deadline: Annotated[float, typer.Option(min=1.0, help="With --profile: seconds until it is given up.")] = 600.0,
+    deadline: Annotated[float, typer.Option(min=1.0, help="With --profile: seconds until it is stopped.")] = 600.0,
 ) -> None:
     """Show the machine, versions, devices and ports, and what is missing for which feature.
 

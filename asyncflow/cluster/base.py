@@ -65,7 +65,7 @@ class Cluster(Protocol):
         `on_death(name, why, is_final)` is told of one that died, and is started again or has been often enough.
 
         One that has found a mistake of the user's would find it again. If it is one that may be started again, and the run
-        `goes_on_without(name)` it, it is given up at once.
+        `goes_on_without(name)` it, it is not started again.
 
         Raises `WorkerDied` with the name and last words of one that was never to be started again, `UserError` with those of any
         other that has found a mistake of the user's.

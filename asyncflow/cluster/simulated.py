@@ -147,7 +147,7 @@ class SimulatedCluster:
                 self._over.set_exception(WorkerDied(f"worker {name} was killed"))
             return
         if restarts == worker.spec.max_restarts:
-            self._on_death(name, "was killed once too often, and is given up", True)
+            self._on_death(name, "was killed once too often, and is not started again", True)
             return
         pause = restart_pause(restarts)
         self._on_death(name, f"was killed; it is started again in {pause:g} s", False)

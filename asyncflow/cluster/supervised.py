@@ -95,10 +95,10 @@ class SupervisedCluster(ABC):
             if not limit:
                 raise WorkerDied(f"worker {child.spec.name} {why}")
             if child.process.returncode == USER_ERROR_STATUS:
-                self._on_death(child.spec.name, f"{why}; it would be so again, and it is given up", True)
+                self._on_death(child.spec.name, f"{why}; it would fail again, so it is not started again", True)
                 return
             if child.num_restarts == limit:
-                self._on_death(child.spec.name, f"{why}; it has been started again {limit} times, and is given up", True)
+                self._on_death(child.spec.name, f"{why}; it has been started again {limit} times, and is not started again", True)
                 return
             pause = restart_pause(child.num_restarts)
             self._on_death(child.spec.name, f"{why}; it is started again in {pause:g} s", False)

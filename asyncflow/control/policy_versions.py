@@ -204,7 +204,7 @@ class PolicyVersions:
         self._signal.notify()
 
     async def all_serve(self, version: int) -> None:
-        """Wait until every one of the run's workers, but for those that are given up, serves this version, or a later one."""
+        """Wait until every worker of the run serves this version, or a later one; those that are not started again do not count."""
 
         def is_served() -> bool:
             late = (w for w in self.workers.working if self._serving.get(w, -1) < version or w in self.stale)
@@ -239,8 +239,8 @@ class PolicyVersions:
         return [self._kept[version] for version in sorted(versions) if version in self._kept]
 
     def num_healthy(self, patience_seconds: float) -> int:
-        """The run's workers but for those that serve nothing, and may not soon: given up, or for so long without the weights that
-        they are to have.
+        """Number of the run's workers that serve, or will soon. Others are not started again, or have been for so long without the
+        weights that they are to have.
 
         One that is silent may come back any moment; if nobody else can do its work, the run's watchdog notices.
         """

@@ -1,4 +1,4 @@
-"""Which workers of a pool (rollout, evaluator) a run has: those that work, those that were given up, those that are to leave. Pure.
+"""Workers of a pool (rollout, evaluator) in a run: those that work, those that are not started again, those that are to leave.
 
 resize(3): rollout/0 rollout/1 rollout/2       resize(1): rollout/0, and the other two leave
 """

@@ -46,7 +46,7 @@ class CheckpointTokenizer:
     def encode_chat(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> Array:
         """int64 [n]: a conversation, or a text as a user's message, then the start of the answer; `options` are the template's own.
 
-        A conversation that ends in the assistant's own words is gone on with. Raises `UserError` without a chat template.
+        A conversation that ends in the assistant's own words is continued. Raises `UserError` without a chat template.
         """
         if self._template_source is None:
             way_out = "set data.chat_template=false" if isinstance(prompt, str) else "say by data.prompt_template what they are"

@@ -76,7 +76,7 @@ class HeldOut:
         done: Collection[int] = (),
     ) -> None:
         """`done`: versions that an earlier attempt of the run has evaluated, or of which nobody has the weights any more."""
-        self._unscored: Counter[int] = Counter()  # rows that were given up, by group
+        self._unscored: Counter[int] = Counter()  # rows that failed for good, by group
         self.latest: dict[str, list[Responses]] = {}
         """Of the evaluation that was finished last, by kind, each prompt's responses, in the prompts' order."""
         self._correct_from = settings.correct_from

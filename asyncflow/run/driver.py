@@ -295,7 +295,7 @@ class Driver:
         dead = [letter for letter in dead if self.ledger.ledger.knows(letter.group)]  # surplus is dropped, whatever becomes of it
         for letter in dead:
             attempts = "" if letter.error.startswith(SKIPPED) else f" after {self.config.reward.max_attempts} attempts"
-            self._log(f"row {letter.row} is given up{attempts}: {letter.error}")
+            self._log(f"row {letter.row} failed for good{attempts}: {letter.error}")
         self.record.rows_died(dead)
         self.evaluating.held_out.rows_died(dead)
         self.background.start(self.queue.drop([letter.row for letter in dead]))

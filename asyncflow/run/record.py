@@ -184,7 +184,7 @@ class RunRecord:
         self._observer.evaluation(row)
 
     def rows_died(self, dead: Sequence[DeadRow]) -> None:
-        """Rows are given up. Those of evaluations are of no step."""
+        """Rows have failed for good. Those of evaluations are of no step."""
         self._observed.rows_dead += len(dead)
         for letter in dead:
             step = self._ledger.step_of(letter.group) if letter.group < EVALUATION_GROUPS else None

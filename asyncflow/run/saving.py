@@ -5,11 +5,11 @@
               +--written----------> hashes, manifest, rename; the oldest one goes
 
 consumes: commits after which a checkpoint is due; the end of the run
-waits for: the one before, which must be whole or given up before the next begins; for the metrics of its last step
+waits for: the one before, which must be whole or left out before the next begins; for the metrics of its last step
 is unblocked by: the disk
 
-A checkpoint that cannot be written (a full disk) is given up, and said; the run goes on, and the earlier ones stay. Once it has its
-name, it counts, whatever fails then.
+A checkpoint that cannot be written (a full disk) is left out, and logged; the run goes on, and the earlier ones stay. Once it
+has its name, it counts, whatever fails then.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Saves:
 
     @remote
     async def written(self, version: int) -> None:
-        """The trainers' files are there: make them a checkpoint. Returns when it is one, or has been given up."""
+        """The trainers' files are there: make them a checkpoint. Returns when it is one, or has been left out."""
         why = ""
         try:
             await self._own.pop(version)
@@ -291,7 +291,7 @@ class Saving:
         self._writing = asyncio.ensure_future(self._written(version, folder, is_written, older))
 
     async def written(self) -> None:
-        """Wait until what was staged is a checkpoint, or has been given up."""
+        """Wait until what was staged is a checkpoint, or has been left out."""
         if self._writing is not None:
             await self._writing
             self._writing = None
@@ -326,8 +326,8 @@ def _seen(task: asyncio.Task[None]) -> None:
 
 
 async def _read(unit: StorageUnit, rows: Array, columns: list[str]) -> list[Batch]:
-    """Those of the rows that the unit has with all these columns, copied: the unit may drop them. One that it has lost or given up
-    meanwhile is made again by the run that goes on."""
+    """Rows, of these, that the unit has with all these columns, copied: the unit may drop them. A row that it has lost, or that
+    failed meanwhile, is made again by the run that resumes."""
     if not len(here := await unit.present(rows)):
         return []
     try:

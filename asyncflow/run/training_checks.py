@@ -123,7 +123,7 @@ class TrainingChecks:
             if not is_policy:
                 ways_out = "lower train.critic.learning_rate, or look at these rows' rewards and values"
             if not update.normaliser:
-                ways_out = "the messages above say why the rows were given up"
+                ways_out = "the messages above say why the rows failed"
             updates = "updates" if is_policy else "updates of the critic"
             told = f"{self.skipped_in_a_row[task]} {updates} in a row were skipped, the last because {why}; {ways_out}"
             self._fail(RunError(told))

@@ -161,7 +161,7 @@ class Audit:
         self.committed += 1
 
     def finished(self, steps: int, dead: int) -> None:
-        """The run is over, after so many steps as it should have had, and with so many rows given up."""
+        """The run is over, after so many steps as it should have had, and with so many rows that failed."""
         if self.committed != steps:
             self.violated(f"{self.committed} of {steps} steps were committed")
             return
@@ -169,13 +169,13 @@ class Audit:
             if trained != self._step_of:
                 self.violated(f"epoch {epoch} of {task} trained other rows, or in other steps, than the policy's first one")
         self.counts["rows trained"] += len(self._step_of)
-        self.counts["rows given up"] += dead
+        self.counts["rows failed"] += dead
         if self._shape.max_candidates:
             self._check_members(steps)
             return
         admitted = steps * self._shape.prompts_per_step * self._shape.group_size
         if len(self._step_of) + dead != admitted:
-            self.violated(f"of {admitted} rows in {steps} steps {len(self._step_of)} were trained and {dead} given up")
+            self.violated(f"of {admitted} rows in {steps} steps {len(self._step_of)} were trained and {dead} failed")
         size = self._shape.prompts_per_step
         groups = (step * self._shape.numbers_per_step + place for step in range(steps) for place in range(size))
         self._check_order([self._prompts.get(group) for group in groups])

@@ -25,7 +25,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     `steps` of `planned_steps` are committed. `max_staleness` in versions and `max_spans` (policy versions that made one response)
     are the largest of all trained rows. `overlapped_steps`: steps of which a group was trained while responses of the step were
     still missing. `rows_redelivered` (but for evaluators'), `rows_dead` and `reward_failures` (by kind, timeouts among them) count
-    over the whole run. `resumed_at`: the numbers of committed steps from which the run was gone on with, after it had ended in
+    over the whole run. `resumed_at`: the numbers of committed steps from which the run was resumed, after it had ended in
     whatever way.
     `is_deterministic`: every rollout engine makes a lost response again exactly; if not, `why_not_deterministic` says why.
     """
@@ -53,7 +53,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
         verdict = f"VOID: {'; '.join(self.voided)}" if self.voided else "holds"
         return (
             f"on-policy certificate {verdict} ({self.schedule}, {self.steps} of {self.planned_steps} steps; staleness "
-            f"{self.max_staleness}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows given up "
+            f"{self.max_staleness}, spans per row {self.max_spans}, rows redelivered {self.rows_redelivered}, rows failed "
             f"{self.rows_dead}, reward timeouts {self.reward_timeouts}, updates skipped {self.skipped_updates}"
             f"{'' if self.is_deterministic else f'; not deterministic: {self.why_not_deterministic}'}{resumed})"
         )
@@ -119,12 +119,10 @@ class Observed:
             voided.append(f"{again} ({why_not_deterministic})")
         if made_again_at and why_not_deterministic:
             where = ", ".join(map(str, made_again_at))
-            again = (
-                f"at step {where}, where the run was gone on with, rows were made again by an engine that does not do so exactly"
-            )
+            again = f"at step {where}, where the run was resumed, rows were made again by an engine that does not do so exactly"
             voided.append(f"{again} ({why_not_deterministic})")
         if self.rows_dead and timeouts:
-            voided.append(f"{self.rows_dead} rows were given up with {timeouts} reward timeouts: the machine's speed decided which")
+            voided.append(f"{self.rows_dead} rows failed with {timeouts} reward timeouts: the machine's speed decided which")
         return Certificate(
             schedule=schedule,
             steps=steps,

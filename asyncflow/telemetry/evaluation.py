@@ -118,7 +118,7 @@ def _lost(result: EvaluationResult) -> list[str]:
 
 def _warning(kind: str, figures: Mapping[str, float | int]) -> str:
     return (
-        f"{kind}: {num_unscored(kind, figures):,} responses could not be scored. Those that were given up are in no figure; those "
+        f"{kind}: {num_unscored(kind, figures):,} responses could not be scored. Those that failed are in no figure; those "
         f"with reward.value_on_failure count with that value."
     )
 

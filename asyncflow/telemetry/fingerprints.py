@@ -130,7 +130,7 @@ def read_fingerprints(path: Path) -> list[StepPrint]:
     """The steps of a finished run, in their order. Raises `RunError` when a file is missing or damaged.
 
     `path` is the first data-parallel rank's file; those of the others, beside it, are joined to it, step by step: a run may have
-    been gone on with by more ranks, or fewer.
+    been resumed by more ranks, or fewer.
     """
     files = [path, *sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))]
     try:

@@ -93,10 +93,10 @@ DEFINITIONS: Final[dict[str, str]] = {
     "rows/zero_advantage": "Of these, rows that were not computed, since the advantages of their micro-batch were all 0 "
     "(`train.skip_zero_advantages`): they count in the normaliser, and their gradient is 0. Means over loss tokens are then over "
     "the other rows.",
-    "rows/dead": "Rows given up after repeated failures (dead letters), not trained.",
-    "rows/unscored": "Rows that could not be scored, in all of their attempts: given up (and in `rows/dead`), or trained with "
+    "rows/dead": "Rows that failed for good (dead letters), not trained.",
+    "rows/unscored": "Rows that could not be scored, in all of their attempts: failed (and in `rows/dead`), or trained with "
     "`reward.value_on_failure`.",
-    "rows/skipped": "Rows about which no scorer had anything to say (None): given up, and in `rows/dead`.",
+    "rows/skipped": "Rows about which no scorer had anything to say (None): failed, and in `rows/dead`.",
     "rows/degenerate": "Rows of groups whose rewards were all equal, in whose place other prompts were taken (dynamic sampling).",
     "rows/surplus": "Rows of prompts that were taken to be chosen from and not needed: they come again in the next step.",
     "rows/empty": "Trained rows without a loss token (all masked): they add no gradient and do not count in the normaliser.",
@@ -104,7 +104,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "queue/ready/<task>": "Rows ready for the task, when the row of metrics is written.",
     "queue/leased/<task>": "Rows handed out and not done, at that moment.",
     "queue/done/<task>": "Rows that the task has done since the run began.",
-    "queue/dead/<task>": "Rows given up, as the task has seen them, since the run began.",
+    "queue/dead/<task>": "Rows that failed for good, as the task has seen them, since the run began.",
     "queue/filtered/<task>": "Rows taken out on purpose, as the task has seen them, since the run began.",
     "queue/redelivered/<task>": "Rows handed out again since the run began; each time counts.",
     "queue/oldest_ready_seconds/<task>": "For how long the task's oldest ready row has been ready, at that moment.",

@@ -215,7 +215,7 @@ class StreamDataLoader:
         return self._held.done(indices)
 
     def fail(self, indices: Rows, error: str) -> None:
-        """Give rows back after a failure: they are delivered again, or given up with this error after `max_failures` of them.
+        """Give rows back after a failure: they are delivered again, or fail for good with this error after `max_failures` of them.
 
         Raises `ValueError` where a row is not held.
         """

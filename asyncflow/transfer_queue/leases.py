@@ -86,7 +86,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class DeadRow(msgspec.Struct, frozen=True):
-    """A row given up, and why."""
+    """Row that failed for good, and why."""
 
     group: int
     row: int

@@ -14,7 +14,7 @@ from asyncflow.transfer_queue.unit import UnitStatus
 STATES = ("waiting", "ready", "leased", "done", "dead", "filtered")
 TOTALS = {
     "done_total": "rows done",
-    "dead_total": "rows given up",
+    "dead_total": "rows that failed for good",
     "filtered_total": "rows taken out",
     "redelivered": "rows delivered again",
     "expired": "rows whose lease ran out",

@@ -3,7 +3,7 @@
 A row's state is a mask of the columns that it has. Besides the declared columns there are marks, columns of the queue's own:
 
     done/<task>   written by a task that has no outputs of its own, when it is done with a row
-    dead          the error of a row that has been given up: it is dead for every task
+    dead          the error of a row that has failed for good: it is dead for every task
     filtered      the reason why a row was taken out: it is out for every task
 """
 

@@ -214,7 +214,7 @@ class Peer:
                 future.set_exception(ConnectionLost(why))
         if not self._welcome.done():
             self._welcome.set_exception(ConnectionLost(why))
-            self._welcome.exception()  # `connect` may have given up already
+            self._welcome.exception()  # `connect` may have ended already
         self.drained()
 
 

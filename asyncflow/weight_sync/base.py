@@ -54,7 +54,7 @@ class WeightSyncOptions:
     dtype: str | None = None
     """Wider floating-point tensors travel as this one (torch's name); None: all travel as they are."""
     deadline_seconds: float = 60.0
-    """Whoever is waited for so long without a byte or an answer is given up, by name."""
+    """An end that sends no byte and no answer for so long counts as lost, and is named."""
     num_receivers: int = 1
     """Rollout workers that the run begins with: so many are gathered for the first broadcast."""
     listen: str | None = None

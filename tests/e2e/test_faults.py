@@ -139,9 +139,9 @@ def test_a_reward_that_fails_costs_its_rows_and_is_named(small: Small, tmp_path:
     job, said = run_inline(tree)
     row = job.rows[0]
     assert 0 < row["rows/dead"] < 16 and row["rows/trained"] == 16 - row["rows/dead"]
-    assert row["rows/redelivered"] == row["rows/dead"]  # each failed once more before it was given up
-    given_up = [text for text in said if "given up" in text]
-    assert len(given_up) == row["rows/dead"] and all(words in text for text in given_up), given_up
+    assert row["rows/redelivered"] == row["rows/dead"]  # each failed once more before
+    failed = [text for text in said if "failed for good" in text]
+    assert len(failed) == row["rows/dead"] and all(words in text for text in failed), failed
     kind = {"raises": "raised", "hangs": "timeout", "exits": "exited", "eats": "memory", "nan": "invalid"}[how]
     certificate = read_certificate(tmp_path / "runs" / "test")
     assert certificate is not None and certificate == job.certificate
@@ -172,8 +172,8 @@ def test_a_response_that_cannot_be_trained_on_costs_its_row_and_is_named(
     tree = small(run={"steps": 1}, rollout={"engine": {"path": f"{tmp_path / 'engine.py'}:Sometimes", "how": how}})
     job, said = run_inline(tree)
     assert (job.rows[0]["rows/dead"], job.rows[0]["rows/trained"]) == (4, 12)  # sample 1 of each of 4 groups
-    given_up = [text for text in said if "given up" in text]
-    assert len(given_up) == 4 and all(words in text for text in given_up), given_up
+    failed = [text for text in said if "failed for good" in text]
+    assert len(failed) == 4 and all(words in text for text in failed), failed
 
 
 def test_one_step_with_a_loss_that_is_not_finite_is_skipped_and_names_the_rows(small: Small, tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_rows_that_would_not_be_made_again_are_kept(whole: tuple[dict[str, Any],
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [2]
     assert certificate.rows_redelivered == 0
-    assert len(certificate.voided) == 1 and "at step 2, where the run was gone on with" in certificate.voided[0]
+    assert len(certificate.voided) == 1 and "at step 2, where the run was resumed" in certificate.voided[0]
 
 
 @deep
@@ -325,7 +325,7 @@ def test_a_certificate_is_void_only_where_rows_were_begun_that_the_checkpoint_ha
     assert last.end() == 0, last.said()
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and certificate.resumed_at == [1], certificate
-    assert len(certificate.voided) == 1 and "at step 1, where the run was gone on with" in certificate.voided[0]
+    assert len(certificate.voided) == 1 and "at step 1, where the run was resumed" in certificate.voided[0]
 
 
 BETWEEN = {**MODES, "bounded": {"schedule": {"name": "bounded", "max_staleness": 2}}}
@@ -371,7 +371,7 @@ def test_killed_between_two_checkpoints_a_run_goes_on_with_the_rows_of_the_first
     assert sorted(asked(tmp_path)[num_asked:]) == [row for row in range(48, STEPS * PROMPTS * GROUP) if row not in numbers]
     certificate = read_certificate(last.run_dir)
     assert certificate is not None and not certificate.is_deterministic and certificate.resumed_at == [3]
-    assert len(certificate.voided) == 1 and "at step 3, where the run was gone on with" in certificate.voided[0]
+    assert len(certificate.voided) == 1 and "at step 3, where the run was resumed" in certificate.voided[0]
 
 
 @deep

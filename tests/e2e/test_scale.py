@@ -135,7 +135,7 @@ def test_workers_that_lack_the_reward_file_are_given_up_and_the_run_goes_on(
     assert command.returncode == 0 and committed(run_dir) == STEPS, errors
     for name in ("rollout/1", "rollout/2"):
         (line,) = [line for line in output.splitlines() if f"worker {name} " in line and "found a mistake" in line]
-        assert str(reward) in line and "it is given up" in line
+        assert str(reward) in line and "it is not started again" in line
     certificate = read_certificate(run_dir)
     assert certificate is not None and certificate.voided == []
 

@@ -40,7 +40,7 @@ AT_LEAST = {
     "groups delivered again": 100,
     "responses that came second": 10,
     "responses of several versions": 200,
-    "rows given up": 20,
+    "rows failed": 20,
     "joined": 100,
     "left": 500,
     "leavers that were cut short": 100,

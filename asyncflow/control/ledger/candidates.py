@@ -35,7 +35,7 @@ class Candidates:
 
     def __init__(self, wanted: int, *, has_places: bool = False) -> None:
         self._wanted, self._has_places = wanted, has_places
-        self.rows: dict[int, set[int]] = {}  # by group, in order: those that are not given up
+        self.rows: dict[int, set[int]] = {}  # by group, in order: those that have not failed
         self.members: set[int] = set()
         self._is_varied: dict[int, bool | None] = {}  # None: undecided
         self._dropped: set[int] = set()  # what has been told to be degenerate
@@ -50,7 +50,7 @@ class Candidates:
             self._is_varied[group] = is_varied
 
     def fail(self, group: int, row: int) -> bool:
-        """A row will never have a reward; with the last of them the group is degenerate. False: it had been given up already."""
+        """A row will never have a reward; with the last of them the group is degenerate. False: it had failed already."""
         rows = self.rows[group]
         if row not in rows:
             return False

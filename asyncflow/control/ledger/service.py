@@ -1,6 +1,6 @@
 """The ledger for loops in any process: it adds waiting to `Ledger`, and decides nothing by itself.
 
-consumes: what is opened, done, judged, offered, consumed, given up and committed
+consumes: what is opened, done, judged, offered, consumed, failed and committed
 waits for: the schedule's word, a turn, the end of evaluations
 is unblocked by: whatever changes the ledger or what schedules look at
 """

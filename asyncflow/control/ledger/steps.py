@@ -5,7 +5,7 @@
            ---> UpdateProgress: one for each update of the step (update_progress.py)
 
 A step is opened with its groups, its rows are generated, perhaps scored and referred, then consumed by training under leases that
-stay open, and it closes when every member has been consumed or given up. The normaliser is an integer over the members that
+stay open, and it closes when every member has been consumed or has failed. The normaliser is an integer over the members that
 trained. Then the optimiser steps, and the commit makes it final.
 
 A step may have several updates: its groups are cut into mini-batches by their numbers, and each epoch goes through all of them.
@@ -303,7 +303,7 @@ class Ledger:
         return self.step_state(step).totals(task, update)
 
     def closed(self) -> list[tuple[str, int]]:
-        """(task, step) of what is closed (every member has been consumed or given up, or has what a task gives it step by step)
+        """(task, step) of what is closed (every member has been consumed or has failed, or has what a task gives it step by step)
         and not yet committed or forgotten."""
         consumed = [
             (task, step)

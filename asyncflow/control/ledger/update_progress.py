@@ -13,7 +13,7 @@ from itertools import chain
 
 @dataclass(slots=True)
 class UpdateProgress:
-    """`members`: rows not yet consumed or given up, by group. `offered`: the groups that each rank has ready to train, with their
+    """`members`: rows not yet consumed or failed, by group. `offered`: the groups that each rank has ready to train, with their
     tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `rounds`: what all ranks
     train at the same time; `given`: the groups in them.
     """

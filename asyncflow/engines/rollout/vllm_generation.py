@@ -102,7 +102,7 @@ class Generation:
             sample = _Sample(number, ids, {**asked, "seed": seed} if self._seeded else asked, tokens, instance)
             instance.outstanding_tokens += tokens
             tasks.append(asyncio.create_task(self._respond(sample, arrived)))
-            tasks[-1].add_done_callback(sample.ended)  # also of one that is given up before it has begun
+            tasks[-1].add_done_callback(sample.ended)  # also of one that is cancelled before it has begun
         self._open.add(arrived)
         try:
             for _ in samples:

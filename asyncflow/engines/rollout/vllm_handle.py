@@ -131,11 +131,11 @@ class ServerHandle:
         start_seconds: float,
         changed: Callable[[], None],
     ) -> None:
-        """`connect(address, key)`. `changed` is told when the server is to be had again, or is given up."""
+        """`connect(address, key)`. `changed` is told when the server is to be had again, or is lost for good."""
         self.host = host
         self.num_slots = num_slots
         self.is_up = False
-        self.error: RunError | None = None  # given up
+        self.error: RunError | None = None  # lost for good
         self.outstanding_tokens = 0
         self.num_outstanding = 0
         self.num_served = 0
@@ -276,7 +276,7 @@ class ServerHandle:
                     why = error
                 else:
                     return
-            await self._give_up(f"({why}); it has been started again {self._max_restarts} times, and is given up")
+            await self._give_up(f"({why}); it has been started again {self._max_restarts} times, and is not started again")
         except asyncio.CancelledError:
             raise
         except Exception as error:  # those who wait for it must hear of it

@@ -4,7 +4,7 @@
 
 consumes: samples that want a server; calls that change what the servers do
 waits for: a server that is up
-is unblocked by: one that has come back, and the last one's being given up
+is unblocked by: one that has come back, and the loss of the last one
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class ServerPool:
     async def least_loaded(self) -> ServerHandle:
         """The instance with the fewest outstanding tokens, as soon as there is one.
 
-        Raises `RunError` when all are given up, and `RuntimeError` once they are closed.
+        Raises `RunError` when all are lost for good, and `RuntimeError` once they are closed.
         """
         while True:
             if self._is_closed:

@@ -167,7 +167,7 @@ async def test_one_that_dies_too_often_is_given_up_and_the_others_go_on(cluster:
         deaths.first.clear()
     await asyncio.sleep(0.3)  # longer than any pause
     assert len(deaths.told) == 3 and not waiting.done() and (tmp_path / "lives").read_text() == "III"
-    assert deaths.told[2][1].endswith("it has been started again 2 times, and is given up")
+    assert deaths.told[2][1].endswith("it has been started again 2 times, and is not started again")
     assert deaths.given_up == [False, False, True]
     assert cluster.pids().keys() == {"other"}
     assert await cluster.stop(0.1) == ["other"]
@@ -199,7 +199,7 @@ async def test_a_run_that_has_come_up_goes_on_without_who_finds_a_mistake(cluste
     await asyncio.sleep(0.3)  # longer than any pause
     ((name, why),) = deaths.told
     assert (name, deaths.given_up) == ("joiner", [True]) and "found a mistake: give another model (more in " in why
-    assert why.endswith("it would be so again, and it is given up") and cluster._children["joiner"].num_restarts == 0
+    assert why.endswith("it would fail again, so it is not started again") and cluster._children["joiner"].num_restarts == 0
     assert not waiting.done() and cluster.pids().keys() == {"first"}
     await cluster.start([spec(tmp_path, "mistaken", "needed")])  # one that is never started again
     with pytest.raises(UserError, match=r"^give another model$"):

@@ -145,7 +145,7 @@ def test_who_dies_is_gone_for_the_server_and_comes_back_later_each_time() -> Non
     assert [key.partition("@")[0] for key in world.gone] == ["a", "a", "a", "b"]
     assert len(set(world.gone)) == 4
     assert [death.split(";")[0] for death in world.deaths] == ["a was killed"] * 2 + [
-        "a was killed once too often, and is given up"
+        "a was killed once too often, and is not started again"
     ]
 
 

@@ -49,9 +49,9 @@ def test_a_run_that_trained_nothing_has_one_too() -> None:
         (
             observed(),
             {"made_again_at": [2, 4], "why_not_deterministic": "2 threads"},
-            "at step 2, 4, where the run was gone on with",
+            "at step 2, 4, where the run was resumed",
         ),
-        (observed(rows_dead=2), {"reward_failures": {"timeout": 4}}, "2 rows were given up with 4 reward timeouts"),
+        (observed(rows_dead=2), {"reward_failures": {"timeout": 4}}, "2 rows failed with 4 reward timeouts"),
     ],
 )
 def test_what_voids_it_is_named(seen: Observed, changes: dict[str, Any], words: str) -> None:

@@ -160,7 +160,7 @@ def test_of_several_differences_the_first_is_named_and_a_difference_is_no_matter
         (([0, 2, 1], [0, 1, 2]), {"overlap": 0.0}, "other never trained while responses were made or scored"),
         (([0, 2, 1], [0, 1, 2]), {"redelivered": 0}, "other lost no row with a killed worker"),
         (([0, 2, 1], [0, 1, 2]), {"kill": None}, "other lost no row with a killed worker"),
-        (([0, 2, 1], [0, 1, 2]), {"timeout": 2}, "other: 1 rows were given up with 2 reward timeouts"),
+        (([0, 2, 1], [0, 1, 2]), {"timeout": 2}, "other: 1 rows failed with 2 reward timeouts"),
     ],
 )
 def test_equal_bits_that_prove_nothing_are_void(orders: Any, changes: dict[str, Any], words: str) -> None:

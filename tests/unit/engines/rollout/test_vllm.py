@@ -435,7 +435,7 @@ async def test_a_server_that_is_lost_too_often_is_given_up_in_a_sentence(model: 
         await responses(engine)
         (model / "fault").write_text("/update_weights")
         await engine.install(2, changed(0.1))
-        with pytest.raises(RunError, match=r"vLLM 0 was lost .*it has been started again 2 times, and is given up"):
+        with pytest.raises(RunError, match=r"vLLM 0 was lost .*it has been started again 2 times, and is not started again"):
             await asyncio.wait_for(responses(engine), patience(30))
 
 
