@@ -27,7 +27,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import MicroBatch, MicroBatchResult
 from asyncflow.loops.context import LoopContext
-from asyncflow.loops.samples import check_interval, consumed, left_out, micro_batches, scored_group
+from asyncflow.loops.samples import check_interval, consumed, figures_of, left_out, micro_batches, scored_group
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
@@ -143,8 +143,11 @@ class Rounds:
             fingerprints.group(work.leased.batch, of_work)
             if self._update:  # the weights are not the version's any more: what differs now is no mismatch of the engines
                 of_work = [replace(result, metrics=_without_mismatch(result.metrics)) for result in of_work]
-            figures = consumed(self.step, work.leased.batch, work.micro_batches, of_work)
-            self._beside.create_task(self._ledger.consume(self.step, figures, self.task, self._update))
+            group, figures = (
+                consumed(work.leased.batch, of_work),
+                figures_of(self.step, work.leased.batch, work.micro_batches, of_work),
+            )
+            self._beside.create_task(self._ledger.consume(self.step, group, figures, self.task, self._update))
 
     @contextmanager
     def computing(self, current: Round) -> Iterator[None]:

@@ -29,6 +29,7 @@ import numpy as np
 from asyncflow.control.ledger import Consumed, num_to_admit
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
 from asyncflow.rewards.base import Sample, Score
+from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.transfer_queue.client import Leased
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.types import (
@@ -372,29 +373,35 @@ def token_outputs(batch: Batch, column: Column, of_pieces: Sequence[Ragged]) -> 
     return Batch(batch.indices, batch.groups, {column.name: numbers})
 
 
-def consumed(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> Consumed:
+def consumed(batch: Batch, results: Sequence[MicroBatchResult]) -> Consumed:
     """Report of a trained group to the ledger."""
-    spans = batch.ragged("version_spans")
+    rows = batch.indices.tolist()
+    return Consumed(
+        rows=rows,
+        empty_rows=[row for row, mask in zip(rows, batch.ragged("loss_mask"), strict=True) if not mask.any()],
+        loss_tokens=sum(r.loss_tokens for r in results),
+        is_finite=all(r.is_finite for r in results),
+    )
+
+
+def figures_of(step: int, batch: Batch, pieces: Sequence[MicroBatch], results: Sequence[MicroBatchResult]) -> GroupFigures:
+    """Figures of a trained group, for metrics."""
     metrics: dict[str, float] = {}
     for result in results:
         for name, total in result.metrics.items():
             metrics[name] = max(metrics.get(name, total), total) if is_maximum(name) else metrics.get(name, 0.0) + total
-    return Consumed(
-        rows=batch.indices.tolist(),
-        empty_rows=[row for row, mask in zip(batch.indices.tolist(), batch.ragged("loss_mask"), strict=True) if not mask.any()],
+    return GroupFigures(
         prompt_length=len(batch.ragged("prompt_ids")[0]),
         rewards=batch.dense("reward"),
         response_lengths=batch.ragged("response_ids").lengths,
         truncated=batch.dense("truncated"),
         staleness=staleness(step, batch),
-        num_spans=spans.lengths // 2,
+        num_spans=batch.ragged("version_spans").lengths // 2,
         loss_sum=sum(r.loss_sum for r in results),
-        loss_tokens=sum(r.loss_tokens for r in results),
         computed_tokens=sum(r.loss_tokens for r in results if r.is_computed),
         logical_tokens=sum(piece.logical_tokens for piece, r in zip(pieces, results, strict=True) if r.is_computed),
         physical_tokens=sum(r.physical_tokens for r in results),
         metrics=metrics,
-        is_finite=all(r.is_finite for r in results),
         left_out=sum(len(piece.indices) for piece, r in zip(pieces, results, strict=True) if not r.is_computed),
         reward_parts=batch.ragged(PARTS_COLUMN.name).values if PARTS_COLUMN.name in batch.columns else np.empty(0, np.float32),
     )

@@ -29,7 +29,7 @@ from asyncflow.run_dir import EVAL_FILE, SAMPLES_FILE
 from asyncflow.telemetry.attribution import attributed
 from asyncflow.telemetry.certificate import Certificate, Observed
 from asyncflow.telemetry.hub import Hub
-from asyncflow.telemetry.metrics import StepMetrics, StepTimes
+from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.trace import SPANS_FILE, SpanLog
 from asyncflow.telemetry.trackers import make_trackers
 from asyncflow.transfer_queue.leases import DeadRow
@@ -204,29 +204,29 @@ class RunRecord:
             metrics = self._metrics.setdefault(step, StepMetrics())
             metrics.count_rows(degenerate=decided.num_degenerate_rows, surplus=decided.num_surplus_rows)
 
-    def consumed(self, task: str, step: int, update: int, group: Consumed) -> None:
+    def consumed(self, task: str, step: int, update: int, group: Consumed, figures: GroupFigures) -> None:
         """A group's gradient has been added."""
         self._progress()
         self._checks.consumed(task, step, update, group.rows)
         if task != self._ledger.tasks.policy:
-            self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), group)
+            self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), figures, is_finite=group.is_finite)
             return
         is_overlapped = not self._ledger.is_done("rollout", step)
-        self._observed.group(step, staleness=group.staleness, num_spans=group.num_spans, is_overlapped=is_overlapped)
+        self._observed.group(step, staleness=figures.staleness, num_spans=figures.num_spans, is_overlapped=is_overlapped)
         metrics = self._metrics.setdefault(step, StepMetrics())
-        self._add_losses(metrics, group)
+        self._add_losses(metrics, figures, is_finite=group.is_finite)
         if update >= self._context.shape.mini_batches:  # an epoch after the first, of the same rows
             return
         metrics.add_group(
-            rewards=group.rewards,
-            response_lengths=group.response_lengths,
-            truncated=group.truncated,
-            staleness=group.staleness,
-            trained_tokens=group.logical_tokens,
+            rewards=figures.rewards,
+            response_lengths=figures.response_lengths,
+            truncated=figures.truncated,
+            staleness=figures.staleness,
+            trained_tokens=figures.logical_tokens,
         )
-        self._add_parts(step, metrics, group)
-        metrics.count_rows(empty=len(group.empty_rows), zero_advantage=group.left_out)
-        self._checks.look_at_group(group)
+        self._add_parts(step, metrics, len(group.rows), figures.reward_parts)
+        metrics.count_rows(empty=len(group.empty_rows), zero_advantage=figures.left_out)
+        self._checks.look_at_group(group, figures)
         self._observer.group(step)
 
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
@@ -273,22 +273,22 @@ class RunRecord:
                 fill_tokens=update.fill_tokens,
             )
 
-    def _add_losses(self, metrics: StepMetrics, group: Consumed) -> None:
+    def _add_losses(self, metrics: StepMetrics, figures: GroupFigures, *, is_finite: bool) -> None:
         metrics.add_micro_batch(
-            loss_sum=group.loss_sum,
-            loss_tokens=group.computed_tokens,
-            logical_tokens=group.logical_tokens,
-            physical_tokens=group.physical_tokens,
-            metrics=group.metrics,
-            is_finite=group.is_finite,
+            loss_sum=figures.loss_sum,
+            loss_tokens=figures.computed_tokens,
+            logical_tokens=figures.logical_tokens,
+            physical_tokens=figures.physical_tokens,
+            metrics=figures.metrics,
+            is_finite=is_finite,
         )
 
-    def _add_parts(self, step: int, metrics: StepMetrics, group: Consumed) -> None:
+    def _add_parts(self, step: int, metrics: StepMetrics, num_rows: int, parts: np.ndarray) -> None:
         """Add each scorer's rewards to the metrics, where they are kept, and count rows for which no scorer gave any."""
-        names, num_rows = self._config.reward.names, len(group.rows)
-        if not num_rows or len(group.reward_parts) != num_rows * len(names):
+        names = self._config.reward.names
+        if not num_rows or len(parts) != num_rows * len(names):
             return
-        parts = group.reward_parts.reshape(num_rows, len(names))
+        parts = parts.reshape(num_rows, len(names))
         if len(names) > 1:
             metrics.add_reward_parts(dict(zip(names, parts.T, strict=True)))
         if num_failed := int(np.isnan(parts).all(axis=1).sum()):

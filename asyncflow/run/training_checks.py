@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from asyncflow.control.ledger import Consumed, StepTotals, Update
 from asyncflow.loops.score_batching import NO_REWARD
 from asyncflow.run.context import RunContext
-from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL
+from asyncflow.telemetry.metrics import LARGE_MISMATCH, LARGE_ROLLOUT_KL, GroupFigures
 from asyncflow.types import RunError
 
 
@@ -48,12 +48,12 @@ class TrainingChecks:
         """A group's rows are to be trained by this update of the step."""
         self._rows.setdefault((task, step, update), []).extend(rows)
 
-    def look_at_group(self, group: Consumed) -> None:
+    def look_at_group(self, group: Consumed, figures: GroupFigures) -> None:
         """A group has been trained, in the first epoch."""
         if group.empty_rows:
             rows = ", ".join(map(str, group.empty_rows))
             self._log(f"rows without a token to train on, which train nothing and do not count in the normaliser: {rows}")
-        self._look_at_sharing(group)
+        self._look_at_sharing(len(group.rows), figures)
 
     def not_scored(self, step: int, count: int, error: str = "") -> None:
         """Count `count` more rows of the step that could not be scored; `error`: of the last one, if it is known. Too many of
@@ -99,13 +99,13 @@ class TrainingChecks:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    def _look_at_sharing(self, group: Consumed) -> None:
+    def _look_at_sharing(self, num_rows: int, figures: GroupFigures) -> None:
         """Say once that a shared prompt was not worth it, where it was asked for."""
-        is_shared = group.physical_tokens < group.logical_tokens or not group.logical_tokens  # or none of it was computed
-        if self.has_said_unshared or is_shared or self._shape.rows_per_micro_batch == 1 or len(group.rows) == 1:
+        is_shared = figures.physical_tokens < figures.logical_tokens or not figures.logical_tokens  # or none of it was computed
+        if self.has_said_unshared or is_shared or self._shape.rows_per_micro_batch == 1 or num_rows == 1:
             return
         self.has_said_unshared = True
-        tokens = f"a prompt of {group.prompt_length} tokens, {len(group.rows)} responses of {group.response_lengths.mean():.0f}"
+        tokens = f"a prompt of {figures.prompt_length} tokens, {num_rows} responses of {figures.response_lengths.mean():.0f}"
         self._log(f"prompts are not shared where that saves less than a tenth of the tokens ({tokens})")
 
     def _skipped(self, task: str, which: str, totals: StepTotals, update: Update, rows: Sequence[int]) -> None:

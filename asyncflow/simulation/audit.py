@@ -16,6 +16,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.data.order import SeededOrder
 from asyncflow.loops.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.loops.samples import EVALUATE_TASK, Prompt, Shape
+from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import Want
@@ -124,7 +125,7 @@ class Audit:
             if step != version:
                 self.violated(f"row {row} of step {step} was given values by the critic's version {version}")
 
-    def _consumed(self, step: int, group: Consumed, task: str, update: int) -> None:
+    def _consumed(self, step: int, group: Consumed, figures: GroupFigures, task: str, update: int) -> None:
         epoch = update // self._shape.mini_batches
         if task != "train" or epoch:
             trained = self._again.setdefault((task, epoch), {})
@@ -134,7 +135,7 @@ class Audit:
                 trained[row] = step
             return
         interval, oldest = self._schedule.interval(step), step - self._schedule.max_staleness
-        for row, staleness in zip(group.rows, group.staleness.tolist(), strict=True):
+        for row, staleness in zip(group.rows, figures.staleness.tolist(), strict=True):
             if row in self._step_of:
                 self.violated(f"row {row} was trained in step {self._step_of[row]}, and again in step {step}")
             self._step_of[row] = step

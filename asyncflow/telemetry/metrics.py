@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from asyncflow.telemetry.attribution import exposed_weights
@@ -151,6 +153,24 @@ class StepTimes:
     committed: float
     could_generate: float | None = None
     train_began: float | None = None
+
+
+class GroupFigures(msgspec.Struct, frozen=True):
+    """Figures of a trained group of R rows, that metrics are made of."""
+
+    prompt_length: int
+    rewards: np.ndarray  # float32 [R]
+    response_lengths: np.ndarray  # int64 [R]
+    truncated: np.ndarray  # uint8 [R]
+    staleness: np.ndarray  # int64 [R], versions
+    num_spans: np.ndarray  # int64 [R], policy versions that made the response
+    loss_sum: float
+    computed_tokens: int  # loss tokens whose loss was computed: what `metrics` are sums over
+    logical_tokens: int  # of what was computed
+    physical_tokens: int
+    metrics: Mapping[str, float]
+    left_out: int = 0  # rows that were not computed
+    reward_parts: np.ndarray = msgspec.field(default_factory=partial(np.empty, 0, np.float32))  # [R * parts], where they are kept
 
 
 class StepMetrics:

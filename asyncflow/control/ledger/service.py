@@ -14,6 +14,7 @@ from asyncflow.control.ledger.messages import Consumed, StepTotals, Update
 from asyncflow.control.ledger.steps import Ledger
 from asyncflow.control.schedule import Progress, Schedule
 from asyncflow.control.signal import Signal
+from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
@@ -32,7 +33,7 @@ class LedgerService:
         self.on_displaced: Callable[[int, int], None] = lambda group, lowest_version: None
         self.is_stopping = False
         self.on_opened: Callable[[int], None] = lambda step: None
-        self.on_consumed: Callable[[str, int, int, Consumed], None] = lambda task, step, update, group: None
+        self.on_consumed: Callable[[str, int, int, Consumed, GroupFigures], None] = lambda task, step, update, group, figures: None
         self.on_decided: Callable[[int, Decided], None] = lambda step, decided: None
         self.on_committed: Callable[[str, list[StepTotals], list[Update]], None] = lambda task, totals, updates: None
         self._schedule, self._progress, self._signal, self._end_step = schedule, progress, signal, end_step
@@ -174,10 +175,10 @@ class LedgerService:
         return self.ledger.step_state(step).round_of_rank(rank, number, task, update) if self.ledger.is_open(step) else None
 
     @remote
-    async def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
-        """Training has added a group's gradient."""
+    async def consume(self, step: int, group: Consumed, figures: GroupFigures, task: str = "train", update: int = 0) -> None:
+        """Count a group whose gradient was added. The figures are passed on, for metrics."""
         self.ledger.step_state(step).consume(group, task, update)
-        self.on_consumed(task, step, update, group)
+        self.on_consumed(task, step, update, group, figures)
         self.changed()
 
     @remote

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,11 +29,10 @@ UPDATE = Update(1.0, 1e-3, 10, False)
 
 
 def consumed(*rows: int, tokens: int = 5, is_finite: bool = True, empty: Iterable[int] = ()) -> Consumed:
-    n = len(rows)
-    counts = np.zeros(n, np.int64)
-    rewards, truncated = np.zeros(n, np.float32), np.zeros(n, np.uint8)
-    figures = (rewards, counts, truncated, counts, counts, 0.5, tokens, tokens, 9, 9, {}, is_finite)
-    return Consumed(list(rows), list(empty), 3, *figures)
+    return Consumed(list(rows), list(empty), tokens, is_finite)
+
+
+NO_FIGURES: Any = None
 
 
 def dead(*rows: int) -> list[DeadRow]:
@@ -371,7 +369,7 @@ class Service:
             self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
         )
         self.service.on_opened = lambda step: self.told.append(("opened", step))
-        self.service.on_consumed = lambda task, step, update, group: self.told.append(("consumed", step, group.rows))
+        self.service.on_consumed = lambda task, step, update, group, figures: self.told.append(("consumed", step, group.rows))
         self.service.on_committed = lambda task, totals, updates: self.told.append(("committed", totals[0].step, *updates))
 
 
@@ -385,7 +383,7 @@ async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
     books = Service()
     await books.service.open([meta(0), meta(9, purpose="eval")])
     books.service.done("rollout", [0, 1, 36, 37])
-    await books.service.consume(0, consumed(0, 1))
+    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     books.service.changed()
     assert await books.service.totals(0) == StepTotals(0, 5, 2, 0, [])
     await books.service.commit(0, [UPDATE])
@@ -404,7 +402,7 @@ async def test_a_step_waits_for_evaluations_whose_weights_its_own_would_displace
     books = Service()
     await books.service.open([meta(0), meta(9, purpose="eval")])
     books.service.done("rollout", [0, 1, 36])
-    await books.service.consume(0, consumed(0, 1))
+    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     waiting = asyncio.create_task(books.service.totals(0))
     assert not await settled(waiting)
     books.service.done("rollout", [37])
@@ -427,7 +425,7 @@ async def test_turns_are_given_out_when_every_rank_has_a_group_or_nothing_is_lef
     third = [asyncio.create_task(books.service.round_of_rank(0, rank, 2)) for rank in range(2)]
     for group in range(3):
         assert not await settled(third[0])
-        await books.service.consume(0, consumed(group << BITS, (group << BITS) + 1))
+        await books.service.consume(0, consumed(group << BITS, (group << BITS) + 1), NO_FIGURES)
     assert [await asyncio.wait_for(current, 1) for current in third] == [None, None]
 
 
@@ -464,13 +462,13 @@ async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
     assert await first == [0]
     assert await books.service.round_of_rank(0, 0, 1) is None
     books.service.done("rollout", [0, 1])
-    await books.service.consume(0, consumed(0, 1))
+    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     assert await books.service.totals(0) is None and await books.service.totals(0) is None
 
     books = Service(num_ranks=2)
     await books.service.open([meta(0)])
     books.service.done("rollout", [0, 1])
-    await books.service.consume(0, consumed(0, 1))
+    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     told = await books.service.totals(0)
     books.service.stop()
     assert told is not None and await books.service.totals(0) == told
@@ -494,7 +492,7 @@ async def test_a_group_is_trained_by_the_rank_that_offered_it_first() -> None:
     for rank in range(2):
         assert await books.service.offer(0, rank, 0, 9) is False
     assert await books.service.offer(0, 1, 7, 9) is False  # nobody knows it
-    await books.service.consume(0, consumed(4, 5))
+    await books.service.consume(0, consumed(4, 5), NO_FIGURES)
     assert await books.service.offer(0, 1, 1, 9) is False  # it is in the sum already
     assert await books.service.offer(3, 1, 1, 9) is False  # its step is over
 
@@ -532,7 +530,7 @@ async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_sche
     ahead = asyncio.create_task(books.service.may_admit(2))
     assert not await settled(ahead)
     await books.service.open([meta(0)])
-    await books.service.consume(0, consumed(0, 1))
+    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     assert not await settled(ahead)
     await books.service.commit(0, [UPDATE])
     assert await ahead is True
@@ -550,7 +548,7 @@ async def test_a_run_that_is_driven_by_hand_generates_ahead_as_far_as_its_stalen
         await books.service.open([meta(1, step=1)])
         assert await books.service.may_start("train", 0) is True
         assert not books.service.is_held
-        await books.service.consume(0, consumed(0, 1))
+        await books.service.consume(0, consumed(0, 1), NO_FIGURES)
         await books.service.commit(0, [UPDATE])
         assert books.service.is_held
         held = asyncio.create_task(books.service.may_start("train", 1))
@@ -590,7 +588,7 @@ async def test_a_task_may_work_on_a_group_whose_step_is_over() -> None:
     """Where membership is first_come, a later step may have taken it."""
     books = Service()
     await books.service.open([meta(0)])
-    await books.service.consume(0, consumed(0, 1))
+    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     await books.service.commit(0, [UPDATE])
     assert await asyncio.wait_for(books.service.may_start("reward", 0), 1) is True
     ahead = asyncio.create_task(books.service.may_start("reward", 1))
@@ -714,7 +712,7 @@ async def test_an_update_takes_turns_of_its_own_mini_batch_and_later_epochs_take
     for update, group in enumerate((0, 1, 0, 1)):
         if update:
             assert await books.service.round_of_rank(0, 0, 0, "train", update) == [group]
-        await books.service.consume(0, consumed(*rows_of(group)), "train", update)
+        await books.service.consume(0, consumed(*rows_of(group)), NO_FIGURES, "train", update)
         assert await books.service.round_of_rank(0, 0, 1, "train", update) is None
         assert await books.service.totals(0, "train", update) is not None
     assert ("end", "train", 0) in books.told
@@ -727,7 +725,7 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
         await books.service.open([meta(0), meta(1)])
         books.service.done("rollout", rows_of(0, 1))
         await books.service.offer(0, 0, 0, 9)
-        await books.service.consume(0, consumed(*rows_of(0)))
+        await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES)
         first = asyncio.create_task(books.service.totals(0))
         assert not await settled(first)
         if is_stopped:
@@ -742,7 +740,7 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
         finished = asyncio.create_task(books.service.finished())
         assert books.service.is_finishing and not await settled(finished)
         assert await books.service.round_of_rank(0, 0, 0, "train", 1) == [1]
-        await books.service.consume(0, consumed(*rows_of(1)), "train", 1)
+        await books.service.consume(0, consumed(*rows_of(1)), NO_FIGURES, "train", 1)
         assert await books.service.totals(0, "train", 1) is not None
         await books.service.commit(0, [UPDATE, UPDATE])
         await asyncio.wait_for(finished, 1)
@@ -754,7 +752,7 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     await books.service.open([meta(0), meta(1, step=1)])
     books.service.done("rollout", rows_of(0, 1))
     await books.service.offer(0, 0, 0, 9)
-    await books.service.consume(0, consumed(*rows_of(0)))
+    await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES)
     policy = asyncio.create_task(books.service.totals(0))
     assert not await settled(policy)  # the critic has not got it
     await books.service.offer(0, 0, 0, 9, [], "critic")
@@ -765,7 +763,7 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     books.service.stop()
     assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
     assert await books.service.round_of_rank(0, 0, 0, "critic", 0) == [0]
-    await books.service.consume(0, consumed(*rows_of(0)), "critic", 0)
+    await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES, "critic", 0)
     assert await books.service.totals(0, "critic", 0) is not None and books.service.is_finishing
     await books.service.commit(0, [UPDATE], "critic")
     await asyncio.wait_for(released, 1)
@@ -820,7 +818,7 @@ async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_s
     books.service.done("rollout", rows_of(0))
     for task in ("train", "critic"):
         await books.service.offer(0, 0, 0, 9, [3.0], task)
-    await books.service.consume(0, consumed(*rows_of(0)))
+    await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES)
     assert await books.service.totals(0) is not None
     books.service.stop()
     assert await books.service.statistics(0, "critic") == [3.0]

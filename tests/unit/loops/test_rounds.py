@@ -25,6 +25,7 @@ from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import Round, Rounds, Work, members
 from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
 from asyncflow.telemetry.fingerprints import FingerprintLog
+from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.controller import TaskEvents
@@ -97,7 +98,7 @@ class World:
                 order.append(group)
                 held.append(leased)
                 if len(set(order)) == len(order):
-                    await self.service.consume(step, consumed(group << BITS))
+                    await self.service.consume(step, *consumed(group << BITS))
             await self.service.commit(step, [Update(1.0, 1.0, 1, False)])
             await self.client.complete_marks([held[order.index(group)].lease for group in dict.fromkeys(order)])
             return held
@@ -113,9 +114,11 @@ async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: A
         yield world
 
 
-def consumed(row: int) -> Consumed:
+def consumed(row: int) -> tuple[Consumed, GroupFigures]:
     ones = np.ones(1, np.int64)
-    return Consumed([row], [], 2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 2, 4, 4, {}, True)
+    return Consumed([row], [], 2, True), GroupFigures(
+        2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 4, 4, {}
+    )
 
 
 async def at_once() -> None:
@@ -443,7 +446,7 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
             await turns_of.acknowledge()
             await turns_of.drop()
 
-        world.service.on_consumed = lambda task, step, update, group: asked.extend(sorted(group.metrics))
+        world.service.on_consumed = lambda task, step, update, group, figures: asked.extend(sorted(figures.metrics))
         training = asyncio.create_task(train())
         await world.complete(1)  # of the second mini-batch: it is held, and others may be
         assert trained == [[], [], [], []]

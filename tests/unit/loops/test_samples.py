@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncflow.control.ledger import Consumed
 from asyncflow.control.modes import NEVER
 from asyncflow.engines.base import MicroBatchResult, Response
 from asyncflow.loops import samples
@@ -142,26 +143,28 @@ def test_what_the_ledger_is_told_adds_up() -> None:
         MicroBatchResult(0.5, 3, 8, {"ratio": 3.0, "a/max": 2.0}),
         MicroBatchResult(0.25, 1, 6, {"ratio": 1.0, "a/max": 1.5}, is_finite=False),
     ]
-    told = samples.consumed(m.step, group.batch, pieces, results)
-    assert told.rows == [4, 5] and told.prompt_length == 5
+    told, of_group = samples.consumed(group.batch, results), samples.figures_of(m.step, group.batch, pieces, results)
+    assert told.rows == [4, 5] and told.loss_tokens == 4 and told.is_finite is False and of_group.prompt_length == 5
+    told = of_group
     assert told.rewards.tolist() == [0.0, 0.5] and told.response_lengths.tolist() == [3, 1] and told.truncated.tolist() == [0, 1]
     assert told.staleness.tolist() == [2, 0]  # from the oldest span
     assert told.num_spans.tolist() == [2, 1]
-    assert (told.loss_sum, told.loss_tokens, told.logical_tokens, told.physical_tokens) == (0.75, 4, 14, 14)
-    assert told.metrics == {"ratio": 4.0, "a/max": 2.0} and told.is_finite is False
-    assert samples.consumed(m.step, group.batch, pieces[:1], results[:1]).is_finite is True
+    assert (told.loss_sum, told.logical_tokens, told.physical_tokens) == (0.75, 14, 14)
+    assert told.metrics == {"ratio": 4.0, "a/max": 2.0}
+    assert samples.consumed(group.batch, results[:1]).is_finite is True
 
-    told = samples.consumed(m.step, group.batch, pieces, [results[0], samples.left_out(pieces[1])])
-    assert (told.loss_tokens, told.computed_tokens, told.logical_tokens, told.physical_tokens) == (4, 3, 8, 8)
-    assert told.left_out == 1 and told.metrics == {"ratio": 3.0, "a/max": 2.0} and told.is_finite is True
+    results = [results[0], samples.left_out(pieces[1])]
+    told = samples.figures_of(m.step, group.batch, pieces, results)
+    assert (told.computed_tokens, told.logical_tokens, told.physical_tokens) == (3, 8, 8)
+    assert told.left_out == 1 and told.metrics == {"ratio": 3.0, "a/max": 2.0}
+    assert samples.consumed(group.batch, results) == Consumed([4, 5], [], 4, True)
 
 
 def test_a_row_without_a_token_to_train_on_is_told() -> None:
     m = meta(1)
     batch = stored(m, response(0, 3), response(1, 2)).batch
     batch.ragged("loss_mask").values[3:] = 0
-    micros = list(samples.micro_batches(m.step, batch, np.zeros(2, np.float32), 2))
-    told = samples.consumed(m.step, batch, micros, [MicroBatchResult(0.5, 3, 8)])
+    told = samples.consumed(batch, [MicroBatchResult(0.5, 3, 8)])
     assert told.rows == [4, 5] and told.empty_rows == [5]
 
 
