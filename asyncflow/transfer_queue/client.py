@@ -68,6 +68,7 @@ class TransferQueueClient:
 
     async def disconnect(self) -> None:
         """Hang up. Leases held are given back by the controllers."""
+        self.leases.close()
         await self._places.close()
         if self._peer is not None:
             await self._peer.close()

@@ -27,27 +27,34 @@ class ClientLeases:
     def __init__(self, schema: Schema, controller: Callable[[str], Controller]) -> None:
         self.held: dict[Token, set[int]] = {}
         self._schema, self._controller = schema, controller
-        self._asking: dict[str, set[asyncio.Future[Handed | None]]] = {}
+        self._asking: dict[str, set[asyncio.Future[None]]] = {}  # each is done when its request is withdrawn
+        self._withdrawn: set[asyncio.Future[Handed | None]] = set()  # requests that may have an answer on its way all the same
         self._withdrawals: Counter[str] = Counter()
         self._giving_back: set[asyncio.Future[None]] = set()
 
     # -- asking -------------------------------------------------------------------------------------------------------------
 
     async def ask(self, task: str, want: Want, columns: list[str]) -> Handed | None:
-        """See `Controller.lease`. Withdrawn, the request comes to None; a lease that it comes to when its asker has gone is given
-        back."""
+        """See `Controller.lease`. A request that is withdrawn comes to None. A lease that it comes to all the same is given back,
+        and so is one whose asker has gone."""
         request = asyncio.ensure_future(self._controller(task).lease(want, columns))
+        withdrawn = asyncio.get_running_loop().create_future()
         asking = self._asking.setdefault(task, set())
-        asking.add(request)
+        asking.add(withdrawn)
         try:
-            await asyncio.wait([request])
-            return None if request.cancelled() else request.result()
+            await asyncio.wait([request, withdrawn], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             request.add_done_callback(self._unwanted)
             request.cancel()
             raise
         finally:
-            asking.discard(request)
+            asking.discard(withdrawn)
+        if request.done():
+            return request.result()
+        # It is not cancelled: the controller may have answered it with a lease before it heard of the withdrawal.
+        self._withdrawn.add(request)
+        request.add_done_callback(self._unwanted)
+        return None
 
     def num_withdrawals(self, task: str) -> int:
         """Number of the task's withdrawals. A request from before the last one is not repeated: the worker has withdrawn it."""
@@ -58,11 +65,18 @@ class ClientLeases:
         self._withdrawals[task] += 1
         asking = list(self._asking.get(task, ()))
         await self._controller(task).withdraw()
-        for request in asking:  # it was lost on its way: it is not to be repeated
+        for withdrawn in asking:  # a request that was lost on its way has no answer yet
+            if not withdrawn.done():
+                withdrawn.set_result(None)
+
+    def close(self) -> None:
+        """Cancel the requests that were withdrawn and are not answered yet: the connection ends."""
+        for request in self._withdrawn:
             request.cancel()
 
     def _unwanted(self, request: asyncio.Future[Handed | None]) -> None:
-        """A lease that came when its asker had just gone."""
+        """Give back a lease that came when its request had been withdrawn, or its asker had gone."""
+        self._withdrawn.discard(request)
         if not request.cancelled() and request.exception() is None and (handed := request.result()) is not None:
             self.give_back(handed.lease)
 

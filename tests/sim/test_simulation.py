@@ -29,7 +29,7 @@ AT_LEAST = {
     "duplicate": 500,
     "reorder": 200,
     "request lost": 1000,
-    "reply lost": 400,
+    "reply lost": 100,
     "late request served": 50,
     "handler cancelled": 1000,
     "storage failure": 300,

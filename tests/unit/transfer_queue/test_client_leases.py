@@ -86,6 +86,30 @@ async def test_a_withdrawn_request_comes_to_nothing_though_it_was_lost_on_its_wa
     assert await asyncio.wait_for(asking, 5.0) is None and leases.num_withdrawals("train") == 1 and asked.heard == ["withdraw"]
 
 
+async def test_a_lease_that_was_on_its_way_when_its_request_was_withdrawn_is_given_back() -> None:
+    """The controller has handed it out and reads its columns; the answer to the withdrawal overtakes it."""
+    leases, asked = opened()
+    asking = asyncio.create_task(leases.ask("train", Want(rows=2), []))
+    await loop_turns(5)
+    await leases.withdraw("train")
+    assert await asyncio.wait_for(asking, 5.0) is None
+    asked.answer.set_result(Handed(lease(3), None))
+    await loop_turns()
+    assert asked.heard == ["withdraw", "back 3"] and leases.held == {}
+
+
+async def test_a_request_that_was_withdrawn_and_has_no_answer_ends_with_the_connection() -> None:
+    leases, asked = opened()
+    asking = asyncio.create_task(leases.ask("train", Want(rows=2), []))
+    await loop_turns(5)
+    await leases.withdraw("train")
+    assert await asyncio.wait_for(asking, 5.0) is None
+    before = {task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Asked.lease"}  # type: ignore[union-attr]
+    leases.close()
+    await loop_turns()
+    assert len(before) == 1 and all(task.cancelled() for task in before) and asked.heard == ["withdraw"]
+
+
 async def test_what_is_held_is_renewed_until_it_is_over() -> None:
     leases, asked = opened()
     leases.hold(lease(1))
