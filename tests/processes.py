@@ -1,4 +1,4 @@
-"""Processes that a test has seen, and what has become of them."""
+"""Processes that a test has seen. One may end at any moment, also between two questions about it: here no answer is an error."""
 
 from __future__ import annotations
 
@@ -8,24 +8,46 @@ import psutil
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that run. One may end at any moment, also between two questions about it."""
-    return [process for process in processes if _is_alive(process)]
+    """Those that run: one that only waits for its parent to ask does not."""
+    return [process for process in processes if is_alive(process)]
 
 
-def children_called(words: str) -> list[psutil.Process]:
-    """Children of this process that run and have these words in their command line. Others' may be zombies, which have none."""
-    return [child for child in psutil.Process().children() if words in " ".join(_command_line(child))]
-
-
-def _command_line(process: psutil.Process) -> list[str]:
+def is_alive(process: psutil.Process | int) -> bool:
+    """Whether this process, or the one of this number, runs."""
     try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:  # a zombie is one, too
-        return []
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def name_of(process: psutil.Process) -> str:
+    """Its name; nothing, of one that has ended."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line, word by word, also where the process has set it in one piece; nothing, of one that has ended.
+
+    The last words of a worker are its name and its run's folder.
+    """
+    try:
+        return " ".join(process.cmdline()).split()
+    except psutil.Error:  # a zombie has none, and another user's is not for us
+        return []
+
+
+def below(process: psutil.Process | int) -> list[psutil.Process]:
+    """All processes that it has started, and those that they have."""
+    try:
+        return (psutil.Process(process) if isinstance(process, int) else process).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def children_called(words: str) -> list[psutil.Process]:
+    """Children of this process that run and have these words in their command line."""
+    return [child for child in psutil.Process().children() if words in " ".join(words_of(child))]

@@ -15,6 +15,7 @@ import yaml
 
 from tests.forked import Command
 from tests.patience import patience
+from tests.processes import below
 
 
 def command_line(*arguments: str | Path) -> list[str]:
@@ -52,17 +53,11 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def words_of(process: psutil.Process) -> list[str]:
-    """A process's command line: of a worker's the last ones are its name and its run's folder. What has set it may leave it in one
-    piece."""
-    return " ".join(process.cmdline()).split()
-
-
 def processes_of(run_dir: Path) -> list[psutil.Process]:
     """The worker processes of a run, and the reward processes below them."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = " ".join(process.info["cmdline"] or [])
         if "asyncflow.cluster.child" in words and str(run_dir) in words:
-            found += [process, *process.children(recursive=True)]
+            found += [process, *below(process)]
     return found

@@ -12,10 +12,11 @@ import pytest
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 from tests.conftest import MODEL
 from tests.depth import deep
-from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.e2e.lives import Life
 from tests.forked import Command
 from tests.patience import patience
+from tests.processes import words_of
 
 
 def tree(folder: Path, mode: str, num_evaluators: int, **sections: Any) -> dict[str, Any]:

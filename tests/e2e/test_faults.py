@@ -17,10 +17,10 @@ from asyncflow.run.job import Job, Listener
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.types import RunError
 from tests.depth import deep
-from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
 from tests.patience import patience
-from tests.processes import alive
+from tests.processes import alive, words_of
 
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., Command]

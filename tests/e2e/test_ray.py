@@ -20,9 +20,9 @@ import pytest
 from asyncflow.telemetry.certificate import read_certificate
 from asyncflow.telemetry.trace import read_spans
 from tests.conftest import MODEL
-from tests.e2e.commands import command_line, processes_of, rows, run_command, wait_for, words_of, write_config
+from tests.e2e.commands import command_line, processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
-from tests.processes import alive
+from tests.processes import alive, below, name_of, words_of
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-deep SUITES=ray")
 
@@ -57,7 +57,7 @@ def num_steps(run_dir: Path) -> int:
 
 
 def leaves_of(command: Command) -> list[psutil.Process]:
-    return psutil.Process(command.pid).children(recursive=True)
+    return below(command.pid)
 
 
 @pytest.mark.smoke
@@ -72,7 +72,7 @@ def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
     wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
     everyone = leaves_of(command)
     victim = next(p for p in processes_of(run_dirs[1]) if "rollout/1" in words_of(p))
-    assert [p for p in victim.parents() if p.name().startswith("ray::Host")]
+    assert [p for p in victim.parents() if name_of(p).startswith("ray::Host")]
     victim.kill()
     output, errors = command.communicate(timeout=SECONDS)
     assert command.returncode == 0, output + errors
@@ -118,10 +118,10 @@ def test_workers_join_and_leave_a_run_on_ray(small: Small, tmp_path: Path, backg
         lambda: "rollout/1" in {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "generate"}, command
     )
     everyone = leaves_of(command)
-    assert sum(process.name().startswith("ray::Host") for process in everyone) == 3
+    assert sum(name_of(process).startswith("ray::Host") for process in everyone) == 3
     fewer = run_command("cluster", "scale", "rollout=1", "--run", run_dir, "--grace", "20")
     assert fewer.returncode == 0, fewer.stderr
-    wait_for(lambda: sum(p.name().startswith("ray::Host") for p in alive(leaves_of(command))) == 2, command)
+    wait_for(lambda: sum(name_of(p).startswith("ray::Host") for p in alive(leaves_of(command))) == 2, command)
     before = num_steps(run_dir)
     wait_for(lambda: num_steps(run_dir) > before + 1, command)
     command.send_signal(signal.SIGINT)
@@ -134,9 +134,9 @@ def test_a_killed_driver_leaves_neither_worker_nor_ray(small: Small, tmp_path: P
     command = background("train", write_config(tmp_path, recipe(small, run={"steps": 500})), "cluster=ray")
     wait_for(lambda: num_steps(run_dir) >= 1, command)
     everyone = leaves_of(command)
-    assert len([p for p in everyone if "asyncflow.cluster.child" in p.cmdline()]) == 3
-    assert {"gcs_server", "raylet"} <= {process.name() for process in everyone}
-    scratch = Path(next(p for p in everyone if "asyncflow.cluster.ray_guard" in p.cmdline()).cmdline()[-1])
+    assert len([p for p in everyone if "asyncflow.cluster.child" in words_of(p)]) == 3
+    assert {"gcs_server", "raylet"} <= {name_of(process) for process in everyone}
+    scratch = Path(next(words for p in everyone if "asyncflow.cluster.ray_guard" in (words := words_of(p)))[-1])
     assert scratch.is_dir()
     command.kill()
     wait_for(lambda: not alive(everyone), seconds=20.0)
@@ -168,7 +168,7 @@ def test_a_run_whose_ray_dies_says_so_and_saves_its_model(
     command = background("train", write_config(tmp_path, recipe(small, run={"steps": 5000})), "cluster=ray")
     wait_for(lambda: num_steps(run_dir) >= 1, command)
     everyone = leaves_of(command)
-    next(process for process in everyone if process.name() == name).kill()
+    next(process for process in everyone if name_of(process) == name).kill()
     _, errors = command.communicate(timeout=SECONDS)
     assert command.returncode == 1 and "its host is gone" in errors and "worker trainer/0" in errors, errors
     assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "report.html").exists()
@@ -265,7 +265,7 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
         far = wait_for(lambda: [p for p in psutil.process_iter() if works_in(p, "asyncflow-node-")], command)
         wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
         far = [p for p in psutil.process_iter() if works_in(p, "asyncflow-node-")]
-        names = sorted(p.cmdline()[-2] for p in far)
+        names = sorted(words_of(p)[-2] for p in far)
         assert names[:2] == ["rollout/0", "rollout/1"]  # on the head there is no room for them
         assert len(names) == 3 and names[2].startswith("storage/")
         folder = Path(far[0].environ()["ASYNCFLOW_NODE_FILES"])
@@ -275,7 +275,7 @@ def test_nodes_that_share_no_files_give_the_same_bits_over_tls(
             connections = process.net_connections("inet")
             assert connections and not [c for c in process.net_connections("unix") if "control.sock" in str(c.laddr) + str(c.raddr)]
         key = (run_dirs[1] / "key.pem").read_text().splitlines()[1]
-        assert not [p for p in psutil.process_iter() if key in " ".join(cmdline(p))]
+        assert not [p for p in psutil.process_iter() if key in " ".join(words_of(p))]
         output, errors = command.communicate(timeout=SECONDS)
     finally:
         command.kill()
@@ -300,7 +300,7 @@ def test_ranks_and_storage_units_on_two_nodes_give_the_same_bits(
     command = background("train", config, "run.name=nodes", *on_nodes(nodes), *apart, *units)
     run_dirs = [tmp_path / "runs" / name for name in ("local", "nodes")]
     wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
-    workers = {process.cmdline()[-2]: process for process in psutil.process_iter() if works_in(process, str(run_dirs[1]))}
+    workers = {words_of(process)[-2]: process for process in psutil.process_iter() if works_in(process, str(run_dirs[1]))}
     far = {name for name, process in workers.items() if "ASYNCFLOW_NODE_FILES" in process.environ()}
     assert len(workers) == 6 and {name.partition("/")[0] for name in far} == {"trainer", "storage", "rollout"}
     assert "trainer/1" in far and "trainer/0" not in far and len(far & {"storage/0", "storage/1"}) == 1
@@ -337,12 +337,5 @@ def on_nodes(address: str) -> list[str]:
 
 
 def works_in(process: psutil.Process, folder: str) -> bool:
-    words = cmdline(process)
+    words = words_of(process)
     return "asyncflow.cluster.child" in words and folder in words[-1]
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []

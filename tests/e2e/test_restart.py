@@ -20,10 +20,10 @@ from asyncflow.telemetry.trace import read_spans
 from asyncflow.transport import Peer, proxy
 from tests.conftest import merged
 from tests.depth import deep, in_gate
-from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
 from tests.patience import patience
-from tests.processes import alive
+from tests.processes import alive, words_of
 
 Small = Callable[..., dict[str, Any]]
 Background = Callable[..., Command]

@@ -12,9 +12,10 @@ import pytest
 
 from asyncflow.cluster.remote_node import RemoteNode
 from tests.depth import deep, in_gate
-from tests.e2e.commands import processes_of, rows, run_command, wait_for, words_of, write_config
+from tests.e2e.commands import processes_of, rows, run_command, wait_for, write_config
 from tests.forked import Command
 from tests.patience import patience
+from tests.processes import words_of
 
 Small = Callable[..., dict[str, Any]]
 UNITS = ("queue.place=workers", "queue.num_units=2")

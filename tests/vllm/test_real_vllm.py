@@ -29,7 +29,7 @@ from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import command_line, processes_of, rows, write_config
 from tests.patience import patience
-from tests.processes import alive
+from tests.processes import alive, below, name_of
 from tests.vllm.servers import VLLM_PYTHON
 
 pytestmark = pytest.mark.skipif(VLLM_PYTHON is None, reason="ASYNCFLOW_VLLM_PYTHON names no interpreter that has vLLM")
@@ -177,7 +177,7 @@ def test_a_bounded_run_on_two_instances_one_of_which_is_killed(
     while not (run_dir / "metrics.jsonl").exists() or len(rows(run_dir / "metrics.jsonl")) < 2:
         assert command.poll() is None and time.monotonic() < deadline, said.read_text()[-2000:]
         time.sleep(0.1)
-    engines = [p for worker in processes_of(run_dir) for p in worker.children(recursive=True) if "EngineCore" in p.name()]
+    engines = [p for worker in processes_of(run_dir) for p in below(worker) if "EngineCore" in name_of(p)]
     assert engines, "no engine was found"
     engines[0].kill()
     log_file = run_dir / "logs" / "rollout-0.log"

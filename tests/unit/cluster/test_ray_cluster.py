@@ -23,6 +23,7 @@ from asyncflow.cluster.ray_cluster import RayCluster
 from asyncflow.cluster.ray_host import Letter, RayHost
 from asyncflow.types import UserError
 from tests.patience import patience
+from tests.processes import below, is_alive, name_of, words_of
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: make test-deep SUITES=ray")
 
@@ -253,9 +254,9 @@ def test_a_host_has_one_worker_at_a_time(run_dir: Path, monkeypatch: pytest.Monk
     first = host.start(letter(run_dir, "stays_haunted"))
     await_file(run_dir / "w")
     second = host.start(letter(run_dir, "leaves"))
-    assert second != first and not is_running(first)
+    assert second != first and not is_alive(first)
     time.sleep(0.8)  # the end of the first is not the second's
-    assert host._status is None and is_running(second)
+    assert host._status is None and is_alive(second)
     (run_dir / "leave").touch()
     assert heard(host) == ("", 7)
     host.leave()
@@ -267,7 +268,7 @@ def test_the_last_words_of_a_talkative_worker_wait_for_a_slow_driver(run_dir: Pa
     host = RayHost()
     pid = host.start(letter(run_dir, "bursts"))
     deadline = time.monotonic() + patience(30.0)
-    while is_running(pid):
+    while is_alive(pid):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.5)  # the driver is busy; the worker has ended with words in the pipe
@@ -292,7 +293,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     address = guard.stdout.readline().decode().strip()
     assert address, (folder / "log").read_text()
     yield address
-    everyone = psutil.Process(guard.pid).children(recursive=True)
+    everyone = below(guard.pid)
     guard.stdin.close()
     assert guard.wait(patience(60)) == 0
     assert not [process for process in everyone if process.is_running()]
@@ -377,11 +378,11 @@ async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluste
     (run_dir / "w").unlink()
     host.kill()
     second = await own_pid(run_dir)
-    assert second != first and not is_running(first)  # its control pipe has closed
+    assert second != first and not is_alive(first)  # its control pipe has closed
     assert cluster.pids() == {"w": second}
     ((name, why, is_final),) = deaths.told
     assert name == "w" and "its host is gone" in why and not is_final
-    assert await cluster.stop(0.1) == ["w"] and not is_running(second)
+    assert await cluster.stop(0.1) == ["w"] and not is_alive(second)
     await asyncio.wait([waiting])
     import ray
 
@@ -402,7 +403,7 @@ async def test_a_host_that_hangs_does_not_outlive_its_cluster_s_stop(
     try:
         assert await asyncio.wait_for(cluster.stop(0.1), patience(50.0)) == ["w"]
         deadline = time.monotonic() + patience(30.0)
-        while host.is_running() or is_running(worker):  # Ray kills it when it does not end by itself
+        while host.is_running() or is_alive(worker):  # Ray kills it when it does not end by itself
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
     finally:
@@ -480,15 +481,15 @@ async def test_a_cluster_of_its_own_is_closed_to_others_and_leaves_nothing(run_d
     await cluster.start([spec(run_dir, "stays")])
     guard = cluster._connection._guard
     assert guard is not None
-    everyone = psutil.Process(guard.pid).children(recursive=True)
-    names = {process.name() for process in everyone}
+    everyone = below(guard.pid)
+    names = {name_of(process) for process in everyone}
     assert {"gcs_server", "raylet"} <= names
-    doors = [door for p in everyone for door in p.net_connections("inet") if door.status == psutil.CONN_LISTEN]
+    doors = [door for p in everyone for door in connections_of(p) if door.status == psutil.CONN_LISTEN]
     assert doors and not [door for door in doors if door.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
     token = (cluster._connection._scratch or Path()) / "token"
     assert token.stat().st_mode & 0o077 == 0
     secret = token.read_text()
-    assert not [p for p in [*everyone, psutil.Process(guard.pid)] if secret in " ".join(p.cmdline())]
+    assert not [p for p in [*everyone, psutil.Process(guard.pid)] if secret in " ".join(words_of(p))]
     stranger = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False)"
     import ray
 
@@ -501,9 +502,11 @@ async def test_a_cluster_of_its_own_is_closed_to_others_and_leaves_nothing(run_d
     assert not [process for process in everyone if process.is_running()] and not token.parent.exists()
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is more of it than its name."""
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def connections_of(process: psutil.Process) -> list[Any]:
+    try:
+        return process.net_connections("inet")
+    except psutil.NoSuchProcess:
+        return []
 
 
 async def own_pid(run_dir: Path) -> int:

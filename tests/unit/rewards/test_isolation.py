@@ -18,6 +18,7 @@ from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score, wei
 from asyncflow.rewards.fallback import with_fallback
 from asyncflow.rewards.sandbox import RewardLimits, RewardPool
 from tests.patience import patience
+from tests.processes import below, is_alive, words_of
 
 # What a response says is run: the payload of a reward hacker. The grader keeps state of its own, too.
 GRADER = """
@@ -204,9 +205,9 @@ async def test_what_a_sample_has_started_ends_with_it(open_pool: Open, tmp_path:
     started = f"import subprocess; open({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))"
     assert (await pool.score(sample(started, answer="9"))).reward == 3.0
     pid, give_up = int((tmp_path / "pid").read_text()), time.monotonic() + patience(60.0)
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < give_up:
+    while is_alive(pid) and time.monotonic() < give_up:
         await asyncio.sleep(0.01)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(pid)
 
 
 # A daemon with a child: each in a session of its own, and neither anybody's child.
@@ -227,7 +228,7 @@ while not os.path.exists({place!r} + "/daemon"): time.sleep(0.001)
 
 def helpers(pid: int) -> list[str]:
     """The command lines of what is below a process."""
-    return [" ".join(process.cmdline()) for process in psutil.Process(pid).children(recursive=True)]
+    return [" ".join(words_of(process)) for process in below(pid)]
 
 
 @pytest.mark.skipif(not os.path.exists(f"/proc/self/task/{os.getpid()}/children"), reason="this kernel does not tell of children")

@@ -21,6 +21,7 @@ from asyncflow.rewards.messages import TOKEN_BYTES, Scored, frame
 from asyncflow.rewards.sandbox import RewardLimits, RewardPool, Worker
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
+from tests.processes import below, is_alive, name_of, words_of
 
 MEMORY_BYTES = 256 << 20
 DEADLINE_SECONDS = 60.0  # for scorers that should answer: generous, the machine may be busy
@@ -116,8 +117,8 @@ def own_children() -> list[psutil.Process]:
     """The processes below this one, but for the servers that other tests share, and multiprocessing's own, which stay."""
     shared = ("redis", "mooncake", "resource_tracker", "multiprocessing.forkserver")
     comm = TITLE[:15]  # all that Linux keeps of a name; the command line of one that has just ended is gone
-    children = [child for child in psutil.Process().children(recursive=True) if not child.name().startswith(comm)]
-    return [child for child in children if not any(name in " ".join([child.name(), *child.cmdline()]) for name in shared)]
+    children = [child for child in below(os.getpid()) if not name_of(child).startswith(comm)]
+    return [child for child in children if not any(name in " ".join([name_of(child), *words_of(child)]) for name in shared)]
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ async def failure(pool: Pool, response: str) -> RewardFailure:
 
 def living(pids: list[int]) -> list[int]:
     """Those that are processes and not merely waiting to be reaped by somebody."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def pids_in(file: Path, seconds: float = 60.0) -> list[int]:
@@ -453,7 +454,7 @@ def test_a_parent_killed_with_9_leaves_no_process(scorer_file: Path, tmp_path: P
     try:
         pids_in(tmp_path / "pids")
         give_up = time.monotonic() + patience(60.0)
-        while len(processes := [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]) < 3 + 2 + 2 + 1:
+        while len(processes := [child.pid for child in below(parent.pid)]) < 3 + 2 + 2 + 1:
             assert time.monotonic() < give_up, processes
             time.sleep(0.01)
         assert len(processes) == 3 + 2 + 2 + 1, "three workers, two samples, two processes of a scorer, the guard"
