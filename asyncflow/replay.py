@@ -4,7 +4,7 @@
     RUN/checkpoints/step-c  --+--> a run of the steps c to s in a scratch folder --> metrics, fingerprints --> beside the run's own
     (or the model it began with)
 
-Rows enter the queue complete, as those do that an earlier attempt of a run has left, so ledger, schedule, turns and engines are
+Rows enter the queue complete, as those do that an earlier attempt of a run has left, so ledger, schedule, rounds and engines are
 what they were. Where engines that sample are not deterministic, this is how a step can be looked at again.
 
 consumes: a run's folder, which it leaves as it is

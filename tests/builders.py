@@ -8,16 +8,17 @@ from itertools import chain
 
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response
-from asyncflow.loops.samples import ScoredRow
+from asyncflow.loops.samples import ScoredRow, priority_of
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.types import GroupMeta, Interval
 
 
 def meta(
-    group: int, step: int = 0, *, size: int = 2, low: int | None = None, high: int | None = None, purpose: str = "train"
+    group: int, step: int = 0, *, size: int = 2, low: int | None = None, high: int | None = None, topic: str = "train"
 ) -> GroupMeta:
     """A group, whose interval is its step's alone unless one is given."""
-    return GroupMeta(group, size, step, Interval(step if low is None else low, step if high is None else high), purpose)
+    interval = Interval(step if low is None else low, step if high is None else high)
+    return GroupMeta(group, size, step, interval, topic, priority_of(interval, is_evaluation=topic == "eval"))
 
 
 class Unmade:

@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncflow.control.ledger import Candidates, num_to_admit
 from asyncflow.control.schedule import Schedule
-from asyncflow.loops.samples import Prompt, Shape, admission
+from asyncflow.loops.samples import Prompt, Shape, admission, priority_of
 from asyncflow.transfer_queue.batches import taken
 from asyncflow.types import Batch, GroupMeta, Interval, RunError
 
@@ -98,7 +98,10 @@ class Admissions:
         allowed = self._schedule.interval(step)
         newest = {*sorted(groups)[max(0, len(groups) - num_newest) :]} - self._begun
         intervals = {group: Interval(step, allowed.high) if group in newest else allowed for group in groups}
-        metas = [GroupMeta(group, self._shape.group_size, step, interval) for group, interval in intervals.items()]
+        metas = [
+            GroupMeta(group, self._shape.group_size, step, interval, priority=priority_of(interval))
+            for group, interval in intervals.items()
+        ]
         batch = admission(metas, [*groups.values()], [self._shape.temperature] * len(groups))
         return metas, batch if self._rows is None else self._with_rows(batch, self._rows)
 

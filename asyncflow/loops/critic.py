@@ -55,7 +55,7 @@ async def add_values(context: LoopContext, engine: CriticEngine, version: Versio
         await version.reaches(step)
         if not await context.ledger.may_start(VALUES_TASK, step):
             return
-        while (leased := await queue.lease(VALUES_TASK, Want(step=step))) is not None:
+        while (leased := await queue.lease(VALUES_TASK, Want(partition=step))) is not None:
             batch = leased.batch
             prompt_ids, response_ids = batch.ragged("prompt_ids")[0], batch.ragged("response_ids")
             of_group = {"step": step, "version": version.number, "group": int(batch.groups[0])}

@@ -20,7 +20,7 @@ from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal
 from asyncflow.loops.algorithm1 import admit_evaluation
-from asyncflow.loops.samples import EVALUATION_GROUPS, PARTS_COLUMN, Prompt, Shape
+from asyncflow.loops.samples import BEHIND_TRAINING, EVALUATION_GROUPS, PARTS_COLUMN, Prompt, Shape, priority_of
 from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.telemetry.accuracy import Responses, figures
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -58,6 +58,8 @@ class EvaluationSettings:
     """Whether there is a greedy response to each prompt, too."""
     correct_from: float = 1.0
     """Reward from which on a response is correct in pass@k."""
+    is_behind_training: bool = False
+    """Whether tasks that see both do all of training first: nobody waits for evaluations that workers of their own make."""
 
 
 class HeldOut:
@@ -81,7 +83,7 @@ class HeldOut:
         """Of the evaluation that was finished last, by kind, each prompt's responses, in the prompts' order."""
         self._correct_from = settings.correct_from
         self._prompts, self._last_version, self._every_steps = list(prompts), settings.last_version, settings.every_steps
-        self._samples, self._greedy = settings.samples, settings.greedy
+        self._samples, self._greedy, self._is_behind_training = settings.samples, settings.greedy, settings.is_behind_training
         self._temperature, self._on_row = settings.temperature, on_row
         self._done = frozenset(done)
         self._num_left_out = 0  # since the last figures
@@ -114,9 +116,10 @@ class HeldOut:
         """The groups of one evaluation with their prompts and temperatures: first the sampled ones, then the greedy ones."""
         kinds = [(self._samples, self._temperature), (1, 0.0)] if self._greedy else [(self._samples, self._temperature)]
         count, interval = len(self._prompts), Interval(version, version)
+        priority = BEHIND_TRAINING if self._is_behind_training else priority_of(interval, is_evaluation=True)
         first = first_group(version, count)
         metas = [
-            GroupMeta(first + kind * count + i, size, version, interval, "eval")
+            GroupMeta(first + kind * count + i, size, version, interval, "eval", priority)
             for kind, (size, _) in enumerate(kinds)
             for i in range(count)
         ]
@@ -222,7 +225,7 @@ class Evaluations:
 async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int) -> None:
     """Read one evaluation's rows as their groups complete, then hand what they are worth over, by group."""
     responses: dict[int, Responses] = {}
-    async for leased in queue.stream("eval", Want(step=version)):
+    async for leased in queue.stream("eval", Want(partition=version)):
         batch = leased.batch
         rewards, truncated = batch.dense("reward").copy(), batch.dense("truncated").astype(bool)
         group = int(batch.groups[0])

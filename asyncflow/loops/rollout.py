@@ -145,7 +145,7 @@ class Rollout:
     async def _produce(self, leased: Leased, request: GroupRequest) -> None:
         start, meta, version = self._spans.clock(), request.meta, self._installed
         await produce(self._producer, leased, request, partial(self._generated, request))
-        self._spans.beside("generate_group", start, step=meta.step, version=version, group=meta.group, rows=len(request.rows))
+        self._spans.beside("generate_group", start, step=meta.partition, version=version, group=meta.group, rows=len(request.rows))
 
     def _generated(self, request: GroupRequest) -> None:
         self._under_way = [other for other in self._under_way if other is not request]

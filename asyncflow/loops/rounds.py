@@ -243,7 +243,7 @@ async def members(
     be waited for by all.
     """
     if schedule.membership == "strict":
-        while (leased := await _lease(queue, room, task, step=step)) is not None:
+        while (leased := await _lease(queue, room, task, partition=step)) is not None:
             yield leased
         return
     for group in [*put_aside]:

@@ -67,7 +67,18 @@ SELECT_TASK: Final = "select"
 EVALUATE_TASK: Final = "evaluate"  # what rollout does, for evaluations alone
 TASK_OF_COLUMN = {REFERENCE_COLUMN.name: "reference", VALUES_COLUMN.name: "values"}
 RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_spans", "truncated", "reward")
+BEHIND_TRAINING: Final = 1 << 41
+"""Priority of evaluations for which nobody waits."""
 EVALUATION_GROUPS = 1 << 40  # evaluation prompts are numbered from here, so that they shift no training prompt's noise
+
+
+def priority_of(interval: Interval, *, is_evaluation: bool = False) -> int:
+    """Priority of a group in the queue: by the first version that may make it, and training before evaluation.
+
+    So the evaluation of a version comes behind all training rows that this version may make, of whichever step, and before those
+    that it may not.
+    """
+    return 2 * interval.low + is_evaluation
 
 
 def schema(
@@ -99,23 +110,23 @@ def schema(
     chosen = (MEMBER_COLUMN,) if has_selection else ()
     trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in (*added, *chosen)))
     tasks = [
-        TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False, purpose="train" if has_evaluators else ""),
-        TaskSpec("train", trained, purpose="train", sampler="whole_groups"),
-        TaskSpec("eval", (*RESPONSE_COLUMNS, *scored[1:]), purpose="eval", sampler="whole_groups"),
+        TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False, topic="train" if has_evaluators else ""),
+        TaskSpec("train", trained, topic="train", sampler="whole_groups"),
+        TaskSpec("eval", (*RESPONSE_COLUMNS, *scored[1:]), topic="eval", sampler="whole_groups"),
     ]
     if has_evaluators:
-        tasks.append(TaskSpec(EVALUATE_TASK, PROMPT_COLUMNS, made, whole_groups=False, purpose="eval"))
+        tasks.append(TaskSpec(EVALUATE_TASK, PROMPT_COLUMNS, made, whole_groups=False, topic="eval"))
     if has_reward_task:
         reads = ("prompt_ids", "example", "response_ids", "truncated")
-        tasks.append(TaskSpec("reward", reads, scored, whole_groups=False, training_first=has_evaluators))
+        tasks.append(TaskSpec("reward", reads, scored, whole_groups=False))
     for column in chosen:
-        tasks.append(TaskSpec(SELECT_TASK, ("reward",), (column.name,), purpose="train", sampler="whole_groups"))
+        tasks.append(TaskSpec(SELECT_TASK, ("reward",), (column.name,), topic="train", sampler="whole_groups"))
     for column in added:
         awaited = ("reward",) if has_reward_task and not chosen else tuple(column.name for column in chosen)
         responses = ("prompt_ids", "response_ids", *awaited)
-        tasks.append(TaskSpec(TASK_OF_COLUMN[column.name], responses, (column.name,), purpose="train", sampler="whole_groups"))
+        tasks.append(TaskSpec(TASK_OF_COLUMN[column.name], responses, (column.name,), topic="train", sampler="whole_groups"))
     if has_critic:
-        tasks.append(TaskSpec("critic_update", trained, purpose="train", sampler="whole_groups"))
+        tasks.append(TaskSpec("critic_update", trained, topic="train", sampler="whole_groups"))
     timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
     return Schema((*COLUMNS, *parts, *chosen, *added), tuple(timed), group_bits)
 
@@ -252,8 +263,8 @@ def _reward_columns(scores: Sequence[Score], has_parts: bool) -> dict[str, Value
 def kept_sample(meta: GroupMeta, row: int, sample: Sample, score: Score) -> dict[str, Any]:
     """A line of `samples.jsonl`."""
     return {
-        "step": meta.step,
-        "purpose": meta.purpose,
+        "step": meta.partition,
+        "purpose": meta.topic,
         "row": row,
         "prompt": sample.prompt,
         "response": sample.response,

@@ -29,7 +29,7 @@ async def serve(task: str, context: LoopContext, work: Work, *, at_once: int = 1
 
     async def work_on(leased: Leased) -> None:
         meta, rows, tokens = leased.lease.groups[0], len(leased.batch), len(leased.batch.ragged("response_ids").values)
-        with lane.busy(task, step=meta.step, group=meta.group, rows=rows, tokens=tokens):
+        with lane.busy(task, step=meta.partition, group=meta.group, rows=rows, tokens=tokens):
             outputs, failures = await work(leased)
         if outputs is not None:
             await queue.complete(leased.lease, outputs)
@@ -47,7 +47,7 @@ async def serve(task: str, context: LoopContext, work: Work, *, at_once: int = 1
                 return
             meta = leased.lease.groups[0]
             lane.waiting("batch")
-            if meta.purpose == "train" and not await context.ledger.may_start(task, meta.step):
+            if meta.topic == "train" and not await context.ledger.may_start(task, meta.partition):
                 return
             under_way.create_task(work_on(leased))
 

@@ -275,7 +275,7 @@ class Driver:
     # -- what the books tell ------------------------------------------------------------------------------------------------
 
     def _end_step(self, task: str, step: int) -> None:
-        self.background.start(self.queue.end_step(task, step))
+        self.background.start(self.queue.end_partition(task, step))
 
     def _begun(self, lease: Lease, want: Want) -> None:
         if want.installed is not None:

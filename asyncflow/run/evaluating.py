@@ -86,6 +86,7 @@ class Evaluating:
                 temperature=config.rollout.temperature,
                 greedy=config.eval.greedy,
                 correct_from=config.eval.correct_from,
+                is_behind_training=config.eval.num_workers > 0,
             ),
             on_row=self._evaluated,
             done=self._written | lost,

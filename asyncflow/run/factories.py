@@ -38,7 +38,7 @@ from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightSyncFacts
 
 CHOICE_OF_TURNS = 3
-"""So many turns' groups each data-parallel rank makes ready, so that those of one turn can be of about one length."""
+"""So many rounds' groups each data-parallel rank makes ready, so that those of one round can be of about one length."""
 CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")

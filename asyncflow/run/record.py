@@ -303,7 +303,7 @@ class RunRecord:
     def _rows_redelivered(self) -> int:
         """In all attempts, but for tasks that only evaluations have: what is said of it is of what was trained."""
         tables = [controller.table for controller in self._context.queue.controllers.values()]
-        now = sum(table.num_redelivered for table in tables if table.spec.purpose != "eval")
+        now = sum(table.num_redelivered for table in tables if table.spec.topic != "eval")
         return self._before.rows_redelivered + now
 
     def _reward_failures(self) -> Counter[str]:

@@ -111,7 +111,7 @@ class Audit:
         batch = wire.batch()
         if "reward" in batch.columns:
             kept = zip(batch.indices[stored].tolist(), batch.dense("reward")[stored].tolist(), strict=True)
-            self._rewards |= {row: reward for row, reward in kept if self._metas[row >> self._shape.group_bits].purpose == "train"}
+            self._rewards |= {row: reward for row, reward in kept if self._metas[row >> self._shape.group_bits].topic == "train"}
 
     def _step_at(self, row: int) -> int:
         """The step that a row was admitted for last, by its number."""
@@ -120,7 +120,7 @@ class Audit:
     def _valued(self, rows: list[int]) -> None:
         """Values of a step are those of the critic after so many updates (where steps train their own prompts)."""
         for row in rows:
-            step, version = self._metas[row >> self._shape.group_bits].step, self._others[UPDATE_TASK]
+            step, version = self._metas[row >> self._shape.group_bits].partition, self._others[UPDATE_TASK]
             self.counts["values"] += 1
             if step != version:
                 self.violated(f"row {row} of step {step} was given values by the critic's version {version}")

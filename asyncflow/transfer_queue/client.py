@@ -5,7 +5,7 @@ lease(task, want)              rows, whole groups or a token budget, with the co
 complete(lease, outputs)       outputs and acknowledgement in one request, all of a lease or part of it
 mark(leases)                   the same where a task has no outputs; any number of leases in one request
 fail(lease, rows, error)       give rows back; after k failures they are dead, with the error
-filter(rows, reason)  drop(rows)  end_step(task, step)  close(task)
+filter(rows, reason)  drop(rows)  end_partition(task, partition)  close(task)
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class TransferQueueClient:
     async def lease(self, task: str, want: Want = ANY_GROUP, *, columns: Sequence[str] | None = None) -> Leased | None:
         """Ready rows with the columns that the task reads, or these `columns` alone, or none; waits until there are some.
 
-        At most one group where `want` has no limit. None when the step has ended or the task is closed, and nothing more is ready
-        (with `want.until`: whatever is), or when the request was withdrawn.
+        At most one group where `want` has no limit. None when the partition has ended or the task is closed, and nothing more is
+        ready (with `want.until`: whatever is), or when the request was withdrawn.
         """
         reads = self.schema.task(task).reads if columns is None else tuple(columns)
         self.schema.mask(reads)
@@ -156,8 +156,8 @@ class TransferQueueClient:
                 lease = there
 
     async def stream(self, task: str, want: Want = ANY_GROUP) -> AsyncIterator[Leased]:
-        """Leases as they become ready, in that order, until the step or the task ends. The next one is fetched while this one is
-        worked on."""
+        """Leases as they become ready, in that order, until the partition or the task ends. The next one is fetched while this one
+        is worked on."""
         fetching = asyncio.ensure_future(self.lease(task, want))
         try:
             while (leased := await fetching) is not None:
@@ -263,10 +263,10 @@ class TransferQueueClient:
         if len(indices):
             await asyncio.gather(*(self._unit(number).drop(indices) for number in self._places.units))
 
-    async def end_step(self, task: str, step: int) -> None:
-        """Tell a task that no more rows of this step will come: who asks for them gets what is ready, then None."""
+    async def end_partition(self, task: str, partition: int) -> None:
+        """Tell a task that no more rows of this partition will come: who asks for them gets what is ready, then None."""
         self.schema.task(task)
-        await asyncio.gather(*(self._unit(number).end_step(task, step) for number in self._places.units))
+        await asyncio.gather(*(self._unit(number).end_partition(task, partition) for number in self._places.units))
 
     async def close(self, task: str | None = None) -> None:
         """End the stream of one task, or of all: every consumer gets what is ready, then None."""

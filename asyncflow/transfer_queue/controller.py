@@ -53,6 +53,7 @@ class _Parked:
     worker: str
     want: Want
     answer: asyncio.Future[Lease | None]
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +99,12 @@ class Controller:
     # -- what clients ask ---------------------------------------------------------------------------------------------------
 
     @remote
-    async def lease(self, want: Want, columns: list[str]) -> Handed | None:
+    async def lease(self, want: Want, columns: list[str], key: int) -> Handed | None:
         """Rows that are wanted, as soon as there are some, with these columns of them if their units are in this process.
 
-        None: the step has ended or the task is closed, and nothing more is ready; or the worker has withdrawn its request. Raises
-        `ValueError` for a request that can never be served.
+        None: the partition has ended or the task is closed, and nothing more is ready; or the worker has withdrawn its request.
+        Raises `ValueError` for a request that can never be served. `key`: the worker's own name for the request, by which it can
+        be withdrawn.
         """
         if not want.groups and not want.rows and not want.tokens:
             raise ValueError("a lease is wanted for a number of groups, of rows, or of tokens")
@@ -112,7 +114,7 @@ class Controller:
         if self._is_closed:
             return None
         answer: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        self._parked.append(_Parked(_asker(), want, answer))
+        self._parked.append(_Parked(_asker(), want, answer, key))
         self._serve()
         lease = await answer
         if lease is None:
@@ -134,11 +136,12 @@ class Controller:
             return None
 
     @remote
-    async def withdraw(self) -> None:
-        """Answer the calling worker's parked requests with None (it is about to change what it may generate)."""
+    async def withdraw(self, key: int | None) -> None:
+        """Answer the calling worker's parked requests with None (it is about to change what it may generate), or those of a key
+        (whoever asked there has gone)."""
         worker = _asker()
         for request in self._parked:
-            if request.worker == worker and not request.answer.done():
+            if request.worker == worker and key in (None, request.key) and not request.answer.done():
                 request.answer.set_result(None)
         self._prune()
 
@@ -233,7 +236,7 @@ class Controller:
         now = _now()
         self.following.end_leases(self.table.expire(now))
         for request in self._parked:
-            if request.want.until in self.table.ended_steps and not request.answer.done():
+            if request.want.until in self.table.ended_partitions and not request.answer.done():
                 request.answer.set_result(None)
         self._prune()
         if self._parked:

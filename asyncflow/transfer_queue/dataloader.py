@@ -50,7 +50,7 @@ class StreamBatch(NamedTuple):
 
 
 class StreamDataLoader:
-    """Iterates over batches of a task's rows as they become ready, until the step or the task ends, and takes results back.
+    """Iterates over batches of a task's rows as they become ready, until the partition or the task ends, and takes results back.
 
         with StreamDataLoader(address, "score", batch_size=8, num_workers=0) as loader:
             for batch, indices in loader:
@@ -59,11 +59,11 @@ class StreamDataLoader:
 
     A batch is held, and kept from others, until its rows are completed (a task with outputs), done (one without), or failed.
     Leaving the loop by `break` or an exception gives back whatever is still held; after the regular end it stays held until
-    `close`, so that a whole step may be acknowledged at once. A row is delivered once, and again only if it was given back, or
+    `close`, so that a whole partition may be acknowledged at once. A row is delivered once, and again only if it was given back, or
     failed, or if the process that held it died.
 
     Of a DataLoader it has iteration, `batch_size`, `num_workers`, `drop_last` and `dataset`; it has no length. A loader may be
-    iterated again (set `step` before, if need be), not twice at the same time. It is used from one thread.
+    iterated again (set `partition` before, if need be), not twice at the same time. It is used from one thread.
     """
 
     drop_last = False
@@ -78,7 +78,7 @@ class StreamDataLoader:
         groups: int | None = None,
         tokens: int | None = None,
         at_least: int = 1,
-        step: int | None = None,
+        partition: int | None = None,
         installed: int | None = None,
         rank: int = 0,
         num_workers: int = 0,
@@ -103,7 +103,7 @@ class StreamDataLoader:
             groups: at most so many groups in a batch.
             tokens: at most so many tokens in a batch.
             at_least: wait for so many rows. A batch is smaller than `batch_size` where fewer are ready than that, and at the end.
-            step: only groups of this step.
+            partition: only groups of this partition: of this training step, in a run.
             installed: only groups that this policy version may generate.
             rank: this data-parallel group's number, for samplers that serve all of them together.
             num_workers: processes that fetch and pad (spawned, so the program's main module has to be importable); with 0 the
@@ -127,7 +127,7 @@ class StreamDataLoader:
         _check_least(0, num_workers=num_workers, prefetch=prefetch)
         if acknowledge not in ("on_next", "manual"):
             raise ValueError(f"acknowledge is 'on_next' or 'manual', not {acknowledge!r}")
-        self.task, self.step = task, step
+        self.task, self.partition = task, partition
         self.batch_size, self.num_workers, self.prefetch = batch_size, num_workers, prefetch
         self._want = _want(batch_size, groups, tokens, at_least, installed, rank)
         self._padding = _padding(pad_to_multiple_of, pad_values)
@@ -263,7 +263,7 @@ class StreamDataLoader:
 
     def _from_queue(self) -> Generator[Message, None, None]:
         feed = self._opened()
-        feed.wait(feed.begin(msgspec.structs.replace(self._want, step=self.step)), "starting to lease")
+        feed.wait(feed.begin(msgspec.structs.replace(self._want, partition=self.partition)), "starting to lease")
         delivered = np.empty(0, np.int64)
         acknowledges = self._acknowledges and not feed.schema.task(self.task).writes
         while feed is self._held.feed:

@@ -18,10 +18,10 @@ FACTS = "facts"
 
 
 class DurableState(msgspec.Struct):
-    """Per task the steps that have ended, and whether it is closed; the rows that have been dropped from groups that are still
+    """Per task the partitions that have ended, and whether it is closed; the rows that have been dropped from groups that are still
     there; the groups that went last (int64), should a put of theirs be repeated, or a controller not have heard that they went."""
 
-    ended_steps: dict[str, list[int]] = {}
+    ended_partitions: dict[str, list[int]] = {}
     closed: list[str] = []
     dropped: dict[int, set[int]] = {}
     gone: bytes = b""
@@ -67,14 +67,18 @@ class SavedDurableState:
 
     def told(self) -> list[Notice]:
         """State that controllers need, without dropped rows."""
-        ended = [Notice(task=task, ended_step=step) for task, steps in self.now.ended_steps.items() for step in steps]
+        ended = [
+            Notice(task=task, ended_partition=partition)
+            for task, partitions in self.now.ended_partitions.items()
+            for partition in partitions
+        ]
         return ended + [Notice(task=task, is_closed=True) for task in self.now.closed]
 
-    def end_step(self, task: str, step: int) -> None:
-        """Remember that a step of a task has ended."""
-        ended = self.now.ended_steps.setdefault(task, [])
-        if step not in ended:
-            ended.append(step)
+    def end_partition(self, task: str, partition: int) -> None:
+        """Remember that a partition of a task has ended."""
+        ended = self.now.ended_partitions.setdefault(task, [])
+        if partition not in ended:
+            ended.append(partition)
             self._have_changed = True
 
     def close_task(self, task: str) -> None:
@@ -85,9 +89,9 @@ class SavedDurableState:
 
     def merge(self, others: DurableState) -> None:
         """The ends in them."""
-        for task, steps in others.ended_steps.items():
-            for step in steps:
-                self.end_step(task, step)
+        for task, partitions in others.ended_partitions.items():
+            for partition in partitions:
+                self.end_partition(task, partition)
         for task in others.closed:
             self.close_task(task)
 

@@ -24,16 +24,18 @@ class Want(msgspec.Struct, frozen=True):
     """Rows that must be available before the request is served, unless it can never get more."""
     installed: int | None = None
     """Only groups whose interval contains it."""
-    step: int | None = None
-    """Only that step."""
+    partition: int | None = None
+    """Only that partition."""
     until: int | None = None
-    """Of any step, but only until that one has ended: then nothing, whatever is ready."""
+    """Of any partition, but only until that one has ended: then nothing, whatever is ready."""
     rank: int = 0
     """The data-parallel rank that asks, for samplers that serve all ranks together."""
 
     def allows(self, meta: GroupMeta) -> bool:
         """Whether a group may be in what it gets."""
-        return (self.step is None or meta.step == self.step) and (self.installed is None or self.installed in meta.interval)
+        return (self.partition is None or meta.partition == self.partition) and (
+            self.installed is None or self.installed in meta.interval
+        )
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

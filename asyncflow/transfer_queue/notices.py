@@ -31,8 +31,8 @@ class Superseded(RunError):
 class Notice(msgspec.Struct, array_like=True, omit_defaults=True):
     """These groups are new; these rows (int64 bytes) have these columns, or, if `is_drop`, are no more.
 
-    `tokens` (int32 bytes, or nothing): what the rows weigh by now. `ended_step` and `is_closed` concern the task `task`. `gone`
-    (int64 bytes): groups of which all rows are no more.
+    `tokens` (int32 bytes, or nothing): what the rows weigh by now. `ended_partition` and `is_closed` concern the task `task`.
+    `gone` (int64 bytes): groups of which all rows are no more.
     """
 
     metas: list[GroupMeta] = []
@@ -41,7 +41,7 @@ class Notice(msgspec.Struct, array_like=True, omit_defaults=True):
     tokens: bytes = b""
     is_drop: bool = False
     task: str = ""
-    ended_step: int | None = None
+    ended_partition: int | None = None
     is_closed: bool = False
     gone: bytes = b""
 

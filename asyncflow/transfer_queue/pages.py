@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from asyncflow.transfer_queue.ready import LAST, Kind, KindKey, ReadyQueues
+from asyncflow.transfer_queue.ready import Kind, KindKey, ReadyQueues
 from asyncflow.types import Array, GroupMeta
 
 SCALAR = 16
@@ -88,14 +88,12 @@ class Pages:
     """All rows of a task, in pages of neighbouring numbers. `on_leave(lease, rows, tokens)` is called when rows of so many tokens
     have left a lease."""
 
-    def __init__(
-        self, group_bits: int, whole_groups: bool, on_leave: Callable[[int, int, int], None], *, training_first: bool = False
-    ) -> None:
+    def __init__(self, group_bits: int, whole_groups: bool, on_leave: Callable[[int, int, int], None]) -> None:
         self.group_bits = group_bits
         self.page_bits = max(MIN_PAGE_BITS, group_bits)
         self.counts = [0] * (len(RowState) + 1)  # rows by state; the first is of no meaning
         self.totals = [0] * (len(RowState) + 1)  # how many rows ever came into each state
-        self._whole, self._training_first = whole_groups, training_first
+        self._whole = whole_groups
         self._on_leave = on_leave
         self._pages: dict[int, Page] = {}
         self.queues = ReadyQueues(self._is_queued)
@@ -129,7 +127,7 @@ class Pages:
         """Facts of a group, out of its page."""
         position = group - page.first_group
         kind = self._kinds[page.kind[position]]
-        return GroupMeta(group, page.size[position], kind.key[2], kind.interval, kind.key[5])
+        return GroupMeta(group, page.size[position], kind.key[1], kind.interval, kind.key[4], kind.key[0])
 
     # -- admitting ----------------------------------------------------------------------------------------------------------
 
@@ -137,9 +135,7 @@ class Pages:
         """Groups that are known already are passed over, and so are repetitions."""
         by_key: dict[KindKey, list[GroupMeta]] = {}
         for m in metas:
-            interval = m.interval
-            first = LAST if self._training_first and m.purpose != "train" else interval.low
-            key = (first, m.purpose != "train", m.step, interval.low, interval.high, m.purpose)
+            key = (m.priority, m.partition, m.interval.low, m.interval.high, m.topic)
             if key in by_key:
                 by_key[key].append(m)
             else:
@@ -199,8 +195,8 @@ class Pages:
             page.queued[position] = 0
             old.num_available -= page.ready[position]
             self.queues.unqueue(old, 1)
-        first, is_evaluation, step, _, high, purpose = old.key
-        new = self.queues.kind((first, is_evaluation, step, low, high, purpose))
+        priority, partition, _, high, topic = old.key
+        new = self.queues.kind((priority, partition, low, high, topic))
         new.num_groups += 1
         page.kind[position] = new.number
         self.queues.forget(old, 1)

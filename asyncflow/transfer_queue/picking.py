@@ -1,8 +1,7 @@
 """What of a task's rows is ready, and what a request gets of it. Pure.
 
-By the first version that may make it, training before evaluation, lowest step first, then (one interval after the other) in the
-order of readiness: an evaluation comes behind all training rows that its version may make. What is picked is leased from then on,
-by no lease yet: it is to be handed out (`Table.hand_out`).
+By priority, then by partition, the lowest first, then (one interval after the other) in the order of readiness. What is picked is
+leased from then on, by no lease yet: it is to be handed out (`Table.hand_out`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class ReadyRows:
     def available(self, want: Want, at_most: int) -> int:
         """Rows that the want could have but for its limits, counted up to `at_most`. As many operations as kinds of groups."""
         count = 0
-        for kind in self._pages.queues.matching(want.step, want.installed):
+        for kind in self._pages.queues.matching(want.partition, want.installed):
             count += kind.num_available
             if count >= at_most:
                 return at_most
@@ -36,7 +35,7 @@ class ReadyRows:
     def peek(self, want: Want, count: int) -> list[ReadyGroup]:
         """The first `count` groups that the want could have but for its limits, in order."""
         pages, found = self._pages, list[ReadyGroup]()
-        for kind in pages.queues.matching(want.step, want.installed):
+        for kind in pages.queues.matching(want.partition, want.installed):
             for group in pages.first(kind, count - len(found)):
                 page = pages.page_of_group(group)
                 assert page is not None
@@ -71,7 +70,7 @@ class ReadyRows:
             raise ValueError("a request needs a limit: groups, rows or tokens")
         pages, pick = self._pages, Pick()
         groups, rows_left, tokens_left = (limit or _NO_LIMIT for limit in (want.groups, want.rows, want.tokens))
-        for kind in pages.queues.matching(want.step, want.installed):
+        for kind in pages.queues.matching(want.partition, want.installed):
             while kind.num_queued:
                 if len(pick) == groups:
                     return pick

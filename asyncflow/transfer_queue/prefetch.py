@@ -7,7 +7,7 @@
 
 consumes: permits, one for every batch that the consumer has asked for and `prefetch` more
 waits for: a permit; the controller, until there are rows; the units
-is unblocked by: `take`; rows that become ready; the end of the step or the task; `close`
+is unblocked by: `take`; rows that become ready; the end of the partition or the task; `close`
 
 A request for rows does not wait until the rows before have been transferred. All leases are held, and kept alive, by this one
 connection, whoever fetches: reader processes can come and go without a row changing hands.
@@ -100,7 +100,7 @@ class Ahead:
         self._under_way: asyncio.Queue[asyncio.Future[Fetched | None] | None] = asyncio.Queue()
 
     async def run(self, task: str, want: Want) -> None:
-        """Lease batches until the step or the task ends. A failure is raised by `take`."""
+        """Lease batches until the partition or the task ends. A failure is raised by `take`."""
         try:
             while True:
                 await self._permits.acquire()

@@ -1,9 +1,7 @@
 """The queues of one task's ready groups, and the kinds of groups that have them. Pure.
 
-A kind is (first version, is evaluation, step, interval low, interval high, purpose): what requests tell groups apart by, and, in
-this order, what goes first. The first version is the interval's low end as the group was admitted: what is narrowed later keeps its
-place. So the evaluation of a version is behind all training rows that this version may make, of whichever step, and before those
-that it may not.
+A kind is (priority, partition, interval low, interval high, topic): what requests tell groups apart by, and, in this order, what
+goes first. A group whose interval is narrowed later keeps its priority.
 """
 
 from __future__ import annotations
@@ -12,16 +10,13 @@ from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
 
 from asyncflow.types import Interval
 
 CHUNK = 1024
 CHUNK_SECONDS = 0.1  # groups that became ready within it may share a timestamp
-LAST: Final = 1 << 40
-"""As a first version: behind every group that has one."""
 
-KindKey = tuple[int, bool, int, int, int, str]  # first version, is evaluation, step, interval low, interval high, purpose
+KindKey = tuple[int, int, int, int, str]  # priority, partition, interval low, interval high, topic
 
 
 class _Chunk:
@@ -45,7 +40,7 @@ class Kind:
     __slots__ = ("chunks", "interval", "key", "num_available", "num_entries", "num_groups", "num_queued", "number")
 
     def __init__(self, number: int, key: KindKey) -> None:
-        self.number, self.key, self.interval = number, key, Interval(key[3], key[4])
+        self.number, self.key, self.interval = number, key, Interval(key[2], key[3])
         self.chunks: deque[_Chunk] = deque()
         self.num_groups = self.num_entries = self.num_queued = self.num_available = 0
 
@@ -129,12 +124,12 @@ class ReadyQueues:
             kind.chunks = deque([_Chunk(kept, kind.since)])
             kind.num_entries = len(kept)
 
-    def matching(self, step: int | None, installed: int | None) -> Iterator[Kind]:
+    def matching(self, partition: int | None, installed: int | None) -> Iterator[Kind]:
         """Kinds with ready groups, first things first. The kind just yielded may lose its last one meanwhile, others may not."""
         i = 0
         while i < len(self._active):
             key = self._active[i]
-            if (step is None or key[2] == step) and (installed is None or key[3] <= installed <= key[4]):
+            if (partition is None or key[1] == partition) and (installed is None or key[2] <= installed <= key[3]):
                 yield self._kind_of[key]
             if i < len(self._active) and self._active[i] is key:
                 i += 1

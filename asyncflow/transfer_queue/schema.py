@@ -27,17 +27,15 @@ MAX_COLUMNS = 63
 class TaskSpec(msgspec.Struct, frozen=True):
     """A task: the columns that it reads and writes. A task that writes none writes the mark `done/<name>` instead.
 
-    `whole_groups`: a group is handed out only when every live row of it is ready. `purpose` limits the task to groups admitted for
-    `train` or `eval`; empty takes both, and with `training_first` evaluations only when nothing of training is ready. `sampler`
-    says who gets which ready rows (see `sampler/`), `sampler_options` its options.
+    `whole_groups`: a group is handed out only when every live row of it is ready. `topic` limits the task to groups of that
+    topic; empty takes all. `sampler` says who gets which ready rows (see `sampler/`), `sampler_options` its options.
     """
 
     name: str
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     whole_groups: bool = True
-    purpose: str = ""
-    training_first: bool = False
+    topic: str = ""
     lease_seconds: float = 120.0
     max_failures: int = 3
     sampler: str = "oldest"
@@ -104,7 +102,7 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
                 self.column(name)
             for name in task.writes:
                 for other in writers.setdefault(name, []):
-                    if not other.purpose or not task.purpose or other.purpose == task.purpose:
+                    if not other.topic or not task.topic or other.topic == task.topic:
                         raise ValueError(f"column {name!r} is written by two tasks, {other.name!r} and {task.name!r}")
                 writers[name].append(task)
 

@@ -6,8 +6,8 @@
                                                                 (dropped rows are forgotten)
 
 Rows are handed out by group. A task that reads whole groups gets a group only when every live row of it is ready; any other
-task gets whichever rows of a group are ready. What is ready goes by the first version that may make it, training before evaluation,
-lowest step first, then (one interval after the other) in the order of readiness; rows given back go first. Groups that one notice
+task gets whichever rows of a group are ready. What is ready goes by priority, then by partition, the lowest
+first, then (one interval after the other) in the order of readiness; rows given back go first. Groups that one notice
 makes ready count as ready in the order of their numbers.
 
 The rows themselves are in `pages.py`, the leases in `lease_table.py`; `picking.py` says what a request gets of the rows that are
@@ -38,11 +38,11 @@ class Table:
         self.spec = spec
         self.incarnation = incarnation
         self.is_closed = False
-        self.ended_steps: set[int] = set()
+        self.ended_partitions: set[int] = set()
         self.dead: dict[int, str] = {}
         self.num_redelivered = 0
         self.leases = LeaseTable(spec, incarnation)
-        self._pages = Pages(schema.group_bits, spec.whole_groups, self.leases.leave, training_first=spec.training_first)
+        self._pages = Pages(schema.group_bits, spec.whole_groups, self.leases.leave)
         self.ready = ReadyRows(spec, self._pages)
         self._bits = schema.group_bits
         self._reads, self._outputs = schema.mask(spec.reads), schema.mask(spec.outputs)
@@ -52,9 +52,9 @@ class Table:
     # -- what there is ------------------------------------------------------------------------------------------------------
 
     def admit(self, metas: Iterable[GroupMeta], unit: int) -> None:
-        """New groups, which live on this storage unit. Those of another purpose, and those known already, are passed over."""
-        purpose = self.spec.purpose
-        self._pages.admit([m for m in metas if m.purpose == purpose] if purpose else metas, unit)
+        """New groups, which live on this storage unit. Those of another topic, and those known already, are passed over."""
+        topic = self.spec.topic
+        self._pages.admit([m for m in metas if m.topic == topic] if topic else metas, unit)
 
     def notify(self, rows: Array, mask: int, tokens: Array | None, now: float) -> list[int]:
         """These rows (int64 [n]) now have the columns of `mask`, and `tokens` (integers [n]) altogether.
@@ -84,17 +84,17 @@ class Table:
         if (page := self._pages.page_of_group(group)) is not None:
             self._pages.narrow(page, group, lowest_version, self._now)
 
-    def end_step(self, step: int) -> None:
-        """No more of this step's rows will come."""
-        self.ended_steps.add(step)
+    def end_partition(self, partition: int) -> None:
+        """No more rows of this partition will come."""
+        self.ended_partitions.add(partition)
 
     def is_over(self, want: Want) -> bool:
-        """Whether no more rows will come for a request: the table is closed, or the step that it is limited to has ended."""
-        return self.is_closed or want.step in self.ended_steps or want.until in self.ended_steps
+        """Whether no more rows will come for a request: the table is closed, or the partition that it is limited to has ended."""
+        return self.is_closed or want.partition in self.ended_partitions or want.until in self.ended_partitions
 
     def has_nothing_left(self, want: Want) -> bool:
         """Whether a request is to be answered with nothing: no more will come, and nothing is ready or what is does not matter."""
-        return self.is_over(want) and (want.until in self.ended_steps or not self.ready.available(want, 1))
+        return self.is_over(want) and (want.until in self.ended_partitions or not self.ready.available(want, 1))
 
     # -- leases -------------------------------------------------------------------------------------------------------------
 

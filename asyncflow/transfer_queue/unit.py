@@ -169,9 +169,9 @@ class StorageUnit:
         await self.holdings.drop(rows)
 
     @remote
-    async def end_step(self, task: str, step: int) -> None:
-        """No more rows of this step will come for the task."""
-        await self.holdings.end_step(task, step)
+    async def end_partition(self, task: str, partition: int) -> None:
+        """No more rows of this partition will come for the task."""
+        await self.holdings.end_partition(task, partition)
 
     @remote
     async def close_task(self, task: str) -> None:

@@ -218,11 +218,11 @@ class UnitStore:
 
     # -- facts --------------------------------------------------------------------------------------------------------------
 
-    async def end_step(self, task: str, step: int) -> None:
-        """No more rows of this step will come for the task."""
-        self.facts.end_step(task, step)
+    async def end_partition(self, task: str, partition: int) -> None:
+        """No more rows of this partition will come for the task."""
+        self.facts.end_partition(task, partition)
         await self.facts.keep()
-        await self._post(Notice(task=task, ended_step=step))
+        await self._post(Notice(task=task, ended_partition=partition))
 
     async def close_task(self, task: str) -> None:
         """No more rows will come for the task."""

@@ -75,7 +75,7 @@ class UnitSubscription:
             del ended[: len(telling)]
             is_new_life = epoch not in ("", news.epoch)
             self.take(number, news, is_new_life=is_new_life)
-            if is_new_life and (self._table.ended_steps or self._table.is_closed):
+            if is_new_life and (self._table.ended_partitions or self._table.is_closed):
                 self._start(self._remind(unit))
             epoch, last = news.epoch, news.last
             caught_up.set()
@@ -116,8 +116,8 @@ class UnitSubscription:
         """Returns the rows that are done now."""
         table = self._table
         if notice.task:
-            if notice.task == table.spec.name and notice.ended_step is not None:
-                table.end_step(notice.ended_step)
+            if notice.task == table.spec.name and notice.ended_partition is not None:
+                table.end_partition(notice.ended_partition)
             table.is_closed |= notice.task == table.spec.name and notice.is_closed
             return []
         rows = np.frombuffer(notice.rows, np.int64)
@@ -162,8 +162,8 @@ class UnitSubscription:
     async def _remind(self, unit: StorageUnit) -> None:
         """A unit that lost its memory has lost these facts, too, and the next controller is to find them there."""
         with contextlib.suppress(ConnectionLost):  # then it has yet another life before it
-            for step in sorted(self._table.ended_steps):
-                await unit.end_step(self._table.spec.name, step)
+            for partition in sorted(self._table.ended_partitions):
+                await unit.end_partition(self._table.spec.name, partition)
             if self._table.is_closed:
                 await unit.close_task(self._table.spec.name)
 

@@ -199,7 +199,7 @@ class QueueMachine(RuleBasedStateMachine):
                     self.told.add(key)
                 self.model.leased.pop((task, number), None)
         for task in self.queue.controllers:
-            self.do(self.client.end_step(task, 77))
+            self.do(self.client.end_partition(task, 77))
 
     @rule(rows=st.lists(st.integers(0, 39), unique=True, max_size=6))
     def filter(self, rows: list[int]) -> None:

@@ -211,7 +211,7 @@ class StepTrainer(Trainer):
             self.world.consumed = set()
             for past in range(step):  # what an earlier life had committed and not dropped
                 await self._drop(past)
-            for leased in [leased for leased in self.held.values() if leased.lease.groups[0].step == step]:
+            for leased in [leased for leased in self.held.values() if leased.lease.groups[0].partition == step]:
                 self.world.consumed.update(leased.lease.indices)
             await self._consume(step)
             if self.world.is_closed:
@@ -219,7 +219,7 @@ class StepTrainer(Trainer):
             await self.think(0.2)
             self.world.commit(step)
             await self.think(0.1)
-            leases = [leased.lease for leased in self.held.values() if leased.lease.groups[0].step == step]
+            leases = [leased.lease for leased in self.held.values() if leased.lease.groups[0].partition == step]
             try:
                 await self.insist(lambda done=leases: self.queue.complete_marks(done))
             except StaleToken:
@@ -231,7 +231,7 @@ class StepTrainer(Trainer):
         closing = asyncio.ensure_future(self.world.closed(step))
         while not closing.done():
             wanted = step if self.is_first else None
-            leasing = asyncio.ensure_future(self.insist(lambda s=wanted: self.queue.lease("train", Want(step=s))))
+            leasing = asyncio.ensure_future(self.insist(lambda s=wanted: self.queue.lease("train", Want(partition=s))))
             waiting = [leasing] if self.is_first else [leasing, closing]  # the queue says when a step that it is asked for is over
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not leasing.done():
@@ -250,13 +250,13 @@ class StepTrainer(Trainer):
 
     async def _take(self, step: int, leased: Leased) -> None:
         meta = leased.lease.groups[0]
-        if meta.step < step:
-            await self._drop(meta.step)
+        if meta.partition < step:
+            await self._drop(meta.partition)
             return
         await self.filter_some(leased.lease.indices)
         if meta.group not in self.held:
             await self.think(0.1)
-        if meta.step == step:  # once more is no more, but a row of the group may have been lost with its unit, and be back
+        if meta.partition == step:  # once more is no more, but a row of the group may have been lost with its unit, and be back
             self.world.consumed.update(leased.lease.indices)
         self.held[meta.group] = leased
 
@@ -274,7 +274,7 @@ class StreamTrainer(Trainer):
         while True:
             kind = rng.random()
             if plan.is_balanced:  # a round needs requests of all ranks, and enough for all, until the step has ended
-                want = {"groups": rng.randint(1, 2), "step": 0, "rank": int(self.name[-1])}
+                want = {"groups": rng.randint(1, 2), "partition": 0, "rank": int(self.name[-1])}
             elif kind < 0.6:
                 want = {"groups": 1}
             elif kind < 0.8:
@@ -322,10 +322,10 @@ class Keeper(Loop):
                 if step not in ended and world.is_accounted(step):
                     world.close_step(step)
                     ended.add(step)
-                    await self.insist(lambda s=step: self.queue.end_step("train", s))
+                    await self.insist(lambda s=step: self.queue.end_partition("train", s))
             if self.plan.is_balanced and world.has_fed and 0 not in ended:
                 ended.add(0)
-                await self.insist(lambda: self.queue.end_step("train", 0))
+                await self.insist(lambda: self.queue.end_partition("train", 0))
             over = [g for g in sorted(books.acknowledged) if g not in world.swept and all(map(world.has_ended, books.rows(g)))]
             for group in over:
                 if self.rng.random() < 0.8:

@@ -516,7 +516,8 @@ class World:
         """Whether anybody who is alive can still tell of it: then everybody is to hear of it."""
         tables = [c.table for process, c in self.controllers if process.is_alive and c.spec.name == "train"]
         facts = [unit.holdings.facts.now for unit in self.units.values() if unit.process.is_alive]
-        return any(step in table.ended_steps for table in tables) or any(step in f.ended_steps.get("train", ()) for f in facts)
+        ended = [*(table.ended_partitions for table in tables), *(fact.ended_partitions.get("train", ()) for fact in facts)]
+        return any(step in each for each in ended)
 
     def close_step(self, step: int) -> None:
         self.closed_steps.add(step)

@@ -249,7 +249,7 @@ def test_each_task_of_the_queue_has_the_sampler_that_was_chosen_for_it() -> None
         "evaluate": ("shortest_queue", {}),
     }
     train = queue_schema(config).task("train")
-    assert (train.lease_seconds, train.whole_groups, train.purpose) == (120.0, True, "train"), "and is otherwise as it was"
+    assert (train.lease_seconds, train.whole_groups, train.topic) == (120.0, True, "train"), "and is otherwise as it was"
 
 
 def test_staleness_is_corrected_unless_told_otherwise(tmp_path: Path) -> None:

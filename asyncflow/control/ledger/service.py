@@ -1,7 +1,7 @@
 """The ledger for loops in any process: it adds waiting to `Ledger`, and decides nothing by itself.
 
 consumes: what is opened, done, judged, offered, consumed, failed and committed
-waits for: the schedule's word, a turn, the end of evaluations
+waits for: the schedule's word, a round, the end of evaluations
 is unblocked by: whatever changes the ledger or what schedules look at
 """
 
@@ -47,7 +47,7 @@ class LedgerService:
     async def open(self, metas: list[GroupMeta]) -> None:
         """Groups enter their step or evaluation."""
         self.ledger.open(metas)
-        for step in {meta.step for meta in metas if meta.purpose == "train"}:
+        for step in {meta.partition for meta in metas if meta.topic == "train"}:
             self.on_opened(step)
         self.changed()
 
@@ -152,9 +152,9 @@ class LedgerService:
 
     @remote
     async def round_of_rank(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
-        """Wait until a rank's groups of the update's turn of this number are known. None: the update has no more turns.
+        """Wait until a rank's groups of the update's round of this number are known. None: the update has no more rounds.
 
-        Ranks step together: a turn that one of them was given is given to all, also when the run is stopping.
+        Ranks step together: a round that one of them was given is given to all, also when the run is stopping.
         """
 
         def known() -> bool:

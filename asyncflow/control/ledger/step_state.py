@@ -111,7 +111,7 @@ class StepState:
 
     def may_take(self, rank: int, ahead: int, task: str = "train") -> bool:
         """Whether a rank may have one more group of the step: its part is not full, nor has it so many more than any other. Who
-        keeps what it takes would have most of the step if it were there first, and the others would wait for it in every turn."""
+        keeps what it takes would have most of the step if it were there first, and the others would wait for it in every round."""
         ranks, taken = range(len(self.updates[task][0].offered)), self.taken.get(task, Counter[int]())
         return taken[rank] * len(ranks) < len(self.part) and taken[rank] < min(taken[each] for each in ranks) + ahead
 
@@ -125,11 +125,11 @@ class StepState:
         return [math.fsum(each) for each in zip(*of_groups.values(), strict=True)]
 
     def ask_round(self, rank: int, number: int, task: str = "train", update: int = 0) -> None:
-        """This rank would take its part of the update's turn of this number. When all would, and it is full, it is given out."""
+        """This rank would take its part of the update's round of this number. When all would, and it is full, it is given out."""
         self.updates[task][update].ask_round(rank, number, most=self.groups_per_round, is_all=not self.num_left)
 
     def round_of_rank(self, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
-        """The groups that this rank trains in a turn, none perhaps. None: it has not been given out."""
+        """The groups that this rank trains in a round, none perhaps. None: it has not been given out."""
         rounds = self.updates[task][update].rounds
         return rounds[number][rank] if number < len(rounds) else None
 

@@ -9,7 +9,7 @@ stay open, and it closes when every member has been consumed or has failed. The 
 trained. Then the optimiser steps, and the commit makes it final.
 
 A step may have several updates: its groups are cut into mini-batches by their numbers, and each epoch goes through all of them.
-Each update has its own members, turns and normaliser; a group stays with the rank that has it, which trains it again in later
+Each update has its own members, rounds and normaliser; a group stays with the rank that has it, which trains it again in later
 epochs. Several models may be trained on the same rows (policy and critic), each by a task of its own, which has its own updates and
 commits.
 
@@ -69,18 +69,18 @@ class Ledger:
     def is_open(self, step: int) -> bool:
         return ("train", step) in self._steps
 
-    def step_state(self, step: int, purpose: str = "train") -> StepState:
+    def step_state(self, step: int, topic: str = "train") -> StepState:
         """State of an open step or evaluation. Raises `ValueError` if it is not open."""
-        if (purpose, step) not in self._steps:
-            raise ValueError(f"{purpose} step {step} is not open")
-        return self._steps[purpose, step]
+        if (topic, step) not in self._steps:
+            raise ValueError(f"{topic} step {step} is not open")
+        return self._steps[topic, step]
 
     # -- what belongs to which step ---------------------------------------------------------------------------------------
 
     def open(self, metas: Iterable[GroupMeta]) -> None:
         """The groups of a training step, all at once, or of an evaluation. Opening one twice is a `ValueError`."""
         metas = list(metas)
-        for key in sorted({(m.purpose, m.step) for m in metas}):
+        for key in sorted({(m.topic, m.partition) for m in metas}):
             if key in self._steps:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
             self._steps[key] = self._new_step(*key)
@@ -92,7 +92,7 @@ class Ledger:
     def add_candidates(self, metas: Iterable[GroupMeta]) -> None:
         """More candidates of a step that is open. A `ValueError` where it has its members."""
         metas = list(metas)
-        for step in {meta.step for meta in metas}:
+        for step in {meta.partition for meta in metas}:
             if self.is_settled(step):
                 raise ValueError(f"step {step} takes no more candidates")
         self._enter(metas)
@@ -100,7 +100,7 @@ class Ledger:
     def _enter(self, metas: Iterable[GroupMeta]) -> None:
         for meta in metas:
             rows = self._rows(meta)
-            self._step_of_group[meta.group] = key = (meta.purpose, meta.step)
+            self._step_of_group[meta.group] = key = (meta.topic, meta.partition)
             state = self._steps[key]
             if state.candidates is not None:
                 state.candidates.add(meta.group, rows)
@@ -109,9 +109,9 @@ class Ledger:
                     todo.update(rows)
             state.last_version = max(state.last_version, meta.interval.high)
 
-    def _new_step(self, purpose: str, step: int) -> StepState:
-        is_training = purpose == "train"
-        updates = dict.fromkeys(self.tasks.trained, self._updates.num_updates) if is_training else {purpose: 1}
+    def _new_step(self, topic: str, step: int) -> StepState:
+        is_training = topic == "train"
+        updates = dict.fromkeys(self.tasks.trained, self._updates.num_updates) if is_training else {topic: 1}
         ranks = {task: self._updates.num_ranks if task == self.tasks.policy else 1 for task in updates}
         mini_batches = self._updates.mini_batches if is_training else 1
         has_candidates = is_training and bool(self.tasks.chosen_by)
@@ -146,8 +146,8 @@ class Ledger:
     def groups(self) -> dict[int, list[int]]:
         """Groups that each open step has had as members, in the order of their numbers; the keys are steps."""
         steps: dict[int, list[int]] = {}
-        for group, (purpose, step) in sorted(self._step_of_group.items()):
-            if purpose == "train":
+        for group, (topic, step) in sorted(self._step_of_group.items()):
+            if topic == "train":
                 steps.setdefault(step, []).append(group)
         return steps
 
@@ -176,10 +176,10 @@ class Ledger:
             if (state := self._state_of_row(letter.row)) is not None:
                 state.fail(letter.row)
 
-    def forget(self, purpose: str, step: int) -> None:
+    def forget(self, topic: str, step: int) -> None:
         """Keep nothing of it."""
-        self._steps.pop((purpose, step), None)
-        for group in [g for g, key in self._step_of_group.items() if key == (purpose, step)]:
+        self._steps.pop((topic, step), None)
+        for group in [g for g, key in self._step_of_group.items() if key == (topic, step)]:
             del self._step_of_group[group]
             self._begun.pop(group, None)
 
@@ -258,14 +258,14 @@ class Ledger:
     def not_generated(self) -> set[int]:
         """Rows of open steps that lack something that comes before training, and that a resumed run keeps."""
         task = self.tasks.last_kept
-        return {row for (purpose, _), state in self._steps.items() if purpose == "train" for row in state.todo[task]}
+        return {row for (topic, _), state in self._steps.items() if topic == "train" for row in state.todo[task]}
 
     def unfinished(self, version: int) -> int:
         """Rows without a response that no version after `version` may generate, and members that are still to be found for it."""
         rows = sum(
             len(state.todo[self.tasks.before[0]])
-            for (purpose, _), state in self._steps.items()
-            if state.last_version <= version and not (purpose == "eval" and self._has_evaluators)
+            for (topic, _), state in self._steps.items()
+            if state.last_version <= version and not (topic == "eval" and self._has_evaluators)
         )
         return rows + self.to_come(version)
 
@@ -276,9 +276,9 @@ class Ledger:
     def missing(self) -> list[str]:
         """A line for each open step and evaluation that says what it waits for."""
         return [
-            f"{purpose} step {step}: {len(state.todo[self.tasks.before[0]])} rows without a response, {len(rows)} not consumed"
+            f"{topic} step {step}: {len(state.todo[self.tasks.before[0]])} rows without a response, {len(rows)} not consumed"
             f" (first: {min(rows)})"
-            for (purpose, step), state in self._steps.items()
+            for (topic, step), state in self._steps.items()
             if (rows := list(chain(*state.members.values())))
         ] + [
             f"train step {step}: {state.num_left} members are not found yet, among {len(state.candidates.rows)} candidates, with"
@@ -311,7 +311,7 @@ class Ledger:
             for task, updates in state.updates.items()
             if not state.num_left and not any(one.members for one in updates)
         ]
-        steps = [(step, state) for (purpose, step), state in self._steps.items() if purpose == "train"]
+        steps = [(step, state) for (topic, step), state in self._steps.items() if topic == "train"]
         return consumed + [
             (task, step) for task in self.tasks.by_step for step, state in steps if not state.todo[task] and not state.num_left
         ]
@@ -331,5 +331,5 @@ class Ledger:
 def _by_step_state(metas: Iterable[GroupMeta]) -> dict[tuple[str, int], list[GroupMeta]]:
     books: dict[tuple[str, int], list[GroupMeta]] = {}
     for meta in metas:
-        books.setdefault((meta.purpose, meta.step), []).append(meta)
+        books.setdefault((meta.topic, meta.partition), []).append(meta)
     return books

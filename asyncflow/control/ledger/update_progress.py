@@ -1,7 +1,7 @@
 """One update of a step by one task: who has consumed what of its mini-batch, and what is trained at the same time. Pure.
 
-Trainers of several data-parallel groups step together, so they train in turns: a turn is given out when every one has a group to
-train in it, or when nothing is left that they could wait for. The groups of a turn are as nearly of one length as may be.
+Trainers of several data-parallel groups step together, so they train in rounds: a round is given out when every one has a group to
+train in it, or when nothing is left that they could wait for. The groups of a round are as nearly of one length as may be.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 @dataclass(slots=True)
 class UpdateProgress:
     """`members`: rows not yet consumed or failed, by group. `offered`: the groups that each rank has ready to train, with their
-    tokens, in order; `order`: which of them came first; `asked`: how many turns each rank has asked for; `rounds`: what all ranks
+    tokens, in order; `order`: which of them came first; `asked`: how many rounds each rank has asked for; `rounds`: what all ranks
     train at the same time; `given`: the groups in them.
     """
 
@@ -40,7 +40,7 @@ class UpdateProgress:
         self.offered[rank][group], self.order[group] = tokens, len(self.order)
 
     def ask_round(self, rank: int, number: int, *, most: int, is_all: bool) -> None:
-        """This rank would take its part, up to `most` groups, of the turn of this number. When all would, and it is full, it is
+        """This rank would take its part, up to `most` groups, of the round of this number. When all would, and it is full, it is
         given out. `is_all`: no more groups become members."""
         self.asked[rank] = number + 1
         if min(self.asked) == len(self.rounds) + 1 and self._is_round_full(most, is_all=is_all):
@@ -51,14 +51,14 @@ class UpdateProgress:
                     del offered[group]
 
     def _is_round_full(self, most: int, *, is_all: bool) -> bool:
-        """Whether every rank has what it can train in a turn, or what they have is all that is left."""
+        """Whether every rank has what it can train in a round, or what they have is all that is left."""
         if all(len(groups) >= most for groups in self.offered):
             return True
         offered = set(chain(*self.offered))
         return is_all and bool(offered) and self.members.keys() - self.given == offered
 
     def _alike(self, offered: Mapping[int, int], most: int) -> list[int]:
-        """A rank's part of a turn, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
+        """A rank's part of a round, which lasts as long as the longest part: the groups whose tokens are nearest to those of the
         group that was offered first of all that are left."""
         first = min((next(iter(each)) for each in self.offered if each), key=lambda group: self.order[group])
         tokens = next(each[first] for each in self.offered if first in each)

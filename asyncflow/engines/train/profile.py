@@ -110,23 +110,23 @@ class Stopwatch:
         return range(self._repeats + 1)
 
     @contextmanager
-    def timed(self, task: str, turn: int, **counts: int) -> Iterator[None]:
+    def timed(self, task: str, number: int, **counts: int) -> Iterator[None]:
         """Measure the block inside as `task`, or as `warm_up` in round 0; all ranks begin together.
 
-        `turn`: the number of the round. `counts`: amounts that are recorded with the time, such as tokens or bytes.
+        `number`: the number of the round. `counts`: amounts that are recorded with the time, such as tokens or bytes.
         """
         self._wait()
         with nullcontext() if self._ranks is None else self._ranks.named(f"timing {task}"):
             if self._ranks is not None:
                 dist.barrier()
-            with self._measure(task if turn else "warm_up", **counts):
+            with self._measure(task if number else "warm_up", **counts):
                 yield
                 self._wait()
 
     def time(self, task: str, work: Callable[[], object], **counts: int) -> None:
         """Measure `work` in every round, as `timed` does."""
-        for turn in self.rounds():
-            with self.timed(task, turn, **counts):
+        for number in self.rounds():
+            with self.timed(task, number, **counts):
                 work()
 
     def _wait(self) -> None:
@@ -151,11 +151,11 @@ def _time_layer(watch: Stopwatch, module: Any, packed: Packed) -> None:
     ).requires_grad_()
     positions = packed.positions_P[None]
     rope = base.rotary_emb(hidden_1PH, positions)
-    for turn in watch.rounds():
-        with watch.timed("layer_forward", turn, tokens=packed.num_tokens):
+    for number in watch.rounds():
+        with watch.timed("layer_forward", number, tokens=packed.num_tokens):
             out = layer(hidden_1PH, attention_mask=None, position_ids=positions, position_embeddings=rope, layout=packed.layout)
         gradient = torch.ones_like(out)
-        with watch.timed("layer_backward", turn, tokens=packed.num_tokens):
+        with watch.timed("layer_backward", number, tokens=packed.num_tokens):
             torch.autograd.backward(out, gradient)
         layer.zero_grad()
         hidden_1PH.grad = None
@@ -180,8 +180,8 @@ def _time_head(
         is_fresh_T=torch.ones(num_tokens, device=device, dtype=torch.bool),
         ref_T=torch.full((num_tokens,), -1.0, device=device) if has_reference else None,
     )
-    for turn in watch.rounds():
-        with watch.timed("head_loss", turn, tokens=num_tokens):
+    for number in watch.rounds():
+        with watch.timed("head_loss", number, tokens=num_tokens):
             loss = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=options.log_prob_chunk_tokens, shard=shard)
             torch.autograd.backward(loss.total)
         hidden_TH.grad = head_VH.grad = None
@@ -192,12 +192,12 @@ def _time_optimizer(watch: Stopwatch, layer: nn.Module, options: TrainEngineOpti
     num_bytes = sum(parameter.nbytes for parameter in parameters.values())
     sums, optimizer = make_accumulator(options.accumulate, parameters), Optimizer(parameters, options)
     gradients = [torch.randn_like(parameter) for parameter in parameters.values()]
-    for turn in watch.rounds():
+    for number in watch.rounds():
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
             parameter.grad = gradient.clone()
-        with watch.timed("accumulate", turn, bytes=num_bytes):
+        with watch.timed("accumulate", number, bytes=num_bytes):
             sums.add()
-        with watch.timed("optim_step", turn, bytes=num_bytes):
+        with watch.timed("optim_step", number, bytes=num_bytes):
             summed = sums.gradients(1)
             optimizer.update(summed, order_free_norm(summed))
             sums.clear()

@@ -13,9 +13,9 @@ from asyncflow.transfer_queue.table import Table
 class Sampler(Protocol):
     """Chooses what parked requests get. It may not keep anything that the table would have to hear of.
 
-    What it chooses among is `table.ready`, which answers a want with what this may have and nothing else: a group of another step,
-    or of an interval without the installed version, is an error. It decides the order, and never what is trained. In a run it must
-    give something to somebody as long as something is ready that a parked request may have.
+    What it chooses among is `table.ready`, which answers a want with what this may have and nothing else: a group of another
+    partition, or of an interval without the installed version, is an error. It decides the order, and never what is trained. In a
+    run it must give something to somebody as long as something is ready that a parked request may have.
     """
 
     def check(self, spec: TaskSpec, want: Want) -> None:
@@ -32,6 +32,6 @@ class Sampler(Protocol):
 
 
 def is_enough(table: Table, want: Want) -> bool:
-    """Whether as many rows are ready as a request waits for: `at_least`, or one if there will be no more of its step."""
+    """Whether as many rows are ready as a request waits for: `at_least`, or one if there will be no more of its partition."""
     needed = 1 if table.is_over(want) else max(1, want.at_least)
     return table.ready.available(want, needed) >= needed

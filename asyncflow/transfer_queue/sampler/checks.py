@@ -34,14 +34,14 @@ def make_sampler(spec: TaskSpec) -> Sampler:
 
 
 def check_sampler(spec: TaskSpec, schema: Schema) -> None:
-    """Trial of a task's sampler: it has to serve each request for a group of one step and version, as long as there is one.
+    """Trial of a task's sampler: it has to serve each request for a group of one partition and version, as long as there is one.
 
-    In a run a step ends when its last group is done: a sampler that waits for more would wait for ever. Raises `UserError` saying
-    what it does instead.
+    In a run a partition (a step) ends when its last group is done: a sampler that waits for more would wait for ever. Raises
+    `UserError` saying what it does instead.
     """
     sampler = make_sampler(spec)
     try:
-        _try(sampler, spec, schema, Want(groups=1, step=1, installed=1))
+        _try(sampler, spec, schema, Want(groups=1, partition=1, installed=1))
     except UserError:
         raise
     except Exception as error:
@@ -79,18 +79,19 @@ def check_lease(spec: TaskSpec, lease: Lease, want: Want) -> None:
     for meta in lease.groups:
         if not want.allows(meta):
             raise UserError(
-                f"sampler {spec.sampler!r} gave group {meta.group} of step {meta.step}, which versions {meta.interval.low} to "
-                f"{meta.interval.high} may generate, to a request for step {want.step} and version {want.installed} of task "
-                f"{spec.name!r}"
+                f"sampler {spec.sampler!r} gave group {meta.group} of partition {meta.partition}, which versions "
+                f"{meta.interval.low} to {meta.interval.high} may generate, to a request for partition {want.partition} and "
+                f"version {want.installed} of task {spec.name!r}"
             )
 
 
 def _table_of(spec: TaskSpec, schema: Schema) -> Table:
-    """Ready groups of several steps, several versions and several lengths."""
+    """Ready groups of several partitions, several versions and several lengths."""
     table, size = Table(spec, schema, "tried"), 1 << schema.group_bits
     kinds = itertools.product(range(NUM_ALIKE), range(NUM_STEPS), range(NUM_VERSIONS))
     metas = [
-        GroupMeta(i, size, step, Interval(version, version), spec.purpose or "train") for i, (_, step, version) in enumerate(kinds)
+        GroupMeta(i, size, partition, Interval(version, version), spec.topic or "train")
+        for i, (_, partition, version) in enumerate(kinds)
     ]
     rows = schema.rows_of(metas)
     table.admit(metas, 0)

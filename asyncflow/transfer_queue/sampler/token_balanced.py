@@ -1,16 +1,17 @@
 """Data-parallel ranks that wait for each other get rounds of equal weight: max / mean tokens per rank near 1.
 
-waits for: a request of every rank for the same step, and enough ready rows for all; or the end of the step, for whatever is left
+waits for: a request of every rank for the same partition, and enough ready rows for all; or the end of the partition, for what is
+left
 
 A round has `per_rank` items for each rank: rows where the request limits rows and the task may split groups, otherwise groups. It
 is made of layers of one item per rank. Each layer starts from the oldest item left and takes the `ranks - 1` others of most similar
 length among the next `window` items that are ready. Layers are then dealt out, heaviest first, the longest item of each to the
 rank that is lightest so far (longest processing time first: Graham, 1969), and pairs are swapped between ranks while that lightens
 the heaviest. If the round is uneven all the same, the item least like its fellows is held back until there are others like it: odd
-items gather in the window, so none waits longer than a window of odd ones, or than the step.
+items gather in the window, so none waits longer than a window of odd ones, or than the partition.
 
-Where no more is ready than the round needs (the tail of a step, a slow producer) there is nothing to choose among: everything is
-partitioned as well as swaps can.
+Where no more is ready than the round needs (the tail of a partition, a slow producer) there is nothing to choose among: everything
+is dealt out as well as swaps can.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class TokenBalanced:
     def assign(self, table: Table, wants: Sequence[tuple[str, Want]]) -> Iterator[tuple[int, Pick]]:
         parked: dict[tuple[int | None, int | None], list[list[int]]] = {}
         for position, (_, want) in enumerate(wants):
-            parked.setdefault((want.step, want.installed), [[] for _ in range(self.ranks)])[want.rank].append(position)
+            parked.setdefault((want.partition, want.installed), [[] for _ in range(self.ranks)])[want.rank].append(position)
         for by_rank in parked.values():
             for together in zip(*by_rank, strict=False):
                 picks = self._round(table, [wants[position][1] for position in together])

@@ -44,8 +44,8 @@ SHORT = 0.02  # long enough for whatever is under way to have happened
 def schema(lease_seconds: float = 30.0) -> Schema:
     tasks = (
         TaskSpec("rollout", ("prompt",), OUTPUTS, whole_groups=False, max_failures=2),
-        TaskSpec("train", ("prompt", *OUTPUTS), purpose="train"),
-        TaskSpec("eval", OUTPUTS, purpose="eval"),
+        TaskSpec("train", ("prompt", *OUTPUTS), topic="train"),
+        TaskSpec("eval", OUTPUTS, topic="eval"),
     )
     return Schema(COLUMNS, tuple(msgspec.structs.replace(task, lease_seconds=lease_seconds) for task in tasks), BITS)
 

@@ -118,7 +118,7 @@ async def test_a_silent_controller_is_marked_away_holds_nobody_up_and_is_told_wh
         await put(client, 1, 2)  # nobody waits for it any more
         await generate(client)
         await client.drop([0, 1])
-        await client.end_step("train", 7)
+        await client.end_partition("train", 7)
         assert asyncio.get_running_loop().time() - began < 0.1
         assert train.table.counts()["ready"] == 0
         gate.is_open.set()
@@ -135,7 +135,7 @@ async def test_a_silent_controller_is_marked_away_holds_nobody_up_and_is_told_wh
 
 
 async def _ended(controller: Controller, step: int) -> bool:
-    return step in controller.table.ended_steps
+    return step in controller.table.ended_partitions
 
 
 async def test_a_controller_that_has_missed_more_than_is_kept_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +153,8 @@ async def test_a_controller_that_has_missed_more_than_is_kept_is_told_everything
         assert train_rows == sorted({4 * group + i for group in range(9) for i in range(2)} - {0, 1, 8, 12})
         assert [news.is_full for news in gate.news].count(True) == 2  # at first, and now
         assert train.table.state_of(0) is None and train.table.state_of(8) is None
-        await client.end_step("train", 0)
-        assert await within(client.lease("train", Want(step=0))) is None
+        await client.end_partition("train", 0)
+        assert await within(client.lease("train", Want(partition=0))) is None
 
 
 @over("apart-1", "apart-tls-1")
@@ -163,8 +163,8 @@ async def test_a_restarted_controller_has_its_table_again_and_clients_go_on(hous
     lease = (await leased(client, groups=3)).lease
     await client.complete(lease, outputs(0, 1, 4, 5))
     await client.filter([13], "so")
-    await client.end_step("rollout", 5)
-    await client.end_step("train", 6)
+    await client.end_partition("rollout", 5)
+    await client.end_partition("train", 6)
     old = (await leased(client, "train")).lease
     await house.stop("controller/rollout")
     await house.stop("controller/train")
@@ -178,7 +178,8 @@ async def test_a_restarted_controller_has_its_table_again_and_clients_go_on(hous
     assert (await within(client.complete(lease, outputs(8)))).tolist() == [False]
     with pytest.raises(StaleToken):
         await client.complete_marks([old])
-    assert await within(client.lease("rollout", Want(step=5))) is None and await within(client.lease("train", Want(step=6))) is None
+    assert await within(client.lease("rollout", Want(partition=5))) is None
+    assert await within(client.lease("train", Want(partition=6))) is None
     again = await leased(client, groups=9)
     assert (await client.complete(again.lease, outputs(*again.lease.indices))).all()
     await client.complete_marks([found.lease])
@@ -219,7 +220,7 @@ async def test_a_unit_restarted_over_memory_has_exactly_its_rows_named_as_lost(o
     await generate(client)
     await client.drop([5])
     held = (await leased(client, "train", groups=6)).lease
-    await client.end_step("train", 3)
+    await client.end_partition("train", 3)
     await house.stop("unit/1")
     during = await parked(put(client, 7))
     await house.start_unit(1, MemoryStorage())
@@ -250,7 +251,7 @@ async def test_a_unit_restarted_over_redis_has_lost_nothing(open_house: Open, re
     await client.complete(lease, outputs(lease.rows[0][0], *lease.rows[1]))
     await client.filter([12], "so")
     await client.drop([lease.rows[1][0]])
-    await client.end_step("train", 3)
+    await client.end_partition("train", 3)
     await client.close("eval")
     assert await counts(client, "rollout") == {"ready": 3, "leased": 1, "done": 2, "filtered": 1}
     read = await leased(client, "train", groups=9)
@@ -267,7 +268,7 @@ async def test_a_unit_restarted_over_redis_has_lost_nothing(open_house: Open, re
         return await counts(client, "rollout") == {"ready": 3, "done": 3, "filtered": 1}
 
     await until(is_told)
-    assert await within(client.lease("train", Want(step=3))) is None and await within(client.lease("eval")) is None
+    assert await within(client.lease("train", Want(partition=3))) is None and await within(client.lease("eval")) is None
     if house.way.startswith("apart"):
         await house.stop("controller/rollout")
         await house.start_controller("rollout")

@@ -72,7 +72,7 @@ async def test_unknown_tasks_and_columns_are_refused_by_name(client: TransferQue
         await client.lease("trian")
     with pytest.raises(ValueError, match="'idz' is not declared"):
         await client.lease("train", columns=["idz"])
-    for call in (client.end_step("x", 0), client.close("x"), client.withdraw("x")):
+    for call in (client.end_partition("x", 0), client.close("x"), client.withdraw("x")):
         with pytest.raises(ValueError, match="there is no task 'x'"):
             await call
     await put(client, 0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncflow.transfer_queue.client import TransferQueueClient
+from asyncflow.transfer_queue.client import Leased, TransferQueueClient
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Batch
-from tests.builders import meta
+from tests.builders import loop_turns, meta
 from tests.contract.queue.house import (
     COLUMNS,
     SHORT,
@@ -37,7 +37,7 @@ async def test_what_was_put_and_completed_is_what_the_next_task_leases(client: T
     for row in (5, 4, 9, 8, 0, 1):
         assert (await within(client.complete(lease, outputs(row)))).tolist() == [True]
     assert await counts(client, "rollout") == {"done": 6} and await counts(client, "train") == {"ready": 6}
-    trained = await leased(client, "train", groups=9, step=0)
+    trained = await leased(client, "train", groups=9, partition=0)
     assert [m.group for m in trained.lease.groups] == [1, 2, 0]  # as they became ready
     assert is_outputs(trained) and prompts_in(trained) == {0: [0], 1: [1, 1], 2: [2, 2, 2]}
 
@@ -87,7 +87,7 @@ async def test_limits_on_groups_rows_and_tokens_bound_a_lease(client: TransferQu
 
 async def test_a_request_waits_for_at_least_so_many_rows_unless_the_step_has_no_more(client: TransferQueueClient) -> None:
     await put(client, 0, step=0)
-    waiting = await parked(client.lease("rollout", Want(rows=4, at_least=3, step=0)))
+    waiting = await parked(client.lease("rollout", Want(rows=4, at_least=3, partition=0)))
     await put(client, 1, step=1)
     await asyncio.sleep(SHORT)
     assert not waiting.done()
@@ -109,7 +109,7 @@ async def test_only_what_the_installed_version_may_make_is_leased(client: Transf
 
 
 async def test_evaluation_and_training_rows_go_to_their_own_tasks(client: TransferQueueClient) -> None:
-    await put(client, 0, purpose="eval")
+    await put(client, 0, topic="eval")
     await put(client, 1)
     await generate(client)
     assert [m.group for m in (await leased(client, "train", groups=9)).lease.groups] == [1]
@@ -123,17 +123,17 @@ async def test_a_step_streams_its_groups_as_they_become_complete_and_ends(client
     seen = []
 
     async def read() -> None:
-        async for found in client.stream("train", Want(step=0)):
+        async for found in client.stream("train", Want(partition=0)):
             seen.append(found.lease.groups[0].group)
             if len(seen) == 2:
-                await client.end_step("train", 0)
+                await client.end_partition("train", 0)
 
     await within(read())
     assert sorted(seen) == [0, 1]
-    assert await within(client.lease("train", Want(step=0))) is None  # later ones too
-    assert [m.group for m in (await leased(client, "train", step=1)).lease.groups] == [2]
-    waiting = await parked(client.lease("rollout", Want(step=0)))  # the end of another task's step is nothing to it
-    await client.end_step("rollout", 0)
+    assert await within(client.lease("train", Want(partition=0))) is None  # later ones too
+    assert [m.group for m in (await leased(client, "train", partition=1)).lease.groups] == [2]
+    waiting = await parked(client.lease("rollout", Want(partition=0)))  # the end of another task's step is nothing to it
+    await client.end_partition("rollout", 0)
     assert await within(waiting) is None
 
 
@@ -147,10 +147,10 @@ async def test_a_stream_of_every_step_until_one_has_ended(client: TransferQueueC
         taken.append(found.lease.groups[0].group)
         if len(taken) == 1:
             await until(lambda: all_held(client, 4))  # the next one has been fetched
-            await client.end_step("train", 0)
+            await client.end_partition("train", 0)
     assert taken[0] == 0 and len(taken) == 2 and (await counts(client, "train"))["ready"] == 4
     assert await within(client.lease("train", Want(until=0))) is None
-    left = [(await leased(client, "train", step=1)).lease.groups[0].group for _ in range(2)]
+    left = [(await leased(client, "train", partition=1)).lease.groups[0].group for _ in range(2)]
     assert sorted([*taken, *left]) == [0, 1, 2, 3]
 
 
@@ -173,8 +173,8 @@ async def test_closing_ends_every_stream_for_late_consumers_too(house: House, cl
 async def test_what_is_ready_when_a_step_or_a_task_ends_is_still_handed_out(client: TransferQueueClient) -> None:
     await put(client, 0, 1)
     await put(client, 2, step=1)
-    await client.end_step("rollout", 0)
-    seen = [found.lease.groups[0].group async for found in client.stream("rollout", Want(step=0))]
+    await client.end_partition("rollout", 0)
+    seen = [found.lease.groups[0].group async for found in client.stream("rollout", Want(partition=0))]
     assert sorted(seen) == [0, 1]
     await client.close("rollout")
     assert [m.group for m in (await leased(client, groups=9)).lease.groups] == [2]
@@ -184,7 +184,7 @@ async def test_what_is_ready_when_a_step_or_a_task_ends_is_still_handed_out(clie
 async def test_a_stream_that_is_left_early_takes_no_further_group(client: TransferQueueClient) -> None:
     await put(client, 0)
     await generate(client)
-    stream = client.stream("train", Want(step=0))
+    stream = client.stream("train", Want(partition=0))
     assert (await within(anext(stream))).lease.groups[0].group == 0
     await stream.aclose()  # type: ignore[attr-defined]
     await asyncio.sleep(SHORT)
@@ -198,6 +198,21 @@ async def test_a_request_can_be_withdrawn(client: TransferQueueClient) -> None:
     await client.withdraw("rollout")
     assert await within(waiting) is None and not other_task.done()
     other_task.cancel()
+
+
+async def test_no_row_is_lost_with_an_asker_that_goes_as_its_answer_comes(client: TransferQueueClient) -> None:
+    """Rows that nobody knows of would be delivered again, but only when their lease expires."""
+    for group in range(60):
+        asking = asyncio.create_task(client.lease("rollout", Want(groups=1)))
+        await loop_turns(5)
+        putting = asyncio.create_task(put(client, group))
+        await loop_turns(group)
+        asking.cancel()
+        (found,) = await asyncio.gather(asking, return_exceptions=True)
+        await putting
+        if not isinstance(found, Leased):  # it came too late
+            found = await leased(client)
+        assert found.lease.groups[0].group == group and len(found.lease.indices) == 2
 
 
 @over("unix-1", "apart-3")

@@ -70,12 +70,12 @@ async def filled(client: TransferQueueClient) -> None:
     await client.fail(lease, [lease.rows[0][2]], "again")
     await client.fail((await leased(client, rows=1)).lease, [lease.rows[0][2]], "dead of it")
     await client.filter([lease.rows[1][2]], "too easy")
-    await client.complete_marks([(await leased(client, "train", step=1)).lease])
-    await leased(client, "train", step=1)
+    await client.complete_marks([(await leased(client, "train", partition=1)).lease])
+    await leased(client, "train", partition=1)
     await leased(client, rows=1)
     await client.drop([lease.rows[2][0]])
-    await client.end_step("train", 5)
-    await client.end_step("rollout", 6)
+    await client.end_partition("train", 5)
+    await client.end_partition("rollout", 6)
     await client.close("eval")
 
 
@@ -103,11 +103,12 @@ async def test_a_snapshot_restored_into_any_number_of_units_is_the_queue_as_it_w
         for task, old in states.items():  # what was leased is ready again
             old["ready"] = old.get("ready", 0) + old.pop("leased")
             assert await counts(other, task) == old
-        assert [await within(other.lease(task, Want(step=step))) for task, step in (("train", 5), ("rollout", 6))] == [None, None]
+        for task, partition in (("train", 5), ("rollout", 6)):
+            assert await within(other.lease(task, Want(partition=partition))) is None
         assert await within(other.lease("eval")) is None
         rest = await leased(other, groups=99)
         assert (await other.complete(rest.lease, outputs(*rest.lease.indices))).all()
-        train = await leased(other, "train", groups=99, step=0)
+        train = await leased(other, "train", groups=99, partition=0)
         assert is_outputs(train) and sorted(prompts_in(train).items()) == [(group, prompt_of(group)) for group in range(4)]
         rows = np.array(sorted(before))
         await other.drop(rows)

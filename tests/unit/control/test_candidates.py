@@ -260,7 +260,7 @@ def test_a_turn_is_not_cut_short_while_more_members_may_come() -> None:
 
 def test_an_evaluation_has_no_candidates() -> None:
     ledger = choosing()
-    ledger.open([meta(9, purpose="eval")])
+    ledger.open([meta(9, topic="eval")])
     ledger.decide(9, is_varied=False)
     ledger.step_state(0, "eval").consume_evaluation(rows_of(9))
     assert ledger.closed() == [("eval", 0)] and ledger.newly_decided() == []

@@ -86,11 +86,11 @@ def test_rows_of_another_step_and_of_no_step_are_refused() -> None:
 
 def test_a_step_is_opened_once() -> None:
     ledger = Ledger(BITS)
-    ledger.open([meta(0), meta(9, purpose="eval")])
+    ledger.open([meta(0), meta(9, topic="eval")])
     with pytest.raises(ValueError, match="train step 0 is open already"):
         ledger.open([meta(1)])
     with pytest.raises(ValueError, match="eval step 0 is open already"):
-        ledger.open([meta(8, purpose="eval")])
+        ledger.open([meta(8, topic="eval")])
 
 
 def test_rows_whose_loss_was_not_finite_are_named() -> None:
@@ -156,7 +156,7 @@ def test_every_task_has_its_own_rows_left_and_follows_another() -> None:
 
 def test_what_is_waited_for_is_said_in_words() -> None:
     ledger = Ledger(BITS)
-    ledger.open([meta(0), meta(9, purpose="eval")])
+    ledger.open([meta(0), meta(9, topic="eval")])
     ledger.done("rollout", [0])
     assert ledger.missing() == [
         "eval step 0: 2 rows without a response, 2 not consumed (first: 36)",
@@ -381,7 +381,7 @@ async def settled(task: asyncio.Task[Any]) -> bool:
 
 async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
     books = Service()
-    await books.service.open([meta(0), meta(9, purpose="eval")])
+    await books.service.open([meta(0), meta(9, topic="eval")])
     books.service.done("rollout", [0, 1, 36, 37])
     await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     books.service.changed()
@@ -400,7 +400,7 @@ async def test_a_step_of_which_nothing_is_left_ends_too() -> None:
 
 async def test_a_step_waits_for_evaluations_whose_weights_its_own_would_displace() -> None:
     books = Service()
-    await books.service.open([meta(0), meta(9, purpose="eval")])
+    await books.service.open([meta(0), meta(9, topic="eval")])
     books.service.done("rollout", [0, 1, 36])
     await books.service.consume(0, consumed(0, 1), NO_FIGURES)
     waiting = asyncio.create_task(books.service.totals(0))
@@ -513,7 +513,7 @@ async def test_whether_a_step_is_trained_is_told_to_all_ranks_alike() -> None:
 
 async def test_an_evaluation_ends_with_its_last_row_and_is_forgotten() -> None:
     books = Service()
-    await books.service.open([meta(9, purpose="eval")])
+    await books.service.open([meta(9, topic="eval")])
     await books.service.consume_evaluation(0, [36])
     assert books.told == []
     books.service.fail(dead(37))
@@ -613,7 +613,7 @@ def test_a_ledger_that_begins_later_knows_what_its_open_steps_have_and_lack() ->
     assert ledger.committed == 3 and ledger.is_done("rollout", 2) and not ledger.is_done("rollout", 3)
     ledger.open([meta(7, step=3), meta(6, step=3)])
     ledger.open([meta(8, step=4)])
-    ledger.open([meta(1 << 40, step=3, purpose="eval")])
+    ledger.open([meta(1 << 40, step=3, topic="eval")])
     assert ledger.groups() == {3: [6, 7], 4: [8]}
     rows = {group: range(group << BITS, (group << BITS) + 2) for group in (6, 7, 8)}
     ledger.done("rollout", rows[6])

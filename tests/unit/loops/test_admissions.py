@@ -73,7 +73,7 @@ def test_what_was_admitted_is_admitted_again_with_the_rows_that_were_complete() 
     admissions = Admissions(order, SCHEDULE, SHAPE, first=3, steps=steps, rows=rows)
     assert admissions.waiting == steps
     metas, batch = admissions.step(3)
-    assert [(meta.group, meta.step, meta.interval.low) for meta in metas] == [(6, 3, 1), (9, 3, 1)]
+    assert [(meta.group, meta.partition, meta.interval.low) for meta in metas] == [(6, 3, 1), (9, 3, 1)]
     assert prompts_of(batch) == [5, 1] and batch.indices.tolist() == [12, 13, 18] and batch.groups.tolist() == [6, 9]
     assert batch.dense("reward").tolist() == [0, 1, 3]
     assert admissions.begun(batch) == {6: 2, 9: 3}  # a group is as old as its oldest row
@@ -108,11 +108,11 @@ def test_candidates_are_consecutive_prompts_and_have_numbers_of_their_step() -> 
     metas, batch = admissions.step(0)
     assert [meta.group for meta in metas] == [0, 1, 2] and prompts_of(batch) == due[:3]
     metas, batch = admissions.more(0, lacking(3, 0, 1))
-    assert [(meta.group, meta.step) for meta in metas] == [(3, 0), (4, 0)] and prompts_of(batch) == due[3:5]
+    assert [(meta.group, meta.partition) for meta in metas] == [(3, 0), (4, 0)] and prompts_of(batch) == due[3:5]
     admissions.put_back([4, 3])
     assert [*admissions.prompts] == [0, 1, 2]
     metas, batch = admissions.step(1)
-    assert [(meta.group, meta.step) for meta in metas] == [(N, 1), (N + 1, 1), (N + 2, 1)] and prompts_of(batch) == due[3:6]
+    assert [(meta.group, meta.partition) for meta in metas] == [(N, 1), (N + 1, 1), (N + 2, 1)] and prompts_of(batch) == due[3:6]
     order.push([Prompt(np.array([99]), {})])
     admissions.put_back([N + 2])
     metas, batch = admissions.step(2)

@@ -28,15 +28,15 @@ class Queue:
         self.left, self.values = [*range(STEPS)], dict[int, list[list[float]]]()
 
     async def lease(self, task: str, want: Want) -> Any:
-        if want.step not in self.left:
+        if want.partition not in self.left:
             return None
-        self.left.remove(want.step)
+        self.left.remove(want.partition)
         columns = {
             "prompt_ids": Ragged.from_arrays([np.arange(2)], "int64"),
             "response_ids": Ragged.from_arrays([np.arange(1), np.arange(2)], "int64"),
         }
-        rows = np.array([2 * want.step, 2 * want.step + 1], np.int64)
-        return SimpleNamespace(lease=None, batch=Batch(rows, np.array([want.step], np.int64), columns))
+        rows = np.array([2 * want.partition, 2 * want.partition + 1], np.int64)
+        return SimpleNamespace(lease=None, batch=Batch(rows, np.array([want.partition], np.int64), columns))
 
     async def complete(self, lease: Any, columns: Batch) -> list[bool]:
         self.values[int(columns.groups[0])] = [row.tolist() for row in columns.ragged(VALUES_COLUMN.name)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncflow.loops.evaluation import EvaluationSettings, HeldOut, Row, _without_score
-from asyncflow.loops.samples import EVALUATION_GROUPS, Prompt
+from asyncflow.loops.samples import EVALUATION_GROUPS, Prompt, priority_of
 from asyncflow.loops.score_batching import NO_REWARD, SKIPPED
 from asyncflow.telemetry.accuracy import Responses
 from asyncflow.transfer_queue.leases import DeadRow
@@ -42,13 +42,23 @@ def test_the_first_and_the_last_version_are_evaluated_and_every_so_many_between(
 
 def test_every_prompt_is_a_sampled_and_a_greedy_group_under_one_version() -> None:
     metas, prompts, temperatures = held_out().admission(4)
-    assert [(m.size, m.step, m.interval, m.purpose) for m in metas] == [
+    assert [(m.size, m.partition, m.interval, m.topic) for m in metas] == [
         *[(2, 4, Interval(4, 4), "eval")] * 3,
         *[(1, 4, Interval(4, 4), "eval")] * 3,
     ]
     assert prompts == PROMPTS * 2 and temperatures == [0.7] * 3 + [0.0] * 3
     metas, prompts, temperatures = held_out(greedy=False).admission(4)
     assert len(metas) == len(prompts) == len(temperatures) == 3 and {m.size for m in metas} == {2}
+
+
+def test_evaluations_that_nobody_waits_for_come_behind_all_of_training() -> None:
+    def priorities(**changes: bool) -> set[int]:
+        return {m.priority for version in (0, 10) for m in held_out(**changes).admission(version)[0]}
+
+    steps = [priority_of(Interval(step, step)) for step in (0, 1, 9, 10, 11, 1 << 39)]
+    assert priorities() == {priority_of(Interval(0, 0)) + 1, priority_of(Interval(10, 10)) + 1} and steps == sorted(steps)
+    assert steps[0] < min(priorities()) < steps[1] and steps[3] < max(priorities()) < steps[4]
+    assert max(steps) < min(priorities(is_behind_training=True))
 
 
 def test_no_two_groups_of_a_run_share_a_number() -> None:

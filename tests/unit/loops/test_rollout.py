@@ -21,7 +21,7 @@ from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.loops import rollout
 from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.rollout import Rollout, share_of
-from asyncflow.loops.samples import Prompt, Shape, admission, schema
+from asyncflow.loops.samples import Prompt, Shape, admission, priority_of, schema
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import Recorder, Span
@@ -174,8 +174,9 @@ class World:
         return [spans[1::2].tolist() for spans in batch.ragged("version_spans")]
 
 
-def meta(group: int, step: int, low: int, high: int, purpose: str = "train") -> GroupMeta:
-    return GroupMeta(group, 2, step, Interval(low, high), purpose)
+def meta(group: int, step: int, low: int, high: int, topic: str = "train") -> GroupMeta:
+    interval = Interval(low, high)
+    return GroupMeta(group, 2, step, interval, topic, priority_of(interval, is_evaluation=topic == "eval"))
 
 
 @contextlib.asynccontextmanager

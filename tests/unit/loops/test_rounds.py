@@ -66,8 +66,8 @@ class World:
     def _done(self, rows: list[int]) -> None:
         self.service.done("rollout", rows)
 
-    def _end_step(self, purpose: str, step: int) -> None:
-        self.ending = asyncio.ensure_future(self.queue.client().end_step(purpose, step))
+    def _end_step(self, task: str, step: int) -> None:
+        self.ending = asyncio.ensure_future(self.queue.client().end_partition(task, step))
 
     async def admit(self, num_steps: int, begun: Mapping[int, int] | None = None, each: int = 2) -> None:
         """`begun`: groups that an older version has begun, or none (NEVER). `each`: groups of a step."""

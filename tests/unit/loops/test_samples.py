@@ -61,7 +61,7 @@ def test_the_tasks_read_and_write_declared_columns_and_take_the_limits() -> None
     for task in (rollout, train, evaluation):
         assert set(task.reads) | set(task.writes) <= declared and (task.lease_seconds, task.max_failures) == (9.0, 5)
     assert (rollout.whole_groups, train.whole_groups, evaluation.whole_groups) == (False, True, True)
-    assert (rollout.purpose, train.purpose, evaluation.purpose) == ("", "train", "eval")
+    assert (rollout.topic, train.topic, evaluation.topic) == ("", "train", "eval")
     assert set(train.reads) - {"prompt_ids"} == set(rollout.writes)
 
 
@@ -122,7 +122,7 @@ def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces
     m = meta(1, step=4)
     responses = [response(0, 3, versions=(2, 3)), response(1, 1, versions=(4,)), response(2, 2, versions=(3,))]
     group = stored(m, *responses, prompt_length=5)
-    found = list(samples.micro_batches(m.step, group.batch, np.array([4, 5, 6], np.float32), rows_each))
+    found = list(samples.micro_batches(m.partition, group.batch, np.array([4, 5, 6], np.float32), rows_each))
     assert [piece.indices.tolist() for piece in found] == pieces
     for piece in found:
         own = piece.indices - 4
@@ -138,12 +138,12 @@ def test_micro_batches_are_pieces_of_a_group_in_its_order(rows_each: int, pieces
 def test_what_the_ledger_is_told_adds_up() -> None:
     m = meta(1, step=3)
     group = stored(m, response(0, 3, versions=(1, 3)), response(1, 1, versions=(3,), reason="length"), prompt_length=5)
-    pieces = list(samples.micro_batches(m.step, group.batch, np.zeros(2, np.float32), 1))
+    pieces = list(samples.micro_batches(m.partition, group.batch, np.zeros(2, np.float32), 1))
     results = [
         MicroBatchResult(0.5, 3, 8, {"ratio": 3.0, "a/max": 2.0}),
         MicroBatchResult(0.25, 1, 6, {"ratio": 1.0, "a/max": 1.5}, is_finite=False),
     ]
-    told, of_group = samples.consumed(group.batch, results), samples.figures_of(m.step, group.batch, pieces, results)
+    told, of_group = samples.consumed(group.batch, results), samples.figures_of(m.partition, group.batch, pieces, results)
     assert told.rows == [4, 5] and told.loss_tokens == 4 and told.is_finite is False and of_group.prompt_length == 5
     told = of_group
     assert told.rewards.tolist() == [0.0, 0.5] and told.response_lengths.tolist() == [3, 1] and told.truncated.tolist() == [0, 1]
@@ -154,7 +154,7 @@ def test_what_the_ledger_is_told_adds_up() -> None:
     assert samples.consumed(group.batch, results[:1]).is_finite is True
 
     results = [results[0], samples.left_out(pieces[1])]
-    told = samples.figures_of(m.step, group.batch, pieces, results)
+    told = samples.figures_of(m.partition, group.batch, pieces, results)
     assert (told.computed_tokens, told.logical_tokens, told.physical_tokens) == (3, 8, 8)
     assert told.left_out == 1 and told.metrics == {"ratio": 3.0, "a/max": 2.0}
     assert samples.consumed(group.batch, results) == Consumed([4, 5], [], 4, True)
@@ -178,7 +178,7 @@ def test_the_reference_as_a_task_adds_a_column_that_training_waits_for_and_cuts_
     parts = [Ragged(p.values / 8, p.offsets) for p in map(responses.take, samples.pieces(3, 2))]
     added = samples.reference_outputs(batch, parts)
     whole = Batch(batch.indices, batch.groups, {**batch.columns, **added.columns})
-    for micro in samples.micro_batches(m.step, whole, np.zeros(3, np.float32), 2):
+    for micro in samples.micro_batches(m.partition, whole, np.zeros(3, np.float32), 2):
         assert micro.ref_logprobs is not None
         assert [row.tolist() for row in micro.ref_logprobs] == [(row / 8).tolist() for row in micro.response_ids]
 
@@ -192,7 +192,7 @@ def test_the_reward_as_a_task_reads_what_a_scorer_sees_and_adds_the_column_that_
     schema = samples.schema(BITS, 9.0, 2, has_reward_task=True)
     rollout, task = schema.task("rollout"), schema.task("reward")
     assert set(rollout.writes) == set(samples.RESPONSE_COLUMNS) - {"reward"} and task.writes == ("reward",)
-    assert not task.whole_groups and task.purpose == ""  # row by row, of training and of evaluation
+    assert not task.whole_groups and task.topic == ""  # row by row, of training and of evaluation
     assert "reward" in schema.task("train").reads and "reward" in schema.task("eval").reads
     m, other = meta(5), meta(9)
 

@@ -50,7 +50,7 @@ class World:
         events[task] = replace(events[task], on_dead=self._rows_failed)
         self.queue = TransferQueue(schema(BITS, 30.0, 2, **flags), [MemoryStorage()], events=events)
         signal, books = Signal(), ProgressView(self.ledger, self.queue.controllers)
-        self.service = LedgerService(self.ledger, schedule, books, signal, lambda purpose, step: None)
+        self.service = LedgerService(self.ledger, schedule, books, signal, lambda task, step: None)
         self.client = self.queue.client()
         self.recorder = Recorder(task, partial(next, itertools.count(0.0)), self.spans.append)
 
@@ -121,7 +121,7 @@ def decode(ids: Array) -> str:
 async def test_rewards_are_added_to_training_and_evaluation_row_by_row() -> None:
     kept: list[Mapping[str, Any]] = []
     async with serving("reward", scored(kept)) as world:
-        await world.admit(meta(0), meta(7, size=2, purpose="eval"))
+        await world.admit(meta(0), meta(7, size=2, topic="eval"))
         await world.generate(0, 1, 28)
         assert (await world.column("reward", 0, 1, 28)).tolist() == [1.0, 2.0, 1.0]
         assert not world.ledger.is_done("reward", 0)
@@ -182,7 +182,7 @@ async def test_whoever_computes_a_group_in_pieces_sees_the_rows_that_training_wi
     async with serving("reward", work, has_reference_task=task == "reference", has_critic=task == "values") as world:
         await world.admit(meta(0))
         await world.generate(0, 1, 2)
-        lease = asyncio.create_task(world.client.lease(task, Want(step=0)))
+        lease = asyncio.create_task(world.client.lease(task, Want(partition=0)))
         await loop_turns()
         assert not lease.done()  # its responses are there, and row 1 may leave it yet
         may_skip.set()
@@ -237,7 +237,7 @@ async def test_where_one_task_runs_at_a_time_it_waits_for_the_whole_step(schedul
 async def test_an_evaluation_waits_for_nobody() -> None:
     kept: list[Mapping[str, Any]] = []
     async with serving("reward", scored(kept), Synchronous()) as world:
-        await world.admit(meta(7, purpose="eval"))
+        await world.admit(meta(7, topic="eval"))
         await world.generate(28)
         assert len(kept) == 1
 
@@ -259,7 +259,7 @@ class Frozen:
 async def test_the_reference_is_computed_for_complete_training_groups_in_the_pieces_of_training() -> None:
     engine = Frozen()
     async with serving("reference", reference(engine, SHAPE)) as world:
-        await world.admit(meta(1), meta(7, purpose="eval"))
+        await world.admit(meta(1), meta(7, topic="eval"))
         await world.generate(4, 5)
         assert engine.pieces == []  # it takes whole groups
         await world.generate(6, 28, 29, 30)

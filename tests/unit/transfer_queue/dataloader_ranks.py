@@ -57,24 +57,24 @@ def main(address: str, folder: Path) -> None:
         assert int(sums) == 2 * int(indices.sum())
         time.sleep(0.01 * (1 + rank // 2))
 
-    with StreamDataLoader(address, "score", batch_size=5, step=0, group=group, num_workers=rank // 2) as loader:
+    with StreamDataLoader(address, "score", batch_size=5, partition=0, group=group, num_workers=rank // 2) as loader:
         for batch, indices in loader:
             see("score", batch, indices)
             response = batch["response"]
             kept = loader.complete(indices, {"score": batch["reward"], "logprobs": [e.float() for e in response.entries()]})
             assert (kept is None) == (rank % 2 == 1)
     lead = dist.get_process_group_ranks(group)[1]
-    with StreamDataLoader(address, "train", batch_size=7, step=0, pad_to_multiple_of=8, group=group, lead=lead) as loader:
+    with StreamDataLoader(address, "train", batch_size=7, partition=0, pad_to_multiple_of=8, group=group, lead=lead) as loader:
         assert loader.is_lead == (rank % 2 == 1)
         for batch, indices in loader:
             assert batch["response"].values.shape[1] in (8, 16)
             see("train", batch, indices)
-    with StreamDataLoader(address, "update", groups=2, step=0, group=group) as loader:
+    with StreamDataLoader(address, "update", groups=2, partition=0, group=group) as loader:
         for batch, indices in loader:
             assert loader.group_of(indices).tolist() == [i // 4 for i in range(len(indices))]
             see("update", batch, indices)
     seen["unknown"] = failure(StreamDataLoader(address, "train", groups=1, columns=["nosuch"], group=group))
-    seen["late"] = failure(StreamDataLoader(address, "update", groups=1, step=1, group=group, timeout_seconds=0.5))
+    seen["late"] = failure(StreamDataLoader(address, "update", groups=1, partition=1, group=group, timeout_seconds=0.5))
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()

@@ -100,8 +100,8 @@ class ServedQueue:
         self.run(lambda client: client.put(metas, batch_of(groups)))
         return rows_of(groups)
 
-    def end_step(self, task: str, step: int = 0) -> None:
-        self.run(lambda client: client.end_step(task, step))
+    def end_partition(self, task: str, step: int = 0) -> None:
+        self.run(lambda client: client.end_partition(task, step))
 
     def close_task(self, task: str) -> None:
         self.run(lambda client: client.close(task))

@@ -114,8 +114,8 @@ def as_worker(name: str, controller: Controller, want: Want = ONE) -> Coroutine[
     return asyncio.create_task(asked())  # type: ignore[return-value]
 
 
-async def ask(controller: Controller, want: Want = ONE) -> Lease | None:
-    handed = await controller.lease(want, [])
+async def ask(controller: Controller, want: Want = ONE, key: int = 0) -> Lease | None:
+    handed = await controller.lease(want, [], key)
     return handed.lease if handed is not None else None
 
 
@@ -147,12 +147,12 @@ async def test_a_request_for_nothing_is_refused(follows: Any) -> None:
 
 async def test_a_parked_request_is_answered_by_the_end_of_its_step_and_of_no_other(follows: Any) -> None:
     f = follows()
-    of_step_0, of_step_1, of_any = [await parked(ask(f.controller, Want(groups=1, step=step))) for step in (0, 1, None)]
-    await f.unit.tell(Notice(task="other", ended_step=0), Notice(task="t", ended_step=1))
+    of_step_0, of_step_1, of_any = [await parked(ask(f.controller, Want(groups=1, partition=step))) for step in (0, 1, None)]
+    await f.unit.tell(Notice(task="other", ended_partition=0), Notice(task="t", ended_partition=1))
     assert await answer(of_step_1) is None
     assert not of_step_0.done() and not of_any.done()
-    assert await answer(ask(f.controller, Want(groups=1, step=1))) is None
-    await f.unit.tell(Notice(task="t", ended_step=0))
+    assert await answer(ask(f.controller, Want(groups=1, partition=1))) is None
+    await f.unit.tell(Notice(task="t", ended_partition=0))
     assert await answer(of_step_0) is None
     f.controller.close()
     assert await answer(of_any) is None
@@ -165,9 +165,9 @@ async def test_a_request_until_a_step_has_ended_gets_groups_of_any_and_then_none
     await f.ready(meta(1, step=1))
     assert (await answer(request)).rows == [rows(1)]  # type: ignore[union-attr]
     request = await parked(ask(f.controller, until))
-    await f.unit.tell(Notice(task="t", ended_step=1))
+    await f.unit.tell(Notice(task="t", ended_partition=1))
     assert not request.done()
-    await f.unit.tell(Notice(task="t", ended_step=0), f.notice(rows(2), "a", metas=[meta(2, step=1)]))  # both at once
+    await f.unit.tell(Notice(task="t", ended_partition=0), f.notice(rows(2), "a", metas=[meta(2, step=1)]))  # both at once
     assert await answer(request) is None and await answer(ask(f.controller, until)) is None
     assert (await leased(f.controller)).rows == [rows(2)]
 
@@ -219,9 +219,17 @@ async def test_withdrawing_answers_the_calling_worker_alone(follows: Any) -> Non
     f = follows()
     mine, other = await parked(as_worker("mine", f.controller)), await parked(as_worker("other", f.controller))
     client_name.set("mine")
-    await f.controller.withdraw()
+    await f.controller.withdraw(None)
     assert await answer(mine) is None
     assert not other.done()
+
+
+async def test_a_request_is_withdrawn_by_its_key_and_others_of_the_same_worker_are_not(follows: Any) -> None:
+    f = follows()
+    client_name.set("mine")
+    first, second = [await parked(ask(f.controller, key=key)) for key in (1, 2)]
+    await f.controller.withdraw(2)
+    assert await answer(second) is None and not first.done()
 
 
 async def test_a_failure_serves_who_waits_until_the_row_is_dead_and_marked_so(follows: Any) -> None:

@@ -88,9 +88,9 @@ def check(loader: StreamDataLoader, batch: dict[str, Any], indices: torch.Tensor
 @pytest.mark.parametrize("num_workers", in_gate(0, 2, of=[0, 1, 2]))
 def test_every_row_comes_once_and_results_go_back(queue: ServedQueue, num_workers: int) -> None:
     rows = queue.put(range(11))
-    queue.when_done("score", len(rows), lambda: queue.end_step("score"))
+    queue.when_done("score", len(rows), lambda: queue.end_partition("score"))
     seen: list[int] = []
-    with open_loader(queue.address, "score", batch_size=6, step=0, num_workers=num_workers) as loader:
+    with open_loader(queue.address, "score", batch_size=6, partition=0, num_workers=num_workers) as loader:
         assert (loader.batch_size, loader.num_workers) == (6, num_workers)
         for batch, indices in loader:
             assert len(indices) <= 6
@@ -99,8 +99,8 @@ def test_every_row_comes_once_and_results_go_back(queue: ServedQueue, num_worker
             assert kept is not None and kept.tolist() == [True] * len(indices)
             seen += indices.tolist()
         later = queue.put(range(20, 23), step=1)  # the same loader, another pass
-        queue.when_done("score", len(rows) + len(later), lambda: queue.end_step("score", 1))
-        loader.step = 1
+        queue.when_done("score", len(rows) + len(later), lambda: queue.end_partition("score", 1))
+        loader.partition = 1
         for batch, indices in loader:
             loader.complete(indices, outputs(batch))
             seen += indices.tolist()
@@ -123,10 +123,10 @@ def test_the_example_runs(queue: ServedQueue) -> None:
 
 def test_two_loaders_share_a_task(queue: ServedQueue) -> None:
     rows = queue.put(range(30))
-    queue.when_done("train", len(rows), lambda: queue.end_step("train"))
+    queue.when_done("train", len(rows), lambda: queue.end_partition("train"))
 
     def consume(together: threading.Barrier) -> list[int]:
-        with open_loader(queue.address, "train", batch_size=3, step=0, name="same") as loader:
+        with open_loader(queue.address, "train", batch_size=3, partition=0, name="same") as loader:
             seen = []
             for i, (_, indices) in enumerate(loader):
                 if i == 0:
@@ -185,9 +185,9 @@ def test_a_loader_that_is_forgotten_gives_rows_back(queue: ServedQueue) -> None:
     until(lambda: queue.counts("score") == {"ready": 4, "leased": 8})
     del stream
     until(lambda: queue.counts("score") == {"ready": 12})
-    loader = open_loader(queue.address, "score", groups=3, step=0)
+    loader = open_loader(queue.address, "score", groups=3, partition=0)
     for _ in loader:
-        queue.end_step("score")
+        queue.end_partition("score")
     assert settled_counts(queue, "score") == {"leased": 12}, "the stream has ended, its rows may be completed yet"
     del loader
     until(lambda: queue.counts("score") == {"ready": 12})
@@ -207,8 +207,8 @@ def test_closing_the_task_ends_all(queue: ServedQueue) -> None:
 
 def test_rows_that_are_ready_when_the_step_ends_still_come(queue: ServedQueue) -> None:
     rows = queue.put(range(3))
-    queue.end_step("train")
-    with open_loader(queue.address, "train", batch_size=5, at_least=5, step=0, timeout_seconds=SECONDS) as loader:
+    queue.end_partition("train")
+    with open_loader(queue.address, "train", batch_size=5, at_least=5, partition=0, timeout_seconds=SECONDS) as loader:
         assert sorted(row for _, indices in loader for row in indices.tolist()) == rows
 
 
@@ -277,19 +277,19 @@ def test_rows_are_done_when_the_next_batch_is_taken(queue: ServedQueue) -> None:
         for num_done in (0, 4, 8):
             next(stream)
             assert queue.counts("train").get("done", 0) == num_done
-        queue.end_step("train", 0)
+        queue.end_partition("train", 0)
         stream.close()
 
 
 def test_a_whole_step_is_acknowledged_at_its_end(queue: ServedQueue) -> None:
     rows = queue.put(range(3))
-    with open_loader(queue.address, "train", groups=1, step=0, acknowledge="manual") as loader:
+    with open_loader(queue.address, "train", groups=1, partition=0, acknowledge="manual") as loader:
         taken = []
         for _, indices in loader:
             taken.append(indices)
             if len(taken) == 3:
                 assert queue.counts("train") == {"leased": 12}
-                queue.end_step("train")
+                queue.end_partition("train")
         kept = loader.done(torch.cat(taken))  # of three leases, on two units
         assert kept is not None and kept.all()
         assert queue.counts("train") == {"done": len(rows)}

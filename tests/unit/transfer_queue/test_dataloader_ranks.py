@@ -35,7 +35,7 @@ def test_peers_see_what_their_lead_reads(ranks: Processes, tmp_path: Path) -> No
 
         threading.Thread(target=put_late, daemon=True).start()
         for task in ("score", "train", "update"):
-            queue.when_done(task, 52, lambda task=task: queue.end_step(task))  # type: ignore[misc]
+            queue.when_done(task, 52, lambda task=task: queue.end_partition(task))  # type: ignore[misc]
         ranks.run(dataloader_ranks.main, queue.address, tmp_path)
         assert queue.counts("train") == {"done": 52}
     seen_by = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]

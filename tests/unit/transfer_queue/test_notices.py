@@ -84,7 +84,7 @@ async def test_what_does_not_concern_a_controller_is_not_told_and_not_waited_for
     meta = GroupMeta(0, 1, 0, Interval(0, 0))
     for number in range(6):  # more than are kept
         assert log.post(notice(number, B)).done()
-    assert log.post(Notice(task="u", ended_step=3)).done()
+    assert log.post(Notice(task="u", ended_partition=3)).done()
     assert not log.asked["t"].done()
     for concerning in (notice(9, A), Notice(metas=[meta]), Notice(is_drop=True), Notice(task="t", is_closed=True)):
         answer = log.post(concerning)

@@ -53,7 +53,7 @@ def rows(served: dict[int, Lease]) -> dict[int, list[list[int]]]:
 
 
 def ended(table: Table, step: int) -> Table:
-    table.end_step(step)
+    table.end_partition(step)
     return table
 
 
@@ -68,13 +68,13 @@ def test_the_oldest_request_gets_the_oldest_rows_and_the_next_what_is_left() -> 
 
 def test_a_request_that_nothing_suits_does_not_hold_up_those_behind_it() -> None:
     table = table_of(PARTIAL, [1])
-    assert rows(serve(table, sampler("oldest"), ("a", Want(rows=1, step=5)), ("b", Want(rows=1, installed=0)))) == {1: [[0]]}
+    assert rows(serve(table, sampler("oldest"), ("a", Want(rows=1, partition=5)), ("b", Want(rows=1, installed=0)))) == {1: [[0]]}
 
 
 @pytest.mark.parametrize("name", ["oldest", "shortest_queue", "whole_groups"])
 def test_a_request_waits_for_as_many_rows_as_it_needs_unless_its_step_has_ended(name: str) -> None:
     table = table_of(WHOLE, [1, 1], [1, 1])
-    want = Want(rows=9, at_least=5, step=0)
+    want = Want(rows=9, at_least=5, partition=0)
     assert serve(table, sampler(name), ("a", want)) == {}
     add(table, [[1, 1]], first=5)
     assert rows(serve(table, sampler(name), ("a", want))) == {0: [[0, 1], [8, 9], [40, 41]]}
@@ -142,11 +142,11 @@ def of_ranks(ranks: int, **want: int) -> list[tuple[str, Want]]:
     return [(f"w{rank}", Want(rank=rank, **want)) for rank in range(ranks)]
 
 
-def test_a_round_waits_for_a_request_of_every_rank_for_the_same_step() -> None:
+def test_a_round_waits_for_a_request_of_every_rank_for_the_same_partition() -> None:
     table = table_of(WHOLE, [1], [2], [3], [4])
     chosen = sampler("token_balanced", ranks=2)
-    first, second = of_ranks(2, groups=1, step=0)
-    other = ("w1", Want(rank=1, groups=1, step=1))
+    first, second = of_ranks(2, groups=1, partition=0)
+    other = ("w1", Want(rank=1, groups=1, partition=1))
     assert serve(table, chosen, first, first, other) == {}
     assert sorted(serve(table, chosen, first, first, other, second)) == [0, 3]
     assert sorted(serve(table, chosen, first, first, second, second)) == [0, 2]  # one group each is left, for one round
@@ -156,7 +156,7 @@ def test_a_round_waits_for_a_request_of_every_rank_for_the_same_step() -> None:
 
 def test_a_round_waits_until_there_is_enough_for_all_unless_the_step_has_ended() -> None:
     table = table_of(PARTIAL, [7], [1], [4])
-    wants, chosen = of_ranks(2, rows=2, step=0), sampler("token_balanced", ranks=2)
+    wants, chosen = of_ranks(2, rows=2, partition=0), sampler("token_balanced", ranks=2)
     assert serve(table, chosen, *wants) == {}
     served = serve(ended(table, 0), chosen, *wants)
     assert sorted(row for lease in served.values() for row in lease.indices) == [0, 8, 16]
@@ -198,7 +198,7 @@ def test_ranks_get_equal_weights_of_lognormal_rows(spec: TaskSpec, sigma: float,
         table.notify(done, SCHEMA.mask(spec.outputs), None, 0.0)
     assert heaviest / mean <= 1.05 and np.quantile(rounds, 0.9) <= 1.05
     left = sum(len(group.rows) for group in table.ready.peek(Want(rows=1), admitted))
-    table.end_step(0)
+    table.end_partition(0)
     while table.ready.available(Want(rows=1), 1):  # those that were held back come at the end
         served = serve(table, chosen, *of_ranks(ranks, rows=8))
         left -= sum(len(lease.indices) for lease in served.values())

@@ -34,14 +34,15 @@ class LastFirst(Base):
     def pick(self, table, want):
         return table.ready.take_exactly([group.group for group in table.ready.peek(want, self.most)[-want.groups:]])
 
-class OfAnyStep(Base):
+class OfAnyPartition(Base):
     def pick(self, table, want): return table.ready.take(Want(groups=1, installed=want.installed))
 
 class OfAnyVersion(Base):
-    def pick(self, table, want): return table.ready.take(Want(groups=1, step=want.step))
+    def pick(self, table, want): return table.ready.take(Want(groups=1, partition=want.partition))
 
 class TooMany(Base):
-    def pick(self, table, want): return table.ready.take(Want(groups=want.groups + 1, step=want.step, installed=want.installed))
+    def pick(self, table, want):
+        return table.ready.take(Want(groups=want.groups + 1, partition=want.partition, installed=want.installed))
 
 class Nothing(Base):
     def pick(self, table, want): return None
@@ -71,27 +72,27 @@ def own(tmp_path: Path) -> str:
     return f"{tmp_path / 'own.py'}:"
 
 
-def schema_of(sampler: str, options: dict[str, Any] | None = None, *, whole_groups: bool = True, purpose: str = "") -> Schema:
-    train = TaskSpec("train", ("out",), whole_groups=whole_groups, purpose=purpose, sampler=sampler, sampler_options=options or {})
+def schema_of(sampler: str, options: dict[str, Any] | None = None, *, whole_groups: bool = True, topic: str = "") -> Schema:
+    train = TaskSpec("train", ("out",), whole_groups=whole_groups, topic=topic, sampler=sampler, sampler_options=options or {})
     return Schema(COLUMNS, (train,), 2)
 
 
 @pytest.mark.parametrize("whole_groups", [True, False])
-@pytest.mark.parametrize("purpose", ["", "train", "eval"])
+@pytest.mark.parametrize("topic", ["", "train", "eval"])
 @pytest.mark.parametrize("name", ["oldest", "shortest_queue", "token_balanced", "LastFirst", "Base"])
-def test_samplers_that_serve_every_request_pass(own: str, name: str, purpose: str, *, whole_groups: bool) -> None:
+def test_samplers_that_serve_every_request_pass(own: str, name: str, topic: str, *, whole_groups: bool) -> None:
     sampler, options = (name, {"ranks": 1} if name == "token_balanced" else {}) if name[0].islower() else (own + name, {})
-    schema = schema_of(sampler, options, whole_groups=whole_groups, purpose=purpose)
+    schema = schema_of(sampler, options, whole_groups=whole_groups, topic=topic)
     check_sampler(schema.task("train"), schema)
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("OfAnyStep", "gave group .* of step 0, .* to a request for step 1 and version 1 of task 'train'"),
+        ("OfAnyPartition", "gave group .* of partition 0, .* to a request for partition 1 and version 1 of task 'train'"),
         (
             "OfAnyVersion",
-            "gave group .*, which versions 0 to 0 may generate, to a request for step 1 and version 1 of task 'train'",
+            "gave group .*, which versions 0 to 0 may generate, to a request for partition 1 and version 1 of task 'train'",
         ),
         ("TooMany", "gave 2 groups to a request for 1 of task 'train'"),
         ("Nothing", STANDS_STILL.format(1)),
@@ -127,29 +128,29 @@ def ready(controller: Controller, *metas: GroupMeta) -> None:
     ("name", "want", "sentence"),
     [
         (
-            "OfAnyStep",
-            Want(groups=1, step=1),
-            "gave group 0 of step 0, which versions 0 to 2 may generate, to a request for step 1",
+            "OfAnyPartition",
+            Want(groups=1, partition=1),
+            "gave group 0 of partition 0, which versions 0 to 2 may generate, to a request for partition 1",
         ),
-        ("OfAnyVersion", Want(groups=1, installed=3), "gave group 0 .* to a request for step None and version 3"),
+        ("OfAnyVersion", Want(groups=1, installed=3), "gave group 0 .* to a request for partition None and version 3"),
         ("TooMany", Want(groups=1), "gave 2 groups to a request for 1"),
     ],
 )
 async def test_a_controller_hands_out_nothing_that_was_not_asked_for(own: str, name: str, want: Want, sentence: str) -> None:
     for is_parked in (False, True):  # until there are groups: then the sampler is asked when they come, by whoever tells of them
         controller = Controller("train", schema_of(own + name))
-        asking = asyncio.ensure_future(controller.lease(want, [])) if is_parked else None
+        asking = asyncio.ensure_future(controller.lease(want, [], 0)) if is_parked else None
         await loop_turns()
         ready(controller, *(GroupMeta(i, 2, i, Interval(i, i + 2), "train") for i in range(3)))
         with pytest.raises(UserError, match=sentence):
-            await (asking or controller.lease(want, []))
+            await (asking or controller.lease(want, [], 0))
         controller.close()
 
 
 async def test_a_controller_gives_what_an_own_sampler_chooses(own: str) -> None:
     controller = Controller("train", schema_of(own + "LastFirst", {"bounds": [0, 50]}))
     ready(controller, *(GroupMeta(i, 2, 0, Interval(0, 0), "train") for i in range(3)))
-    handed = [await controller.lease(Want(groups=1, step=0), []) for _ in range(3)]
+    handed = [await controller.lease(Want(groups=1, partition=0), [], 0) for _ in range(3)]
     assert [one.lease.groups[0].group for one in handed if one is not None] == [2, 1, 0]
     controller.close()
 

@@ -44,14 +44,14 @@ def test_every_column_and_every_mark_has_a_bit_of_its_own() -> None:
     assert SCHEMA.column("dead") == Column("dead", "uint8", ragged=True)
 
 
-def test_two_tasks_write_one_column_only_of_groups_for_different_purposes() -> None:
-    def tasks(*purposes: str) -> tuple[TaskSpec, ...]:
-        return tuple(TaskSpec(f"t{i}", (), ("ids",), purpose=purpose) for i, purpose in enumerate(purposes))
+def test_two_tasks_write_one_column_only_of_groups_of_different_topics() -> None:
+    def tasks(*topics: str) -> tuple[TaskSpec, ...]:
+        return tuple(TaskSpec(f"t{i}", (), ("ids",), topic=topic) for i, topic in enumerate(topics))
 
     assert len(Schema(COLUMNS, tasks("train", "eval"), 1).tasks) == 2
-    for purposes in (("", "eval"), ("train", ""), ("eval", "eval"), ("", "")):
+    for topics in (("", "eval"), ("train", ""), ("eval", "eval"), ("", "")):
         with pytest.raises(ValueError, match="column 'ids' is written by two tasks, 't0' and 't1'"):
-            Schema(COLUMNS, tasks(*purposes), 1)
+            Schema(COLUMNS, tasks(*topics), 1)
     with pytest.raises(ValueError, match="'t1' and 't2'"):
         Schema(COLUMNS, tasks("train", "eval", "eval"), 1)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from asyncflow.loops.samples import BEHIND_TRAINING
 from asyncflow.transfer_queue.leases import DeadRow, Lease, StaleToken, Token, Want
 from asyncflow.transfer_queue.schema import Schema, TaskSpec
 from asyncflow.transfer_queue.table import RowState, Table
-from asyncflow.types import Array, Column, GroupMeta
+from asyncflow.types import Array, Column, GroupMeta, Interval
 from tests import builders
 from tests.depth import few
 
@@ -134,26 +134,25 @@ def test_batches_of_every_size_do_the_same(spec: TaskSpec, size: int) -> None:
     assert not table._pages._pages and not table._pages._kinds and table.state_of(first) is None
 
 
-def test_the_lowest_version_goes_first_and_training_before_evaluation_and_the_lowest_step() -> None:
-    evaluations = [meta(6, step=0, purpose="eval"), meta(3, step=2, low=2, purpose="eval")]
+def test_the_lowest_priority_goes_first_and_then_the_lowest_partition() -> None:
+    evaluations = [meta(6, step=0, topic="eval"), meta(3, step=2, low=2, topic="eval")]
     table = table_of(PARTIAL, meta(7, step=1), *evaluations, meta(5, step=0), meta(4, step=0, low=1))
     assert numbers(lease(table, groups=9)) == [5, 7, 6, 4, 3]
 
 
-def test_a_task_may_have_all_of_training_before_any_evaluation() -> None:
-    evaluations = [meta(8, step=0, low=0, purpose="eval"), meta(9, step=1, low=1, purpose="eval")]
-    spec = msgspec.structs.replace(PARTIAL, training_first=True)
-    table = table_of(spec, *evaluations, meta(5, step=7, low=6), meta(4, step=6, low=6))
+def test_evaluations_may_come_behind_all_of_training() -> None:
+    evaluations = [GroupMeta(8 + v, 2, v, Interval(v, v), "eval", BEHIND_TRAINING) for v in range(2)]
+    table = table_of(PARTIAL, *evaluations, meta(5, step=7, low=6), meta(4, step=6, low=6))
     assert [lease.groups[0].group for lease in iter(lambda: any_lease(table), None)] == [4, 5, 8, 9]
 
 
 def test_an_evaluation_goes_behind_the_training_rows_of_all_steps_that_its_version_may_make() -> None:
     steps = [meta(step, step=step, low=max(0, step - 2), high=step) for step in range(5)]  # of versions step - 2 to step
-    evaluations = [meta(10 + version, step=version, low=version, high=version, purpose="eval") for version in range(2)]
+    evaluations = [meta(10 + version, step=version, low=version, high=version, topic="eval") for version in range(2)]
     table = table_of(PARTIAL, *evaluations, *reversed(steps))
     assert [group.group for group in table.ready.peek(Want(groups=1, installed=0), 9)] == [0, 1, 2, 10]
     assert [group.group for group in table.ready.peek(Want(groups=1, installed=1), 9)] == [1, 2, 3, 11]
-    assert [group.group for group in table.ready.peek(Want(groups=1, step=1), 9)] == [1, 11]
+    assert [group.group for group in table.ready.peek(Want(groups=1, partition=1), 9)] == [1, 11]
     table.narrow(0, 1)  # it keeps its place
     assert [group.group for group in table.ready.peek(Want(groups=1), 9)] == [0, 1, 2, 10, 3, 11, 4]
 
@@ -193,15 +192,15 @@ def test_a_group_that_is_narrowed_goes_to_no_older_version_whoever_has_it() -> N
 
 def test_a_lease_of_one_step_takes_no_other() -> None:
     table = table_of(WHOLE, meta(0, step=0), meta(1, step=1), meta(2, step=2))
-    assert table.ready.available(Want(groups=1, step=1), EVERYTHING) == 2
-    assert numbers(lease(table, groups=9, step=1)) == [1]
-    assert any_lease(table, groups=9, step=1) is None
+    assert table.ready.available(Want(groups=1, partition=1), EVERYTHING) == 2
+    assert numbers(lease(table, groups=9, partition=1)) == [1]
+    assert any_lease(table, groups=9, partition=1) is None
 
 
-def test_a_task_of_one_purpose_does_not_know_the_other() -> None:
-    spec = TaskSpec("trained", ("a",), purpose="train")
+def test_a_task_of_one_topic_does_not_know_the_other() -> None:
+    spec = TaskSpec("trained", ("a",), topic="train")
     table = Table(spec, schema_of(spec), "now")
-    table.admit([meta(0, purpose="eval"), meta(1)], 0)
+    table.admit([meta(0, topic="eval"), meta(1)], 0)
     notify(table, rows(0) + rows(1), ["a"])
     assert numbers(lease(table, groups=9)) == [1]
     assert table.counts()["leased"] == 2
@@ -558,8 +557,8 @@ def test_what_a_dropped_group_left_in_a_queue_does_not_stand_for_its_successor_o
     table.drop(ids(rows(0)))
     table.admit([meta(0, step=1)], 0)
     notify(table, rows(0), WHOLE.reads)
-    assert numbers(lease(table, groups=9, step=0)) == [1]
-    assert lease(table, groups=9, step=1).groups == [meta(0, step=1)]
+    assert numbers(lease(table, groups=9, partition=0)) == [1]
+    assert lease(table, groups=9, partition=1).groups == [meta(0, step=1)]
 
 
 @pytest.mark.parametrize("num_groups", [5, 40])
@@ -588,7 +587,7 @@ def test_nothing_is_left_behind_by_many_steps() -> None:
     for step in range(500):
         table.admit([meta(step * 100, step=step)], 0)
         notify(table, rows(step * 100), WHOLE.reads)
-        lease(table, step=step, now=step * 0.001)
+        lease(table, partition=step, now=step * 0.001)
         notify(table, rows(step * 100), ["done/train"])
         table.drop(ids(rows(step * 100)))
         table.expire(step * 0.001)
@@ -615,7 +614,7 @@ def test_the_oldest_ready_row_tells_how_long_it_has_waited() -> None:
     notify(table, rows(0), WHOLE.reads, 2)
     notify(table, rows(1), WHOLE.reads, 7)
     assert table.ready.waiting_seconds(10) == 9
-    lease(table, step=1, now=10)
+    lease(table, partition=1, now=10)
     assert table.ready.waiting_seconds(10) == 8
     taken = lease(table, now=10)
     assert table.ready.waiting_seconds(10) == 3
@@ -625,8 +624,8 @@ def test_the_oldest_ready_row_tells_how_long_it_has_waited() -> None:
 
 def test_a_request_is_over_when_its_step_has_ended_or_the_table_is_closed() -> None:
     table = table_of(WHOLE, meta(0))
-    table.end_step(1)
-    over = [Want(groups=1, step=1), Want(groups=1, step=0), Want(groups=1)]
+    table.end_partition(1)
+    over = [Want(groups=1, partition=1), Want(groups=1, partition=0), Want(groups=1)]
     assert [table.is_over(want) for want in over] == [True, False, False]
     table.is_closed = True
     assert all(table.is_over(want) for want in over)
@@ -634,22 +633,23 @@ def test_a_request_is_over_when_its_step_has_ended_or_the_table_is_closed() -> N
 
 def test_a_request_for_any_step_until_one_has_ended_is_then_answered_with_nothing_whatever_is_ready() -> None:
     table = table_of(WHOLE, meta(0, step=0), meta(1, step=1))
-    until, of_step = Want(groups=1, until=0), Want(groups=1, step=0)
+    until, of_step = Want(groups=1, until=0), Want(groups=1, partition=0)
     assert not table.is_over(until) and not table.has_nothing_left(until)
     assert numbers(lease(table, until=0)) == [0] and numbers(lease(table, until=0)) == [1]  # groups of every step
     assert not table.has_nothing_left(until)  # there may be more
     table.admit([meta(2, step=1)], 0)
     notify(table, rows(2), WHOLE.reads)
-    table.end_step(1)
+    table.end_partition(1)
     assert not table.is_over(until)
-    table.end_step(0)
+    table.end_partition(0)
     assert table.is_over(until) and table.ready.available(until, EVERYTHING) == 2
     assert table.has_nothing_left(until) and not table.has_nothing_left(Want(groups=1))
-    assert table.has_nothing_left(of_step) and not table.has_nothing_left(Want(groups=1, step=1))  # what is ready of a step, still
+    assert table.has_nothing_left(of_step)
+    assert not table.has_nothing_left(Want(groups=1, partition=1))  # what is ready of a partition, still
 
 
 def test_what_is_ready_is_known_by_the_last_version_that_may_make_it() -> None:
-    table = table_of(PARTIAL, meta(0, high=0), meta(1, low=0, high=2, purpose="eval"), meta(2, step=2, low=1, high=2), ready=False)
+    table = table_of(PARTIAL, meta(0, high=0), meta(1, low=0, high=2, topic="eval"), meta(2, step=2, low=1, high=2), ready=False)
     versions = (-1, 0, 1, 2, 3)
     assert [table.ready.for_none_after(v) for v in versions] == [0] * 5
     assert [table.ready.last_version(v) for v in versions] == [None] * 5
@@ -744,13 +744,13 @@ class TableAgainstModel(RuleBasedStateMachine):
         sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3),
         step=st.integers(0, 1),
         low=st.integers(0, 1),
-        purpose=st.sampled_from(["train", "eval"]),
+        topic=st.sampled_from(["train", "eval"]),
         columns=st.sampled_from([["a", "b"], ["a", "b"], ["a"], []]),
         tokens=st.sampled_from([None, 3]),
     )
-    def put(self, sizes: list[int], step: int, low: int, purpose: str, columns: list[str], tokens: int | None) -> None:
+    def put(self, sizes: list[int], step: int, low: int, topic: str, columns: list[str], tokens: int | None) -> None:
         first = len(self.metas)
-        new = [meta(first + i, size=n, step=step, low=low, high=low + 1, purpose=purpose) for i, n in enumerate(sizes)]
+        new = [meta(first + i, size=n, step=step, low=low, high=low + 1, topic=topic) for i, n in enumerate(sizes)]
         self.metas |= {m.group: m for m in new}
         self.table.admit(new, 0)
         added = self.schema.rows_of(new)
@@ -790,9 +790,11 @@ class TableAgainstModel(RuleBasedStateMachine):
         ready = {
             group: free
             for group, m in self.metas.items()
-            if (installed is None or installed in m.interval) and step in (None, m.step) and (free := self.leasable(group, held))
+            if (installed is None or installed in m.interval)
+            and step in (None, m.partition)
+            and (free := self.leasable(group, held))
         }
-        want = Want(installed=installed, step=step, **limits)
+        want = Want(installed=installed, partition=step, **limits)
         assert self.table.ready.available(want, EVERYTHING) == sum(map(len, ready.values()))
         assert {g.group: g.rows for g in self.table.ready.peek(want, EVERYTHING)} == ready
         pick = self.table.ready.take(want)
@@ -800,8 +802,8 @@ class TableAgainstModel(RuleBasedStateMachine):
             assert not ready
             return
         taken = self.table.hand_out(worker, self.now, pick)
-        order = [(m.interval.low, m.purpose != "train", m.step) for m in taken.groups]
-        best = sorted((self.metas[g].interval.low, self.metas[g].purpose != "train", self.metas[g].step) for g in ready)
+        order = [(m.priority, m.partition) for m in taken.groups]
+        best = sorted((self.metas[g].priority, self.metas[g].partition) for g in ready)
         assert order == best[: len(order)]
         whole = [found == ready[m.group] for m, found in zip(taken.groups, taken.rows, strict=True)]
         assert all(whole) if self.whole else all(whole[:-1])
@@ -880,9 +882,9 @@ class TableAgainstModel(RuleBasedStateMachine):
         self.settle_leases()
 
     @rule(step=st.integers(0, 2))
-    def end_step(self, step: int) -> None:
-        self.table.end_step(step)
-        assert self.table.is_over(Want(groups=1, step=step)) and not self.table.is_over(Want(groups=1))
+    def end_partition(self, step: int) -> None:
+        self.table.end_partition(step)
+        assert self.table.is_over(Want(groups=1, partition=step)) and not self.table.is_over(Want(groups=1))
 
     @invariant()
     def what_is_ready_is_known_by_its_last_version(self) -> None:

@@ -66,7 +66,7 @@ class ManyRanks:
         self.models.begin_step()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine.forward_backward`: one turn."""
+        """See `TrainEngine.forward_backward`: one round."""
         packed = [pack_thrifty(batch.prompt_ids, batch.response_ids, self.ranks.device) for batch in micro_batches]
         asks_old = max((self.models.asks_old_model(batch) for batch in micro_batches), default=False)  # asks all: it may raise
         asks_reference = any(batch.ref_logprobs is None for batch in micro_batches) and self.models.reference is not None

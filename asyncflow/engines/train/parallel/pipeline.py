@@ -1,6 +1,6 @@
 """Runs packed micro-batches through the stages of a model: one forward, one backward (1F1B), over sends and receives.
 
-consumes: a turn's micro-batches, which every stage has; hidden states from the stage before, their gradients from the one behind
+consumes: a round's micro-batches, which every stage has; hidden states from the stage before, their gradients from the one behind
 waits for: the neighbouring stages, for at most `timeout_seconds`
 is unblocked by: what a neighbour sends, or its end
 

@@ -2,7 +2,7 @@
 
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank          a mesh (dp, pp, tp)
     leader -- calls (calls.py) --> the other ranks of its data-parallel group
-    the same rank of every group <-- small numbers, agreed on --> (how many micro-batches a turn has)
+    the same rank of every group <-- small numbers, agreed on --> (how many micro-batches a round has)
 
 consumes: the environment of a worker (RANK, WORLD_SIZE, ...), as `asyncflow train` and torchrun set it
 waits for: the other ranks, in each exchange for at most `EXCHANGE_SECONDS`; a follower for its leader's next call, however long
