@@ -8,9 +8,12 @@ is unblocked by: their answers; `withdraw`
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 from asyncflow.transfer_queue.controller import Controller, Handed
 from asyncflow.transfer_queue.leases import Lease, Token, Want
@@ -30,31 +33,32 @@ class ClientLeases:
         self._asking: dict[str, set[asyncio.Future[None]]] = {}  # each is done when its request is withdrawn
         self._withdrawn: set[asyncio.Future[Handed | None]] = set()  # requests that may have an answer on its way all the same
         self._withdrawals: Counter[str] = Counter()
-        self._giving_back: set[asyncio.Future[None]] = set()
+        self._calling: set[asyncio.Future[None]] = set()
+        self._keys = itertools.count(1)
 
     # -- asking -------------------------------------------------------------------------------------------------------------
 
     async def ask(self, task: str, want: Want, columns: list[str]) -> Handed | None:
         """See `Controller.lease`. A request that is withdrawn comes to None. A lease that it comes to all the same is given back,
         and so is one whose asker has gone."""
-        request = asyncio.ensure_future(self._controller(task).lease(want, columns))
+        key = next(self._keys)
+        request = asyncio.ensure_future(self._controller(task).lease(want, columns, key))
         withdrawn = asyncio.get_running_loop().create_future()
         asking = self._asking.setdefault(task, set())
         asking.add(withdrawn)
         try:
             await asyncio.wait([request, withdrawn], return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                return request.result()
+            self._leave(request)
+            return None
         except asyncio.CancelledError:
-            request.add_done_callback(self._unwanted)
-            request.cancel()
+            if not request.done():
+                self._start(self._controller(task).withdraw(key))  # if that is lost, so is the request
+            self._leave(request)
             raise
         finally:
             asking.discard(withdrawn)
-        if request.done():
-            return request.result()
-        # It is not cancelled: the controller may have answered it with a lease before it heard of the withdrawal.
-        self._withdrawn.add(request)
-        request.add_done_callback(self._unwanted)
-        return None
 
     def num_withdrawals(self, task: str) -> int:
         """Number of the task's withdrawals. A request from before the last one is not repeated: the worker has withdrawn it."""
@@ -64,7 +68,7 @@ class ClientLeases:
         """See `TransferQueueClient.withdraw`."""
         self._withdrawals[task] += 1
         asking = list(self._asking.get(task, ()))
-        await self._controller(task).withdraw()
+        await self._controller(task).withdraw(None)
         for withdrawn in asking:  # a request that was lost on its way has no answer yet
             if not withdrawn.done():
                 withdrawn.set_result(None)
@@ -73,6 +77,11 @@ class ClientLeases:
         """Cancel the requests that were withdrawn and are not answered yet: the connection ends."""
         for request in self._withdrawn:
             request.cancel()
+
+    def _leave(self, request: asyncio.Future[Handed | None]) -> None:
+        """Nobody waits for the answer. The request is not cancelled: the controller may have answered it with a lease already."""
+        self._withdrawn.add(request)
+        request.add_done_callback(self._unwanted)
 
     def _unwanted(self, request: asyncio.Future[Handed | None]) -> None:
         """Give back a lease that came when its request had been withdrawn, or its asker had gone."""
@@ -115,11 +124,16 @@ class ClientLeases:
 
     def give_back(self, lease: Lease) -> None:
         """Beside whatever goes on: the asker may have been cancelled."""
-        giving = asyncio.ensure_future(self._controller(lease.token.task).give_back(lease.token))
-        self._giving_back.add(giving)
-        giving.add_done_callback(self._gave_back)
+        giving_back = self._controller(lease.token.task).give_back(lease.token)
+        self._start(giving_back, "a lease could not be given back, and is over when it expires: %s")
 
-    def _gave_back(self, giving: asyncio.Future[None]) -> None:
-        self._giving_back.discard(giving)
-        if not giving.cancelled() and (error := giving.exception()) is not None:
-            log.warning("a lease could not be given back, and is over when it expires: %s", error)
+    def _start(self, call: Coroutine[Any, Any, None], failure: str = "") -> None:
+        """Make a call of the controller that nobody waits for. `failure`: what is logged when it fails, if anything."""
+        calling = asyncio.ensure_future(call)
+        self._calling.add(calling)
+        calling.add_done_callback(partial(self._called, failure))
+
+    def _called(self, failure: str, calling: asyncio.Future[None]) -> None:
+        self._calling.discard(calling)
+        if not calling.cancelled() and (error := calling.exception()) is not None and failure:
+            log.warning(failure, error)

@@ -30,7 +30,7 @@ class Parts:
     def get(self, interface: type, name: str) -> Any:
         return self
 
-    async def lease(self, want: Any, columns: list[str]) -> Handed:
+    async def lease(self, want: Any, columns: list[str], key: int) -> Handed:
         self.num_leases += 1
         if self.num_leases > 1:
             await asyncio.Event().wait()
@@ -43,7 +43,7 @@ class Parts:
     async def present(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
-    async def withdraw(self) -> None: ...
+    async def withdraw(self, key: int | None) -> None: ...
 
     async def give_back(self, token: Token) -> None: ...
 

@@ -28,15 +28,9 @@ class Asked:
         self.answer: asyncio.Future[Handed | None] = asyncio.get_running_loop().create_future()
         self.heard: list[str] = []
         self.stale: set[int] = set()
-        self.ignores_cancellation = False
 
-    async def lease(self, want: Want, columns: list[str]) -> Handed | None:
-        try:
-            return await asyncio.shield(self.answer)
-        except asyncio.CancelledError:
-            if not self.ignores_cancellation:
-                raise
-            return await self.answer
+    async def lease(self, want: Want, columns: list[str], key: int) -> Handed | None:
+        return await self.answer
 
     async def give_back(self, token: Token) -> None:
         self.heard.append(f"back {token.lease}")
@@ -45,8 +39,8 @@ class Asked:
         self.heard += [f"renew {token.lease}" for token in tokens]
         return [token for token in tokens if token.lease in self.stale]
 
-    async def withdraw(self) -> None:
-        self.heard.append("withdraw")
+    async def withdraw(self, key: int | None = None) -> None:
+        self.heard.append("withdraw" if key is None else f"withdraw {key}")
 
 
 def opened() -> tuple[ClientLeases, Asked]:
@@ -64,17 +58,20 @@ async def test_a_lease_is_held_until_something_has_been_said_of_its_last_row() -
     leases.let_go(lease(), [1])  # of one that it does not hold
 
 
-async def test_a_lease_whose_asker_has_gone_is_given_back() -> None:
+@pytest.mark.parametrize("is_on_its_way", [False, True])
+async def test_a_request_whose_asker_has_gone_is_withdrawn_and_its_lease_given_back(is_on_its_way: bool) -> None:
+    """The request alone: others of the same task are still wanted. It is not cancelled, or the answer would be lost on its way."""
     leases, asked = opened()
-    asked.ignores_cancellation = True  # the answer is on its way already
     asking = asyncio.create_task(leases.ask("train", Want(rows=2), []))
     await loop_turns(5)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    asked.answer.set_result(Handed(lease(3), None))
     await loop_turns()
-    assert asked.heard == ["back 3"] and leases.held == {}
+    asked.answer.set_result(Handed(lease(3), None) if is_on_its_way else None)
+    await loop_turns()
+    assert asked.heard == ["withdraw 1", *(["back 3"] if is_on_its_way else [])] and leases.held == {}
+    assert leases.num_withdrawals("train") == 0
 
 
 async def test_a_withdrawn_request_comes_to_nothing_though_it_was_lost_on_its_way() -> None:
