@@ -16,11 +16,12 @@ from asyncflow.types import RunError
 
 # T response tokens.
 
-TOLERANCES = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.25, 0.01)}
+TOLERANCES = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.25, 0.1)}
 """Tolerances by the dtype of the passes: difference of a token's log-prob in nats, and relative distance of the gradients.
 
-Rounding alone gives, on small models, 1e-5 and 1e-6 in float32, and 0.09 and 0.003 in bfloat16. If a response sees another
-response, the differences are 0.3 and 0.02 or more.
+Rounding alone gives 1e-5 and 1e-6 in float32. In bfloat16 it gives up to 0.09 and 0.04: a gradient of a sum of log-probs is small
+beside its addends. If a response sees another response, a trained model's differences are 0.25 and 1 or more; those of a model of
+random weights are 0.3 and 0.02.
 """
 
 _ADVICE = "that is a fault of the attention on this device, to be reported; train.responses_per_micro_batch=1 trains without it"

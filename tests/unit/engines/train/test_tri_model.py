@@ -1,5 +1,6 @@
 """Old policy and reference: which weights their log-probs are of, when those weights move, and what they cost nothing of."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from asyncflow.config import load
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train.frozen_engine import FrozenEngine
 from asyncflow.engines.train.model import check_sharing
-from asyncflow.engines.train.model.causal_model import FrozenModel
+from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions
 from asyncflow.engines.train.model.packing import Packed, pack
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.run.factories import train_engine_options
-from asyncflow.types import Layout, LossSums, RunError, TokenBatch
-from tests.conftest import ROOT
+from asyncflow.types import Layout, LossSums, Ragged, RunError, TokenBatch
+from tests.conftest import MODEL, ROOT
 from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, frozen_engine, one_rank, torch_engine, train_on, weights_of
 
 
@@ -214,3 +215,38 @@ async def test_a_response_that_sees_another_one_is_noticed(
     monkeypatch.setattr(check_sharing, "pack", leaking)
     with pytest.raises(RunError, match=r"a gradient .* away from that of the rows alone|the log-prob .* for a token of row 2"):
         await train_on(torch_engine(model_path("qwen2-tiny"), dtype=dtype), batch, Objective())
+
+
+def sampled(policy: CausalModel, prompt: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Responses of these lengths as the policy itself gives them."""
+    generator = torch.Generator().manual_seed(0)
+    responses = [np.zeros(0, np.int64) for _ in lengths]
+    for row, length in enumerate(lengths):
+        for _ in range(length):
+            packed = pack(prompt, Ragged.from_arrays([np.append(responses[row], 0)], "int64"), "cpu", is_shared=False)
+            hidden_TH, head_VH = policy.hidden(packed)
+            odds = (hidden_TH[-1] @ head_VH.T).float().softmax(-1)
+            responses[row] = np.append(responses[row], int(torch.multinomial(odds, 1, generator=generator)))
+    return responses
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_to_bfloat16_is_told_from_a_fault_in_a_trained_model(
+    make_micro_batch: MakeMicroBatch, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The gradient of a sum of log-probs is small beside its addends: rounding changes it by some percent."""
+    policy, lengths = CausalModel(MODEL, PassOptions(torch.bfloat16, 1.0, 512), device="cpu"), (10, 8, 6, 9, 4, 3, 4, 2)
+    prompt = np.random.default_rng(seed).integers(0, policy.module.config.vocab_size, 30)
+    responses = Ragged.from_arrays(sampled(policy, prompt, lengths), "int64")
+    batch = replace(make_micro_batch(lengths=lengths), prompt_ids=prompt, response_ids=responses)
+    check_sharing.check_sharing(policy, batch)
+
+    def leaking(*arguments: Any, is_shared: bool) -> Packed:
+        """The first response's segment goes on into the second."""
+        packed = pack(*arguments, is_shared=is_shared)
+        segments = (30, 18, *lengths[2:]) if is_shared else packed.layout.segment_lengths
+        return replace(packed, layout=replace(packed.layout, segment_lengths=segments))
+
+    monkeypatch.setattr(check_sharing, "pack", leaking)
+    with pytest.raises(RunError, match="sharing the prompt gives"):
+        check_sharing.check_sharing(policy, batch)
