@@ -1,4 +1,5 @@
-"""The configuration: its sections, and what is possible. How they are read, and what is said of a mistake: settings.py.
+"""Configuration of a run: its sections, their keys and defaults, and which values are possible. settings.py reads them and
+describes mistakes.
 
 Unknown or contradictory keys are errors of one sentence.
 """
@@ -88,7 +89,7 @@ class DataConfig(Section):
 
 
 class DelaysConfig(Section):
-    """Rewards that come late on purpose, to show what does not depend on timing. For tests of the machinery, not for training."""
+    """Artificial delays of rewards, to show what does not depend on timing. For tests of the machinery, not for training."""
 
     mean_seconds: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
     """Each reward is late by a pseudo-random time with this mean; 0: none."""
@@ -97,7 +98,7 @@ class DelaysConfig(Section):
 
 
 class PartConfig(Section):
-    """One of several rewards."""
+    """One reward of several."""
 
     scorer: Chosen
     """What turns a response into a number."""
@@ -152,7 +153,7 @@ class RewardConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _scorer_or_others(cls, tree: Any) -> Any:
-        """Who names other scorers, or a model, has not asked for the default one."""
+        """Drop the default scorer where other scorers, or a model, are named."""
         if isinstance(tree, Mapping) and (tree.get("scorers") or tree.get("model")) and "scorer" not in tree:
             return {**tree, "scorer": None}
         return tree
@@ -173,17 +174,17 @@ class RewardConfig(Section):
 
     @property
     def parts(self) -> dict[str, PartConfig]:
-        """Those that run in reward processes, by name. A single one without a name is `scorer`."""
+        """Rewards that run in reward processes, by name. A single one without a name is called `scorer`."""
         return dict(self.scorers) if self.scorer is None else {"scorer": PartConfig(scorer=self.scorer)}
 
     @property
     def names(self) -> list[str]:
-        """Of all parts, in the order in which a row's are stored."""
+        """Names of all rewards, in the order in which a row's are stored."""
         return [*self.parts, *(["model"] if self.model is not None else [])]
 
     @property
     def has_parts(self) -> bool:
-        """Whether each part's reward is kept beside the sum, and with it whether there was any."""
+        """Whether each reward is stored beside the sum. A row's stored rewards also show whether any scorer gave one."""
         return len(self.names) > 1 or self.value_on_failure is not None
 
 
@@ -213,7 +214,7 @@ class RolloutConfig(Section):
 
 
 class CriticConfig(Section):
-    """The model of values, where the algorithm has one; it is trained as the policy is, but for what is here."""
+    """Model of values, where the algorithm has one. What is not set here is as for the policy."""
 
     path: str | None = None
     """What it starts from: a folder in Hugging Face format, with a value head if a run has saved it; by default the policy's."""
@@ -309,7 +310,7 @@ class WeightSyncConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _chosen(cls, tree: Any) -> Any:
-        """Chosen as everything else is: by name, in a mapping or alone, or by path."""
+        """Read the section like any other choice: a name alone, a mapping with a name, or a path."""
         if isinstance(tree, str):
             return {"name": tree}
         if not isinstance(tree, Mapping) or "path" not in tree:
@@ -341,7 +342,7 @@ class QueueConfig(Section):
 
     @property
     def unit_capacity_bytes(self) -> int:
-        """What a unit may hold."""
+        """Bytes that one storage unit may hold."""
         return self.capacity_bytes or psutil.virtual_memory().total // 2 // self.num_units
 
 
@@ -383,7 +384,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Files that a run can be resumed from, by `--resume`."""
+    """Checkpoints, from which a run is resumed with `--resume`."""
 
     every_steps: PositiveInt | None = None
     """How often a checkpoint is written, besides at the run's end, whatever ends it in order."""
@@ -394,7 +395,7 @@ class CheckpointConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How training is cut over devices: dp x tp x pp of them."""
+    """Layout of training over devices: dp x tp x pp of them."""
 
     dp: PositiveInt = 1
     """Data-parallel groups, each with its own prompts; parameters, gradients and optimiser state are cut over them (FSDP)."""
@@ -405,13 +406,13 @@ class LayoutConfig(Section):
 
 
 class PlanConfig(Section):
-    """The allocation of devices."""
+    """Allocation of devices."""
 
     train: LayoutConfig = LayoutConfig()
 
 
 class Config(Section):
-    """A run."""
+    """Configuration of a run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -475,12 +476,12 @@ class Config(Section):
 
     @property
     def evaluators_device(self) -> str:
-        """What each evaluator generates on."""
+        """Device on which each evaluator generates."""
         return self.eval.device or self.rollout.device
 
     @property
     def layout(self) -> Layout:
-        """How training is cut over devices."""
+        """Layout of training over devices."""
         return Layout(**self.plan.train.model_dump())
 
     @property
@@ -489,7 +490,7 @@ class Config(Section):
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `key.path=value` overrides (values are YAML), check. Raises `UserError`."""
+    """Read a YAML file, apply `key.path=value` overrides (values are YAML), and check the result. Raises `UserError`."""
     tree = read_yaml(path)
     for override in overrides:
         apply_override(tree, override)
@@ -502,10 +503,10 @@ def parse(tree: Mapping[str, Any]) -> Config:
 
 
 def parse_dumped(text: str) -> Config:
-    """The configuration that `dump` wrote. Raises `UserError`."""
+    """Read a configuration that `dump` wrote. Raises `UserError`."""
     return parse(from_yaml(text))
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as YAML that `load` takes."""
+    """Write the resolved configuration as YAML that `load` reads."""
     return to_yaml(config.model_dump(mode="json"))

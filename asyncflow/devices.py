@@ -1,4 +1,5 @@
-"""What devices are called: by PyTorch, by clusters that count them, by the variables that show them. Accelerators are named here.
+"""Names of devices: in PyTorch, in clusters that count them, and in the variables that make them visible. Only this file names
+accelerators.
 
 Whoever computes is handed a device, and asks at most whether it is the CPU. What differs between accelerators is looked up here, by
 kind, or in `engines/devices.py`, from PyTorch. No torch here: configurations name devices where nothing computes.
@@ -27,5 +28,5 @@ VISIBLE: Final = (*SHOWN_BY.values(), "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVIC
 
 
 def kind_of(device: str) -> str:
-    """`cuda` of `cuda:1`."""
+    """Kind of a device: `cuda` for `cuda:1`."""
     return device.partition(":")[0]

@@ -1,4 +1,4 @@
-"""What a model's folder in Hugging Face format says, for whoever may not import transformers, or torch."""
+"""Facts of a model's folder in Hugging Face format, for processes that must not import transformers or torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncflow.types import UserError
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no file. Raises `UserError` if it is not JSON."""
+    """Read a JSON object; an empty one where there is no file. Raises `UserError` if the file is not JSON."""
     if not file.is_file():
         return {}
     try:
@@ -21,7 +21,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """The ids that end a response, from `generation_config.json`, else `config.json`."""
+    """Ids of the tokens that end a response, from `generation_config.json`, else from `config.json`."""
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id")
         if found is not None and found != []:
@@ -30,7 +30,7 @@ def end_token_ids(folder: Path) -> list[int]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Where the weights are, as transformers looks for them: in `model.safetensors`, or else in the shards that an index names."""
+    """Files of the weights, looked for as transformers does: `model.safetensors`, or else the shards that an index names."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file() or not index.is_file():
         return [whole]

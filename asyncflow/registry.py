@@ -1,4 +1,4 @@
-"""Choices by name, by `package.module:Name`, or by a user's own `file.py:Name`. Nothing is imported until it is chosen.
+"""Choices by name, by `package.module:Name`, or by a user's own `file.py:Name`. A choice is imported when it is made, not before.
 
 A name is a built-in one, or one that an installed package gives by an entry point: a train engine in the group
 `asyncflow.train_engines`, and so for each kind.
@@ -20,7 +20,7 @@ from asyncflow.user_file import import_file
 
 
 def resolve(kind: str, choice: str, known: Mapping[str, str]) -> str:
-    """The `module:Name` or `file.py:Name` behind a choice. `known`: the built-in names.
+    """Resolve a choice to `module:Name` or `file.py:Name`. `known`: the built-in names.
 
     Raises `UserError` listing the known names, or saying which packages give the same one.
     """
@@ -54,7 +54,7 @@ def build(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str
 
 
 def check_options(kind: str, choice: str, options: Mapping[str, Any], known: Mapping[str, str]) -> None:
-    """Check, without building it, that a chosen class takes these options. Raises `UserError`, as `build` would."""
+    """Check that a chosen class takes these options, without building it. Raises `UserError`, as `build` would."""
     try:
         inspect.signature(load(kind, resolve(kind, choice, known))).bind(**options)
     except TypeError as error:
@@ -66,7 +66,7 @@ def _refused(kind: str, choice: str, error: TypeError) -> UserError:
 
 
 def _with_installed(kind: str, known: Mapping[str, str]) -> dict[str, str]:
-    """The built-in names, then those of installed packages."""
+    """Built-in names, then the names that installed packages register."""
     names, origins = dict(known), dict.fromkeys(known, "AsyncFlow itself")
     for name, target, package in _installed(f"asyncflow.{kind.replace(' ', '_')}s", tuple(sys.path)):
         if name in names:
@@ -80,7 +80,7 @@ def _with_installed(kind: str, known: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache
 def _installed(group: str, _path: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
-    """(name, `module:Name`, package) of a group's entry points; reading them takes milliseconds."""
+    """Entry points of a group: (name, `module:Name`, package). Reading them takes milliseconds."""
     found = (
         (point.name, f"{point.module}:{point.attr}", point.dist.name if point.dist else "unknown")
         for point in entry_points(group=group)

@@ -1,4 +1,4 @@
-"""A step of a run, trained again from its kept batch: the run's own loops, without anybody who generates.
+"""Training a step of a run again from its kept batch, with the run's own loops and without generation.
 
     RUN/batches/step-s      --+
     RUN/checkpoints/step-c  --+--> a run of the steps c to s in a scratch folder --> metrics, fingerprints --> beside the run's own
@@ -58,8 +58,9 @@ _NOT_NEEDED = ("rollout/", "reward", "reference")  # workers whose columns are i
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is trained again. `first`: the step whose weights are loaded, from `checkpoint`, or from the model the run began with;
-    `batches`: by step, up to the one asked for. `is_exact`: the weights are those before the first of them."""
+    """Steps to be trained again. `first`: the step whose weights are loaded, from `checkpoint`, or from the model that the run
+    began with; `batches`: kept batches by step, up to the step asked for. `is_exact`: the weights are those from before the first
+    of them."""
 
     step: int
     first: int
@@ -70,7 +71,7 @@ class Plan:
     weights_of: int
 
     def line(self) -> str:
-        """What is said of it."""
+        """Description of the plan in one line."""
         weights = (
             f"the checkpoint {self.checkpoint}"
             if self.checkpoint is not None
@@ -83,7 +84,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The replay beside the run, of the policy and of the critic, where there is one.
+    """Results of the replay beside those of the run, for the policy and, where there is one, the critic.
 
     `metrics`: by name, the run's and the replay's, None who has none; `has_metrics`: whether the run has written the step's at all.
     `tensors`: those whose bits differ after the step, None where the run kept no fingerprints; `losses`: (micro-batches with the
@@ -97,24 +98,24 @@ class Comparison:
 
     @property
     def compared(self) -> str:
-        """What there was to compare, in words; "" for nothing."""
+        """What was compared, in words; "" if there was nothing to compare."""
         parts = ["metrics"] if self.has_metrics else []
         return ", ".join([*parts, "losses, weights and optimiser state"] if self.tensors is not None else parts)
 
     @property
     def is_equal(self) -> bool:
-        """To the bit, in all that there is to compare, and there is something."""
+        """Whether everything compared is equal to the bit, and anything was compared."""
         same = not self.has_metrics or all(same_number(theirs, mine) for theirs, mine in self.metrics.values())
         return bool(self.compared) and same and not self.tensors and (self.losses is None or self.losses[0] == self.losses[1])
 
 
 def same_number(a: float | None, b: float | None) -> bool:
-    """To the bit, as far as a metric's file tells; what one of them lacks is not the same."""
+    """Whether two metrics are equal to the bit, as far as their file tells. A metric that one side lacks is not equal."""
     return a is not None and b is not None and (a == b or (a != a and b != b))
 
 
 def plan_replay(run_dir: Path, step: int) -> Plan:
-    """What of a run's folder a step is trained again from. Raises `UserError` where its batch was not kept."""
+    """Plan how a step is trained again from a run's folder. Raises `UserError` if its batch was not kept."""
     if not RunDir(run_dir).is_run():
         raise UserError(f"{run_dir} holds no run")
     kept = kept_steps(run_dir)
@@ -136,8 +137,8 @@ def plan_replay(run_dir: Path, step: int) -> Plan:
 
 
 def replay_config(run_dir: Path, plan: Plan, scratch: Path, overrides: Sequence[str] = ()) -> Config:
-    """The run's configuration, for its steps to be trained again on this machine. Raises `UserError` for an override of where and
-    on what that is done."""
+    """Configuration in which the run's steps are trained again on this machine. Raises `UserError` for an override of where, or on
+    what, that is done."""
     settings: dict[str, Any] = {
         "run": {"name": "replay", "dir": str(scratch), "steps": plan.step + 1, "overwrite": False},
         "model": {"path": str(plan.model)},
@@ -169,7 +170,7 @@ def _model_of(run_dir: Path) -> Path:
 
 
 class ReplayJob(Job):
-    """A run whose rows are there already."""
+    """Job whose rows are all there from the start."""
 
     def __init__(self, config: Config, plan: Plan, listener: Listener | None = None) -> None:
         super().__init__(config, listener)
@@ -181,7 +182,7 @@ class ReplayJob(Job):
         return [spec for spec in specs if not spec.name.startswith(_NOT_NEEDED)]
 
     async def start(self) -> None:
-        """See `Job.start`; then rows that failed in the run fail again, as soon as their groups are admitted."""
+        """See `Job.start`. Rows that failed in the run fail again as soon as their groups are admitted."""
         await super().start()
         assert self.driver is not None
         for step, batch in self._plan.batches.items():
@@ -202,14 +203,14 @@ class ReplayJob(Job):
             await driver.queue.filter(missing, why)
 
     def _save_published_model(self, driver: Any) -> None:
-        """The model is of no use to anybody."""
+        """Save nothing: nobody needs the model."""
 
     def _write_report(self) -> None:
-        """Nor is a report."""
+        """Write nothing: a replay has no report."""
 
 
 class ReplayLife(Attempt):
-    """What a replay begins with, in a scratch folder: no data set, and rows that are complete."""
+    """Start of a replay, in a scratch folder: without a data set, and with complete rows."""
 
     def __init__(self, config: Config, log: Callable[[str], None], plan: Plan) -> None:
         super().__init__(config, log, resume=False)
@@ -244,19 +245,19 @@ class ReplayLife(Attempt):
 
 
 def _prompts_of(batch: Batch) -> dict[int, Prompt]:
-    """By group, in the order in which they were trained."""
+    """Prompts by group, in the order in which the groups were trained."""
     ids = batch.ragged("prompt_ids")
     return {group: Prompt(ids[i], {}) for i, group in enumerate(batch.groups.tolist())}
 
 
 def _rows_alone(batch: Batch) -> Batch:
-    """Without the columns of groups, and as candidates, where a step chooses its members: it chooses these again."""
+    """Rows without the columns of groups. Where a step chooses its members they become candidates, which it chooses from again."""
     columns = {name: values for name, values in batch.columns.items() if name not in ("prompt_ids", "member")}
     return Batch(batch.indices, np.empty(0, np.int64), columns)
 
 
 def compare(run_dir: Path, replayed: Path, plan: Plan, row: Mapping[str, float]) -> Comparison:
-    """What came of the step in the run, and what comes of it now. `row`: the replay's metrics."""
+    """Compare what the step gave in the run with what it gives now. `row`: metrics of the replay."""
     of_run = next((other for other in metrics_of(run_dir) if other["step"] == plan.step), {})
     names = [name for name in {**row, **of_run} if name.startswith(TRAINING)]
     metrics = {name: (of_run.get(name), row.get(name)) for name in names}

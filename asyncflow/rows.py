@@ -1,4 +1,4 @@
-"""Rows of a data set: which column holds what, by a name given or one of those that are known."""
+"""Rows of a data set: the column for each purpose, by a given name or by one of those that are known."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ANSWERS: Final = (ANSWER, "solution", "label", "ground_truth")
 
 
 def found_in(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    """The first of the names that the row has, spelled as it spells it."""
+    """First of these names that the row has, spelled as in the row."""
     spelled = {column.lower(): column for column in reversed(list(row))}
     return next((name if name in row else spelled[name] for name in names if name in spelled), None)
 
 
 def value_in(row: Mapping[str, Any], column: str) -> Any:
-    """What a column holds; `a.b` is the field b of the column a, where no column is called that. Raises `LookupError`."""
+    """Value of a column; `a.b` is the field b of the column a, unless a column has that name. Raises `LookupError`."""
     if column in row:
         return row[column]
     value: Any = row

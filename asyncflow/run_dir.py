@@ -1,4 +1,4 @@
-"""A run's folder: what is in it, under which names, and who may write there.
+"""Folder of a run: its files, their names, and which process may write them.
 
     runs/<name>/   config.yaml job.json control.sock key.pem logs/ initial-model/    what the run is, and how it is reached
                    metrics.jsonl eval.jsonl samples.jsonl spans.jsonl fingerprints.jsonl certificate.json    what it has told
@@ -41,29 +41,29 @@ _WEIGHTS_PREFIX: Final = "asyncflow-"
 
 
 def control_socket(run_dir: Path) -> Path:
-    """Where a run's driver listens."""
+    """Socket at which a run's driver listens."""
     return run_dir / _SOCKET_FILE
 
 
 class RunDir:
-    """One run's folder, as the run's driver sees it."""
+    """Folder of one run, as the run's driver uses it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def model(self) -> Path:
-        """The final model."""
+        """Folder of the final model."""
         return self.path / MODEL_DIR
 
     @property
     def critic(self) -> Path:
-        """The final critic, where the algorithm has one."""
+        """Folder of the final critic, where the algorithm has one."""
         return self.path / CRITIC_DIR
 
     @property
     def initial_model(self) -> Path:
-        """The model that the run was started from, if it was made for it."""
+        """Folder of the model that the run started from, if it was made for the run."""
         return self.path / "initial-model"
 
     @property
@@ -71,39 +71,39 @@ class RunDir:
         return self.path / "checkpoints"
 
     def is_run(self) -> bool:
-        """Whether a run has written here."""
+        """Whether a run has written into this folder."""
         return (self.path / _MARKER_FILE).is_file()
 
     @property
     def model_version(self) -> int | None:
-        """How many steps the final model has been trained; None where there is none, or a run has ended before it could say so."""
+        """Number of steps that the final model has been trained; None without a model, or if a run ended before it was noted."""
         return _version_in(self.model)
 
     @property
     def critic_version(self) -> int | None:
-        """Likewise of the final critic; None where there is none."""
+        """Number of steps that the final critic has been trained; None as for `model_version`."""
         return _version_in(self.critic)
 
     def note_model(self, version: int) -> None:
-        """The final model is of so many steps."""
+        """Note how many steps the final model has been trained."""
         replace(self.model / _VERSION_FILE, f"{version}\n".encode())
 
     def model_id(self) -> int | None:
-        """What tells a final model from the one that it has replaced."""
+        """Identity of the final model: another one has another identity."""
         return self.model.stat().st_ino if self.model.exists() else None
 
     def restore_models(self) -> None:
-        """Have final model and critic under their names again, if whoever was replacing one was killed between two renames."""
+        """Give final model and critic their names back, if a process was killed between the two renames that replace one."""
         for model in (self.model, self.critic):
             _restore(model)
 
     def forget_partial_models(self) -> None:
-        """Remove what was being written when the run was killed."""
+        """Remove models that were being written when the run was killed."""
         for model in (self.model, self.critic):
             shutil.rmtree(_partial(model), ignore_errors=True)
 
     def check(self, *, may_overwrite: bool) -> None:
-        """That a new run may begin here. Raises `UserError`."""
+        """Check that a new run may begin in this folder. Raises `UserError`."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return
         if not may_overwrite:
@@ -115,7 +115,7 @@ class RunDir:
             raise UserError(f"{self.path} is not empty, and no run wrote it, so it is not overwritten: give another run.name")
 
     def claim(self, config: str) -> None:
-        """Make the folder anew, for a run of this configuration (YAML)."""
+        """Make the folder for a run of this configuration (YAML), empty."""
         if self.path.exists():
             # What says whose the rest is goes last: killed in between, the folder is still known for this run's.
             for entry in self.path.iterdir():
@@ -130,7 +130,8 @@ class RunDir:
 
     @contextmanager
     def saving_model(self, name: str = MODEL_DIR, *, version: int | None = None, is_first: bool = True) -> Iterator[Path]:
-        """Where the final model, or critic, is written, which gets its name when the block ends well: whole or not at all.
+        """Context in which the final model, or critic, is written: the folder to write to. It gets its name when the block ends
+        without an error, so a model is whole or not there.
 
         Of several processes that write it, the first one renames it. An earlier one stays until then. `version`: how many steps it
         has been trained, where that is said at once.
@@ -154,7 +155,8 @@ class RunDir:
             shutil.rmtree(over, ignore_errors=True)
 
     def make_weights_dir(self) -> Path:
-        """Shared memory where there is any, named after this process so that a later run can sweep what a killed one left."""
+        """Make the folder of the weights that travel: in shared memory where there is any, and named after this process, so that a
+        later run can remove what a killed one left."""
         if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
             folder = _SHARED_MEMORY / f"{_WEIGHTS_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         else:
@@ -172,12 +174,12 @@ def _remove(entry: Path) -> None:
 
 
 def _partial(model: Path) -> Path:
-    """Where it is while it is written."""
+    """Name of a model while it is written."""
     return model.with_name(f"{model.name}.partial")
 
 
 def _over(model: Path) -> Path:
-    """Where the one before is while another takes its name."""
+    """Name of the former model while another one takes its place."""
     return model.with_name(f"{model.name}.over")
 
 
@@ -197,7 +199,7 @@ def _version_in(model: Path) -> int | None:
 
 
 def sweep_shared_memory() -> None:
-    """Remove what runs of processes that are gone have left."""
+    """Remove files in shared memory of runs whose processes are gone."""
     for folder in _SHARED_MEMORY.glob(f"{_WEIGHTS_PREFIX}*-*"):
         pid = folder.name.removeprefix(_WEIGHTS_PREFIX).split("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and folder.stat().st_uid == os.getuid():
@@ -205,7 +207,7 @@ def sweep_shared_memory() -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file: afterwards, whatever happens, it holds the old content or the new one, whole."""
+    """Replace the content of a file. Whatever happens, the file then holds the old content or the new one, whole."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -216,18 +218,18 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def folders_of(path: Path) -> list[Path]:
-    """A folder and all below it, the deepest first."""
+    """A folder and all folders below it, the deepest first."""
     return [*sorted((below for below in path.rglob("*") if below.is_dir()), reverse=True), path]
 
 
 def sync_file(path: Path) -> None:
-    """Have a file's content on the disk."""
+    """Flush a file's content to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder, too, on the disk."""
+    """Flush the names in a folder to the disk."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""Settings: sections of typed keys, read from YAML, overridden by `key.path=value`. What is wrong is said in one sentence.
+"""Settings: sections of typed keys, read from YAML and overridden by `key.path=value`. A mistake is described in one sentence.
 
 A choice is a name, or a mapping with its options (`schedule: periodic`, `algorithm: {name: grpo, clip_high: 0.2}`), or a
 user's own (`algorithm: {path: "my_file.py:MyLoss"}`). Which sections there are is config.py's.
@@ -19,14 +19,14 @@ from asyncflow.types import UserError
 
 
 class Section(BaseModel):
-    """A part of a configuration: frozen, every key known."""
+    """Section of a configuration: frozen, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
     def _name_default_choices(cls, tree: Any) -> Any:
-        """Options without a name are options of the default choice."""
+        """Take options without a name as options of the default choice."""
         named = dict(tree) if isinstance(tree, Mapping) else {}
         for key, field in cls.model_fields.items():
             if isinstance(field.default, Choice) and isinstance(named.get(key), Mapping) and not {"name", "path"} & set(named[key]):
@@ -35,7 +35,7 @@ class Section(BaseModel):
 
 
 class Choice(BaseModel):
-    """Something chosen by name or by path, with its options."""
+    """Choice by name or by path, with its options."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
@@ -62,11 +62,11 @@ S = TypeVar("S", bound=Section)
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """Reads `1e-6` as the number that it is in YAML 1.2, and not as text."""
+    """YAML loader that reads `1e-6` as a number, as YAML 1.2 does, and not as text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that `_Yaml12Loader` would read as a number."""
+    """YAML dumper that quotes a text which `_Yaml12Loader` would read as a number."""
 
 
 for _kind in (_Yaml12Loader, _Dumper):
@@ -74,7 +74,7 @@ for _kind in (_Yaml12Loader, _Dumper):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The sections of a YAML file, not yet checked. Raises `UserError`."""
+    """Read the sections of a YAML file without checking them. Raises `UserError`."""
     try:
         tree = from_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -87,12 +87,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def from_yaml(text: str) -> Any:
-    """What YAML says. Raises `yaml.YAMLError`."""
+    """Read YAML. Raises `yaml.YAMLError`."""
     return yaml.load(text, _Yaml12Loader)
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """YAML that `from_yaml` reads as what it is."""
+    """Write YAML that `from_yaml` reads back unchanged."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
@@ -118,7 +118,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def refuse_overrides(overrides: Iterable[str], keys: Iterable[str], why: str) -> None:
-    """That no override sets one of these keys, or a key below it. Raises `UserError` with `why`, in which {key} stands for it."""
+    """Check that no override sets one of these keys, or a key below it. Raises `UserError` with `why`, in which {key} stands for
+    the key."""
     given = list(keys)
     for override in overrides:
         tree: dict[str, Any] = {}
@@ -129,7 +130,7 @@ def refuse_overrides(overrides: Iterable[str], keys: Iterable[str], why: str) ->
 
 
 def _sets(tree: Any, key: Sequence[str]) -> bool:
-    """Whether a key, or something below it, is among these nested mappings."""
+    """Whether nested mappings set a key, or something below it."""
     for part in key:
         if not isinstance(tree, Mapping) or part not in tree:
             return False
@@ -138,7 +139,7 @@ def _sets(tree: Any, key: Sequence[str]) -> bool:
 
 
 def checked(kind: type[S], tree: Mapping[str, Any]) -> S:
-    """The section that nested mappings describe. Raises `UserError` naming the key and what to do."""
+    """Section that nested mappings describe. Raises `UserError` naming the key and what to do."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -163,7 +164,7 @@ def _sentence(kind: type[Section], error: dict[str, Any]) -> str:
 
 
 def _keys(kind: type[Section], location: Sequence[str | int]) -> list[str]:
-    """The keys known at a place below a section."""
+    """Keys that are known at a place below a section."""
     section: Any = kind
     for part in location:
         field = getattr(section, "model_fields", {}).get(part)

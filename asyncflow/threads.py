@@ -1,4 +1,4 @@
-"""How many threads a process computes with, and a thread that computes for an event loop.
+"""Number of threads that a process computes with, and a thread that computes for an event loop.
 
 consumes: calls handed to `run`, one at a time in order (so that the thread is also its owner's lock)
 waits for: the next call
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def thread_environment(count: int) -> dict[str, str]:
-    """The environment of a worker that computes with so many: numerical libraries read it when they are imported."""
+    """Environment of a worker that computes with so many threads: numerical libraries read it when they are imported."""
     return {
         "OMP_NUM_THREADS": str(count),
         "MKL_NUM_THREADS": str(count),
@@ -41,7 +41,7 @@ class ComputeThread:
         self._thread.start()
 
     async def run(self, call: Callable[..., T], *args: Any) -> T:
-        """`call(*args)` in the thread; its exception is raised here."""
+        """Run `call(*args)` in the thread and return its result; its exception is raised here."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._calls.put((lambda: call(*args), future, loop))

@@ -1,4 +1,4 @@
-"""The same run from Python.
+"""The same run from Python, step by step.
 
 with Trainer.from_config("recipes/quickstart.yaml", "run.steps=5") as trainer:
     while (metrics := trainer.step()) is not None:
@@ -35,7 +35,7 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any], *overrides: str, resume: bool = False) -> Trainer:
-        """From a YAML file with `key.path=value` overrides, or from nested mappings. Raises `UserError`."""
+        """Make a trainer from a YAML file with `key.path=value` overrides, or from nested mappings. Raises `UserError`."""
         return cls(parse(config) if isinstance(config, Mapping) else load(Path(config), overrides), resume=resume)
 
     def start(self) -> None:

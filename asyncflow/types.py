@@ -1,4 +1,4 @@
-"""The words every room shares: rows, columns, batches, version intervals, and what a loss sees.
+"""Types that all rooms share: rows, columns, batches, version intervals, and what a loss receives.
 
 A *row* is one response. A *group* is the rows of one prompt. A row's index is fixed at admission:
 
@@ -26,11 +26,11 @@ E = TypeVar("E", bound=Exception)
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: shown as one sentence without a traceback, exit code 2."""
+    """Mistake that the user can mend: shown as one sentence without a traceback, exit code 2."""
 
 
 class RunError(Exception):
-    """A run that cannot go on: shown as one sentence without a traceback, exit code 1."""
+    """Fault that ends a run: shown as one sentence without a traceback, exit code 1."""
 
 
 CROSSING: dict[str, type[Exception]] = {e.__name__: e for e in (UserError, RunError, ValueError, LookupError, TimeoutError)}
@@ -44,7 +44,7 @@ def crosses(error: type[E]) -> type[E]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What an exception group is about: loops run in task groups, and the first failure is the cause of the others."""
+    """First error in an exception group. Loops run in task groups, and the first failure causes the others."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -57,18 +57,18 @@ ARRAY_DTYPES = (
 
 
 def group_bits_for(largest_group: int) -> int:
-    """Bits that hold every sample number of the largest group of a run."""
+    """Number of bits that hold every sample number of the largest group of a run."""
     return max(1, (largest_group - 1).bit_length())
 
 
 def row_index(prompt_index: int, sample: int, group_bits: int) -> int:
-    """The int64 index of a row, see the module's head."""
+    """Index (int64) of a row; the module's docstring defines it."""
     return (prompt_index << group_bits) | sample
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A declared column.
+    """Declaration of a column.
 
     `dtype` is a numpy dtype name. A dense column holds an array of `shape` for every entry (`()`: a scalar), a ragged one an array
     [length, *shape] of its own length. `per` says whether there is an entry for every row, or one for every group (a prompt is
@@ -112,7 +112,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Array:
-        """int64 [n]."""
+        """Lengths of the arrays, int64 [n]."""
         return np.diff(self.offsets)
 
     @property
@@ -120,7 +120,7 @@ class Ragged:
         return self.values.nbytes
 
     def take(self, positions: Sequence[int] | Array) -> Ragged:
-        """The entries at `positions`, copied."""
+        """Copy of the arrays at `positions`."""
         chosen = np.asarray(positions, np.int64)
         lengths = self.offsets[chosen + 1] - self.offsets[chosen]
         offsets = np.zeros(len(chosen) + 1, np.int64)
@@ -144,7 +144,7 @@ Values = np.ndarray | Ragged
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Columns by name over some rows and the groups that they belong to.
+    """Columns by name, over some rows and the groups that they belong to.
 
     `indices` int64 [n]: the rows. `groups` int64 [g]: their prompt indices, each once, in the order of first appearance.
     A column declared `per="row"` has n entries, one declared `per="group"` has g.
@@ -158,14 +158,14 @@ class Batch:
         return len(self.indices)
 
     def dense(self, name: str) -> Array:
-        """A dense column; a `TypeError` if it is ragged."""
+        """Dense column of this name. Raises `TypeError` if it is ragged."""
         values = self.columns[name]
         if isinstance(values, Ragged):
             raise TypeError(f"column {name!r} is ragged")
         return values
 
     def ragged(self, name: str) -> Ragged:
-        """A ragged column; a `TypeError` if it is dense."""
+        """Ragged column of this name. Raises `TypeError` if it is dense."""
         values = self.columns[name]
         if not isinstance(values, Ragged):
             raise TypeError(f"column {name!r} is dense")
@@ -183,7 +183,7 @@ SAMPLED_UP_TO: Mapping[Old, int] = {"current": 0, "step_start": 0, "previous": 1
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a train engine is cut over devices: `dp` data-parallel groups (FSDP) of `pp` pipeline stages of `tp` devices each."""
+    """Layout of a train engine over devices: `dp` data-parallel groups (FSDP) of `pp` pipeline stages of `tp` devices each."""
 
     dp: int = 1
     tp: int = 1
@@ -191,24 +191,24 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.dp * self.tp * self.pp
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """`dtype` is torch's name for it without `torch.`, such as `bfloat16`."""
+    """Shape and dtype of a tensor. `dtype` is torch's name without `torch.`, such as `bfloat16`."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """A tensor's own."""
+        """Spec of this tensor."""
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class WeightSource(Protocol):
-    """A model's weights, one tensor at a time: nobody has to hold a second model to pass them on.
+    """Weights of a model, one tensor at a time, so that no process has to hold a second model to pass them on.
 
     A model that is cut over several processes has a source in each that exports. All of them iterate, since each tensor is gathered
     from all; what is gathered comes out of one of them, that of data-parallel rank 0, and the others' iterations yield nothing.
@@ -222,7 +222,7 @@ class WeightSource(Protocol):
     """Whether they are there without having been gathered, so that they cost nothing to keep until the next `optim_step`."""
 
     def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """Each (name, tensor on the CPU, contiguous, as its spec says) of `specs`, in that order.
+        """Pairs (name, tensor) of `specs`, in that order. Tensors are on the CPU, contiguous, and as their specs say.
 
         A tensor is valid until the next one is asked for, or, if they `are_lasting`, until the next `optim_step`. Who begins goes
         on to the end.
@@ -230,7 +230,7 @@ class WeightSource(Protocol):
         ...
 
     async def gathered(self) -> None:
-        """Wait until the engine may be called again: until `tensors` has come to its end, where the engine gathers them.
+        """Wait until the engine may be called again. Where the engine gathers tensors, that is when `tensors` has ended.
 
         At once where it does not: only `optim_step` and `discard` have to wait for the end then.
         """
@@ -238,7 +238,8 @@ class WeightSource(Protocol):
 
 
 class HeldWeights:
-    """`WeightSource` of tensors that are all there. Contiguous ones on the CPU are not copied, others one at a time."""
+    """`WeightSource` of tensors that are already there. Contiguous tensors on the CPU are not copied, others are copied one at a
+    time."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(sorted(tensors.items()))
@@ -251,7 +252,7 @@ class HeldWeights:
             yield name, tensor.detach().cpu().contiguous()
 
     async def gathered(self) -> None:
-        """See `WeightSource.gathered`: nothing is."""
+        """See `WeightSource.gathered`; nothing is gathered here."""
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True):
@@ -265,7 +266,7 @@ class Interval(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupMeta(msgspec.Struct, frozen=True, array_like=True):
-    """An admitted group, as all but its columns say it: fixed at admission, but for an interval that gets narrower.
+    """Facts of an admitted group other than its columns. They never change, except that an interval may get narrower.
 
     `size`: rows. `topic` and `partition`: tasks see the groups of a topic, and requests may be for one partition of it. In a run
     the topic is `train`, whose partitions are the training steps, or `eval`, whose partitions are the evaluated versions.
@@ -286,7 +287,7 @@ Advantages = np.ndarray | Ragged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """What an algorithm makes advantages from: the R rows of one group, complete. Ragged columns have an entry per response token.
+    """Input of an algorithm: the R rows of one complete group. Ragged columns have an entry per response token.
 
     rewards float32 [R]; truncated uint8 [R], 1 where the length limit ended the response; loss_mask uint8, 1 where the policy
     itself produced the token; rollout_logprobs float32, of the engine that sampled, which is the policy that the tokens were drawn
@@ -303,13 +304,13 @@ class ScoredGroup:
 
     @property
     def response_lengths(self) -> Array:
-        """int64 [R], in tokens, those included that the policy did not produce."""
+        """Lengths of the responses in tokens, int64 [R], tokens that the policy did not produce included."""
         return self.loss_mask.lengths
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """What a loss sees of one micro-batch, or of a piece of one: an entry per response token, rows end to end, no padding.
+    """A loss's input from one micro-batch, or from a piece of one: an entry per response token, rows end to end, no padding.
 
     T = response tokens, R = the rows of the whole micro-batch. A loss that is token-local (`Algorithm.is_token_local`) is given
     pieces, and may use of a row only what is here for each of its tokens, or for the row as a whole in `row_tokens_R`.
@@ -328,7 +329,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class ValueBatch:
-    """What a critic's loss sees of one micro-batch: an entry per response token, rows end to end, as in `TokenBatch`."""
+    """Input of a critic's loss from one micro-batch: an entry per response token, rows end to end, as in `TokenBatch`."""
 
     values_T: Tensor  # float32, the critic's, with gradient
     old_values_T: Tensor  # float32, those that the step's advantages were made from; no gradient
@@ -340,7 +341,8 @@ class ValueBatch:
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Unnormalised: `loss` is the sum whose gradient is accumulated (the step's normaliser divides once, at `optim_step`).
+    """Unnormalised sums of a loss: `loss` is the sum whose gradient is accumulated (the normaliser of the step divides once, at
+    `optim_step`).
 
     `metrics` are sums over the masked tokens, without gradient; dividing by the step's token count gives the logged mean. One whose
     name ends in `/max` is a maximum over them instead, and is logged as it is.
@@ -351,12 +353,12 @@ class LossSums:
 
 
 def is_maximum(metric: str) -> bool:
-    """Whether parts of this metric of `LossSums` are joined by their maximum, and not by their sum."""
+    """Whether parts of this metric of `LossSums` are joined by their maximum instead of their sum."""
     return metric.endswith("/max")
 
 
 class Objective(Protocol):
-    """What of an algorithm an engine needs."""
+    """The part of an algorithm that an engine needs."""
 
     is_token_local: bool
     """Whether the loss is a sum over tokens of what depends on that token's numbers (and on `row_tokens_R`) alone.
@@ -366,7 +368,7 @@ class Objective(Protocol):
     """
 
     def loss(self, batch: TokenBatch) -> LossSums:
-        """The unnormalised loss, a differentiable scalar, and its metrics (sums over the masked tokens).
+        """Unnormalised loss, a differentiable scalar, and its metrics (sums over the masked tokens).
 
         Of one micro-batch, or, if it is token-local, of pieces of one.
         """
@@ -374,8 +376,8 @@ class Objective(Protocol):
 
 
 class ValueObjective(Protocol):
-    """What of a critic's loss an engine needs."""
+    """The part of a critic's loss that an engine needs."""
 
     def loss(self, batch: ValueBatch) -> LossSums:
-        """The unnormalised loss of one micro-batch, a differentiable scalar, and its metrics (sums over the masked tokens)."""
+        """Unnormalised loss of one micro-batch, a differentiable scalar, and its metrics (sums over the masked tokens)."""
         ...

@@ -1,4 +1,4 @@
-"""A user's own Python file, imported. In a file of its own: reward processes have to start quickly, and need no more of this."""
+"""Import of a user's own Python file. It is in a file of its own because reward processes must start quickly and need only this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def import_file(path: Path) -> ModuleType:
-    """It may import its neighbours. Raises `ImportError`, `SyntaxError`, and whatever the file itself raises."""
+    """Import a file, which may import its neighbours. Raises `ImportError`, `SyntaxError`, and whatever the file itself raises."""
     if not path.is_file():
         raise ImportError(f"there is no file {path}")
     name = f"asyncflow_user_{path.stem}"

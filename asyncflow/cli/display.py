@@ -1,4 +1,4 @@
-"""What a run shows in the terminal: a progress bar with the figures of the last step, or one line a step where there is none."""
+"""Display of a run in the terminal: a progress bar with the figures of the last step, or one line a step where there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as the user reads them."""
+"""Sentences that users read about errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from asyncflow.types import first_error
 
 
 def sentence(group: BaseExceptionGroup) -> str:
-    """The first error of a group, in one sentence."""
+    """One sentence for the first error of a group."""
     error = first_error(group)
     return f"{error.filename or 'a file'}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

@@ -57,7 +57,7 @@ def evaluate(
 def _config(
     model: str, data: str, overrides: list[str], config: Path | None, scratch: str, given: Mapping[str, Any], engine: str | None
 ) -> Config:
-    """A run of no steps: the first evaluation is all of it. What is said of training decides nothing."""
+    """Configuration of a run without steps: its first evaluation is all of it. Keys of training decide nothing."""
     tree: dict[str, Any] = read_yaml(config) if config is not None else {}
     if config is None:  # all of a data set, unless it has no end
         tree["eval"] = {"num_prompts": GENERATED_PROMPTS if data.startswith(GENERATED) else None}
@@ -81,7 +81,7 @@ def _config(
 
 
 def _make_folder(out: Path) -> None:
-    """Before hours are spent on what is to be written there. Raises `UserError`."""
+    """Make the folder of the results before hours are spent on them. Raises `UserError`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,8 +91,8 @@ def _make_folder(out: Path) -> None:
 
 
 def _without_training(tree: dict[str, Any]) -> None:
-    """Leave out what is training's alone: its rules need not hold. How many rows a worker takes at once follows from its prompts a
-    step, of which there is one for each worker at least."""
+    """Configuration without training's own keys, so that their rules need not hold. A worker takes as many prompts at once as a
+    step has, so a step has one for each worker at least."""
     train, rollout = tree.get("train") or {}, dict(tree.get("rollout") or {})
     workers, prompts = rollout.get("num_workers", 1), train.get("prompts_per_step", TrainConfig().prompts_per_step)
     for section in ("algorithm", "schedule", "train", "plan", "checkpoint"):
@@ -108,7 +108,7 @@ def _without_training(tree: dict[str, Any]) -> None:
 
 
 def _choose_engine(tree: dict[str, Any], engine: str) -> None:
-    """By name; what the configuration says of another engine's options is left out."""
+    """Choose an engine by name; options of another engine in the configuration are left out."""
     rollout = dict(tree.get("rollout") or {})
     before = rollout.get("engine")
     is_same = isinstance(before, Mapping) and before.get("name") == engine
@@ -148,7 +148,7 @@ def _count_unscored(job: Job) -> int:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What the figures depend on, beside the model and the data."""
+    """Settings on which the figures depend, apart from the model and the data."""
     rollout, held_out, data = config.rollout, config.eval, config.data
     return {
         "engine": rollout.engine.name,
@@ -165,7 +165,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _samples(config: Config, prompts: Sequence[Any], count: int) -> Iterator[dict[str, Any]]:
-    """The kept responses, each with its prompt's number, its kind, and the answer that it was compared with."""
+    """Kept responses, each with the number of its prompt, its kind, and the answer that it was compared with."""
     from asyncflow.loops.samples import EVALUATION_GROUPS
     from asyncflow.run.factories import shape_of
     from asyncflow.run_dir import SAMPLES_FILE

@@ -1,4 +1,4 @@
-"""`asyncflow init`: a project of one's own to begin with."""
+"""`asyncflow init`: a new project with a recipe, a reward, data and a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncflow queue`: a transfer queue of its own, without the rest. Its columns and tasks are a YAML file.
+"""`asyncflow queue`: a transfer queue without a run. A YAML file declares its columns and tasks.
 
 group_size: 8
 columns: [{name: prompt_ids, dtype: int64, ragged: true, per: group}, {name: response_ids, dtype: int64, ragged: true}]
@@ -135,7 +135,7 @@ async def _serve(queue: TransferQueue, addresses: list[str], restore: str, crede
 
 
 async def _listen(server: Server, addresses: list[str]) -> None:
-    """Until cancelled."""
+    """Serve until cancelled."""
     try:
         for address in addresses:
             _say(await server.start(address))
@@ -160,7 +160,8 @@ def _say(address: str) -> None:
 
 
 async def _until_told(service: Coroutine[Any, Any, None]) -> None:
-    """SIGINT or SIGTERM ends it in order. Also where a shell that started it in the background has it ignore SIGINT."""
+    """Run until SIGINT or SIGTERM, and end in order, even where the shell that started the process in the background set SIGINT to
+    be ignored."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(service)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
@@ -176,7 +177,7 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _arena() -> Arena:
-    """In shared memory, where clients on this machine read large rows. What processes that are gone have left is removed."""
+    """Folder in shared memory where clients on this machine read large rows. Files of processes that are gone are removed."""
     from asyncflow.transport import Arena
 
     directory, prefix = Path("/dev/shm"), "asyncflow-queue-"
@@ -196,7 +197,7 @@ def _credentials(key: Path | None) -> Credentials | None:
 
 
 def _storage(choice: str, unit: int) -> Storage:
-    """`name` or `name:where`, where the backend is."""
+    """Storage from `name` or `name:where`, where the backend is."""
     from asyncflow.registry import build
     from asyncflow.transfer_queue import STORAGES
 

@@ -1,4 +1,4 @@
-"""`asyncflow quickstart`: the shipped recipe over the shipped model, wherever it is typed."""
+"""`asyncflow quickstart`: the shipped recipe with the shipped model, in any folder."""
 
 from __future__ import annotations
 

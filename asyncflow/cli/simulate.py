@@ -70,7 +70,7 @@ def _costs(path: Path | None) -> Costs:
 
 
 async def _run(config: Config, costs: Costs, seeds: range, has_faults: bool, processes: int) -> list[Outcome]:
-    """The first seed in this process, with its report; the others wherever there is room."""
+    """Run the first seed in this process, with its report, and the others on whatever cores are free."""
     from asyncflow.simulation.run import NO_FAULTS, drawn_faults
     from asyncflow.simulation.run import simulate as simulate_one
     from asyncflow.simulation.seeds import outcome, outcomes

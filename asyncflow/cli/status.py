@@ -1,4 +1,4 @@
-"""`asyncflow status`: ask a live run who does what, and what waits for what."""
+"""`asyncflow status`: what each worker of a live run does, and what it waits for."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def train(
 
 
 async def _train(config: Config, resume: bool) -> int:
-    """The exit status: 0 at the end, 128 and its number after a signal."""
+    """Run to the end. Returns the exit status: 0, or 128 and the number of a signal that ended the run."""
     from asyncflow.run.worker_start import import_ahead
 
     import_ahead(config)
@@ -63,7 +63,7 @@ async def _train(config: Config, resume: bool) -> int:
 
 
 def _run_rank(config: Config, arguments: Sequence[str]) -> int:
-    """As a process that torchrun has started."""
+    """Run as a process that torchrun has started."""
     from asyncflow.run.connection import launch_in
 
     return run_rank(arguments, config.layout, config.run_dir / JOB_FILE, launch_in, deadline_seconds=DRIVER_SECONDS)
@@ -125,7 +125,7 @@ def _max_staleness(config: Config) -> int:
 
 
 def _correction(config: Config) -> str:
-    """How a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
+    """Description of how a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
     from asyncflow.run.factories import make_algorithm
 
     staleness = _max_staleness(config)

@@ -44,7 +44,7 @@ app.add_typer(queue, name="queue")
 
 
 def run() -> None:
-    """Do what the command line says, and end the process."""
+    """Run the command line's verb, and end the process."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         app()

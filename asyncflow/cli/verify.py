@@ -79,12 +79,12 @@ def verify(
 
 
 def _fingerprints(undisturbed: Config, disturbed: Config, file: str) -> tuple[list[StepPrint], list[StepPrint]]:
-    """One model's, in both runs. Raises `RunError` where there are none."""
+    """Fingerprints of one model in both runs. Raises `RunError` if there are none."""
     return read_fingerprints(undisturbed.run_dir / file), read_fingerprints(disturbed.run_dir / file)
 
 
 def check_engine(given: Config) -> None:
-    """That the two runs could be equal to the bit. Raises `UserError` where the rollout engine is known to promise none."""
+    """Check that the two runs could be equal to the bit. Raises `UserError` if the rollout engine is known to promise none."""
     if why := why_never_deterministic(given):
         raise UserError(
             f"with rollout.engine={given.rollout.engine.name} no two runs have the same bits to compare ({why}): verify the "
@@ -93,7 +93,7 @@ def check_engine(given: Config) -> None:
 
 
 def variants(given: Config, steps: int) -> tuple[Config, Config]:
-    """The two runs. Raises `UserError` where the schedule leaves it to timing which version makes a sample."""
+    """Configurations of the two runs. Raises `UserError` if in this schedule timing decides which version makes a sample."""
     name, options = given.schedule.name, given.schedule.options
     schedule: Schedule = build("schedule", name, options, SCHEDULES)
     if any(interval.low != interval.high for interval in map(schedule.interval, range(steps + 1))):
@@ -108,7 +108,7 @@ def variants(given: Config, steps: int) -> tuple[Config, Config]:
 
 
 def _variant(given: Config, name: str, steps: int, salt: int, schedule: str | dict[str, Any]) -> Config:
-    """In a folder of its own beside the run that the configuration is of. Raises `UserError`."""
+    """Configuration of one of the runs, in a folder beside the original run's. Raises `UserError`."""
     tree = given.model_dump(mode="json")
     for section, settings in SETTINGS.items():
         tree[section] = {**tree[section], **settings} if isinstance(settings, dict) else settings
@@ -119,7 +119,7 @@ def _variant(given: Config, name: str, steps: int, salt: int, schedule: str | di
 
 
 async def _run(config: Config, kill_in_step: int | None) -> tuple[Certificate, Kill | None]:
-    """One of the two runs, to its end."""
+    """Run one of the two to its end."""
     with _Run(config, kill_in_step) as run:
         run.log(f"{config.run.name}, in {config.run_dir}")
         if not await run_with_signals(run.job, run.job.run()):
@@ -129,7 +129,8 @@ async def _run(config: Config, kill_in_step: int | None) -> tuple[Certificate, K
 
 
 class _Run(Display):
-    """Draws its run. As soon as a group of `kill_in_step` is trained while rows are made, the worker that holds most is killed."""
+    """Observer that displays its run. As soon as a group of `kill_in_step` is trained while rows are generated, it kills the worker
+    that holds most rows."""
 
     def __init__(self, config: Config, kill_in_step: int | None) -> None:
         super().__init__(config.run.name, config.run.steps)
