@@ -1,4 +1,4 @@
-"""What is optimised: each algorithm is one file that turns rewards into advantages, and a token batch into a loss.
+"""Algorithms: each is one file that makes advantages from rewards, and a loss from a token batch.
 
     rewards of one group ---> advantages ---+
                                             v

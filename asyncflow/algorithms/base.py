@@ -43,11 +43,12 @@ class ModelObjective(Protocol):
         ...
 
     def statistics(self, group: ScoredGroup, advantages: Advantages) -> Sequence[float]:
-        """With `waits_for_batch`: a group's share of the step's statistic, finite sums (float64), as many for every group."""
+        """Share of a group in the step's statistic, where the algorithm `waits_for_batch`: finite sums (float64), as many for every
+        group."""
         return ()
 
     def normalised(self, advantages: Advantages, sums: Sequence[float]) -> Advantages:
-        """With `waits_for_batch`: a group's advantages, once the sums over all groups of the step are known."""
+        """Advantages of a group, where the algorithm `waits_for_batch`, once the sums over all groups of the step are known."""
         return advantages
 
 

@@ -1,4 +1,4 @@
-"""What the losses of a policy have in common, whatever they maximise.
+"""Common part of the losses of a policy, whatever they maximise.
 
     loss = - sum over tokens of w (c surrogate - kl_coefficient KL + entropy_coefficient H)
 

@@ -1,4 +1,4 @@
-"""Where workers run. The same worker code runs in each of them.
+"""Places where workers run. The same worker code runs in each of them.
 
 local    one process per worker on this machine, ended by its control pipe (the default)
 inline   coroutines in the driver's own process, for debugging

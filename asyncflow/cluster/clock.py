@@ -24,7 +24,7 @@ MAX_STEPS = 5_000  # of the loop, without a tick of the clock
 
 
 class Deadlock(RunError):
-    """Nothing will ever happen again, and the simulation has not ended; or everything happens at one moment."""
+    """End of a simulation in which nothing can ever happen again, or in which everything happens at one moment."""
 
 
 class Process:
@@ -69,7 +69,7 @@ _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("proce
 
 
 def current_process() -> Process:
-    """Whose code is running."""
+    """Process whose code is running."""
     process = _process.get()
     assert process is not None, "this runs in no process"
     return process

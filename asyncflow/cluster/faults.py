@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and when."""
+"""Faults of a simulated run, and the moments at which they happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds a worker's process on a node of a Ray cluster. Nothing of Ray's is imported here: Ray makes an actor of it.
+"""Host of a worker's process on a node of a Ray cluster. Nothing of Ray is imported here: Ray makes an actor of it.
 
 consumes: what its driver asks and tells it: sees, start, kill, leave
 waits for: what its worker prints, and its end; for the driver to take that

@@ -1,4 +1,4 @@
-"""Who has which place in a Ray cluster: placement groups, a bundle of one for each worker, and a host there.
+"""Places of workers in a Ray cluster: placement groups, with a bundle and a host for each worker.
 
     reserve (a pool's workers) --> a bundle that another has left | one of a new placement group --> HostActor: ray_host.py
     leave --> the bundle is free for another of the pool; the group is given back with its last worker

@@ -1,4 +1,5 @@
-"""What a run asks of Ray: its options, who may be on which node, and what goes there along with a worker. Nothing of Ray's here.
+"""Requirements of a run towards Ray: options, nodes that a worker may run on, and files that go there with it. Nothing of Ray is
+imported here.
 
     specs --pool by pool, in_order--> a bundle for each worker --> on the driver's node (why_here) | on any
 

@@ -1,4 +1,4 @@
-"""What a worker has that is not on its driver's machine: folders of its own machine, which all workers of the run there share.
+"""Files of workers on another machine than the driver's: folders that all workers of the run on that machine share.
 
 It reaches the driver by the run's TLS door and not by the private socket. Whoever places workers says so in their environment.
 """

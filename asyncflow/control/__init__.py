@@ -1,4 +1,5 @@
-"""When things may happen, and what has happened: steps, versions, workers. State machines; no loop, no engine, no tensor.
+"""Control of a run: which steps, versions and workers there are, and when things may happen. State machines; no loop, no engine, no
+tensor.
 
 modes.py, schedule.py    the five modes, and the contract that each of them keeps: when a prompt is admitted, a task starts,
                          weights are installed

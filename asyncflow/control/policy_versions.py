@@ -248,7 +248,7 @@ class PolicyVersions:
         return sum(worker not in stale for worker in self.workers.working)
 
     def stop(self) -> None:
-        """Nothing more is granted."""
+        """Stop the run: nothing more is granted."""
         self.is_stopping = True
         self._signal.notify()
 

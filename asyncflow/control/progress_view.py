@@ -1,4 +1,4 @@
-"""What schedules look at: the ledger, and the queue's own tables where these know it better. Implements `Progress`."""
+"""Progress of the samples as schedules see it: the ledger's answers, and those of the queue's tables. Implements `Progress`."""
 
 from __future__ import annotations
 

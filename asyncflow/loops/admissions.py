@@ -1,4 +1,4 @@
-"""What enters the queue at each step: its groups, their prompts, and rows that an earlier attempt of the run has completed.
+"""Admissions: the groups of each step, their prompts, and rows that an earlier attempt of the run has completed.
 
     data order --take--> Admissions --step(s)--> feed
                   <--push--   ^         surplus candidates

@@ -98,7 +98,8 @@ class HeldOut:
         self._num_left_out += count
 
     def is_due(self, version: int) -> bool:
-        """Before the first step, after the last, and every so many in between; once each."""
+        """Whether this version is to be evaluated, and has not been: before the first step, after the last, and at regular
+        intervals."""
         return self.is_planned(version) and version not in self._done
 
     def is_planned(self, version: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a trainer works on next: the complete groups of a step, made ready ahead of the computation, and accounted for behind it.
+"""Work of a trainer: the complete groups of a step, made ready ahead of the computation, and accounted for behind it.
 
 consumes: complete groups of one step
 waits for: such groups; with several data-parallel groups, until each of them has one, or nothing is left to wait for

@@ -1,4 +1,4 @@
-"""Where a step trains groups whose rewards vary: which they are.
+"""Selection of the groups that a step trains, where they are those whose rewards vary.
 
     candidates, scored --> verdict --> ledger --+--> member: the column that tasks behind this one wait for
                                                 +--> degenerate, or surplus: dropped

@@ -1,4 +1,4 @@
-"""Where the answer is: in a data set's row, and in a response.
+"""Search for an answer: in a data set's row, and in a response.
 
 | marked by | as in |
 |---|---|

@@ -49,7 +49,7 @@ def import_telling(name: str, packages: Collection[str], *, without: Sequence[st
 
 
 def forget_caught() -> None:
-    """Before what is to be asked about."""
+    """Forget what was caught before the code that is to be asked about."""
     _caught.clear()
 
 
@@ -59,7 +59,7 @@ def first_caught() -> type[MemoryError] | type[RecursionError] | None:
 
 
 class _NotingLoader(SourceFileLoader):
-    """From the source, every time: what is cached is without the notes."""
+    """Loader that always compiles the source: compiled files lack the notes."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

@@ -1,4 +1,4 @@
-"""What a reward pool and its workers say to each other: a 4-byte big-endian length and a msgpack message.
+"""Messages between a reward pool and its workers: a 4-byte big-endian length and a msgpack message.
 
 Before each goes a token: a question's is drawn at random, and its answer has the same. A scorer that gets hold of the pipe can so
 give an answer to its own sample, but to no other.

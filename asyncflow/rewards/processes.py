@@ -1,4 +1,5 @@
-"""What a reward process may use, and when it has to end. Linux enforces all of it; elsewhere the guard and the deadline remain."""
+"""Limits of reward processes: what they may use, and when they end. Linux enforces all of it; elsewhere the guard and the deadline
+remain."""
 
 from __future__ import annotations
 

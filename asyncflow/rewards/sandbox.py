@@ -356,7 +356,7 @@ class RewardPool:
             self._fail(RunError(f"reward pool {self._name!r} cannot go on: {error}"))
 
     def _fail(self, error: Exception) -> None:
-        """From here on nobody gets a reward."""
+        """Fail every request for a reward from now on."""
         self._error = error
         for future in self._unanswered:
             if not future.done():

@@ -226,7 +226,7 @@ class Attempt:
         self.job = self._job_file(prepared, resumed)
 
     def _usable(self, resumed: Resumed) -> Resumed:
-        """With the rows that this attempt's queue can take."""
+        """The checkpoint, with the rows that this attempt's queue can take."""
         rows = usable(resumed.rows, queue_schema(self._config))
         if resumed.rows is not None and rows is None:
             self._log(f"the {len(resumed.rows)} completed rows in {resumed.folder} lack a column: they are made again")

@@ -1,4 +1,4 @@
-"""How a worker process comes into its run, and what it sees of it from there.
+"""Connection of a worker process to its run, and the run's services as it sees them.
 
     its run's folder -> Called: configuration, job, where the driver is -> a peer of the driver -> Connection
 
@@ -149,7 +149,8 @@ def config_of(run_dir: Path) -> Config:
 
 
 def _unnumbered(config: Config) -> Config:
-    """With devices by kind alone, `cuda` for `cuda:1`: their numbers are those of a machine all of whose devices are seen."""
+    """Configuration with devices by kind alone, `cuda` for `cuda:1`: their numbers are those of a machine all of whose devices are
+    seen."""
 
     def changed(section: S) -> S:
         return section.model_copy(update={"device": kind_of(section.device)})

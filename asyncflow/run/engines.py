@@ -1,4 +1,4 @@
-"""What the configuration names, built in the process that works with it."""
+"""Engines that the configuration names, built in the process that works with them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def reference_engine(run: RunConnection) -> LogProbEngine:
 
 
 def critic_engine(run: RunConnection) -> CriticEngine:
-    """From the critic's own model, or the policy's."""
+    """Train engine of the critic, from its own model, or from the policy's."""
     path = run.config.train.critic.path or run.job.model
     arguments = {"model_path": Path(path), "options": critic_options(run.config)}
     return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))

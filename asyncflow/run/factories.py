@@ -1,4 +1,4 @@
-"""What a configuration comes to, before anything is started: the numbers that follow from it, and the parts that it names."""
+"""Values that follow from the configuration before anything is started, and the parts that it names."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ _UNIT_RESTARTS: Final = 3
 
 
 def devices(device: str, num_threads: int, count: int = 1) -> dict[str, float]:
-    """What a worker that computes on `count` devices of a kind (cpu, cuda:1, ...) needs of its machine, by the names that clusters
-    count it by."""
+    """Devices and cores of its machine that a worker needs which computes on `count` devices of a kind (cpu, cuda:1, ...), by the
+    names that clusters count them by."""
     accelerator = COUNTED_AS.get(kind_of(device))
     return {"CPU": float(num_threads)} | ({accelerator: float(count)} if accelerator is not None and count else {})
 

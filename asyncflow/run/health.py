@@ -50,7 +50,7 @@ class Health:
         return versions is not None and versions.has_been_served
 
     async def run(self) -> None:
-        """For ever. Who has become silent is told of, and nobody waits for its turn to be over: it may hold no rows, whose lease
+        """Watch for ever. A silent worker is reported; nothing waits until it speaks again, since it may hold no rows whose lease
         would end."""
         while True:
             await asyncio.sleep(self._silent_seconds / 4)
@@ -96,7 +96,7 @@ class Health:
         asyncio.get_running_loop().call_later(self._patience_seconds, look_again)
 
     def _judge(self, versions: PolicyVersions, worker: str, why: str) -> None:
-        """With too few others the run stops."""
+        """Stop the run if too few other workers are healthy."""
         workers, healthy = len(versions.workers.members), versions.num_healthy(self._patience_seconds)
         needed, needs = self._config.weight_sync.min_healthy_workers, "weight_sync.min_healthy_workers is"
         if versions.workers.pool == EVALUATORS:

@@ -278,8 +278,8 @@ class Job:
         return len(self.rows) >= steps and evaluated and saved and has_begun
 
     def _grace_seconds(self, driver: Driver) -> float:
-        """How long workers may take to end: who is not in a hurry lets them write a checkpoint, if steps are not in one, or read
-        the one that they go on from, so that they can save its model."""
+        """Seconds that workers may take to end. Without haste they may write a checkpoint, if some steps are in none, or read the
+        one that they resume from, so that they can save its model."""
         grace, checkpoint = self.config.run.stop_grace_seconds, self.config.checkpoint
         is_to_be_written = checkpoint.keep and not self._evaluate_only and driver.saves.settled < driver.ledger.ledger.committed
         is_to_be_read = not driver.has_begun

@@ -1,4 +1,4 @@
-"""What a run takes of its devices' memory, by arithmetic: `asyncflow train CONFIG --dry-run` prints it. No torch, and no model.
+"""Memory that a run takes of its devices, by arithmetic: `asyncflow train CONFIG --dry-run` prints it. No torch, and no model.
 
     shapes (config.json) + layout, dtypes, lengths (the configuration) --> bytes by what they are for, per device of each kind
 
@@ -41,7 +41,7 @@ class Shapes:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Shapes:
-        """From the fields of a `config.json`. Raises `UserError` naming what it lacks."""
+        """Shapes of a model from the fields of its `config.json`. Raises `UserError` naming a field that is not there."""
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "model_type")
         if missing := [name for name in needed if name not in fields]:
             raise UserError(f"the model's config.json has no {', '.join(missing)}, which its size follows from")

@@ -1,4 +1,4 @@
-"""From data sets to prompts: rows, the columns that make a prompt, token ids, and what is too long and left out. No torch.
+"""Prompts from data sets: rows, the columns that make a prompt, token ids, and rows that are too long and left out. No torch.
 
 config --read_source--> Source: rows, columns --tokenize--> prompts --short_enough--> those that are kept
 """

@@ -301,7 +301,8 @@ class RunRecord:
         self._samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     def _rows_redelivered(self) -> int:
-        """In all attempts, but for tasks that only evaluations have: what is said of it is of what was trained."""
+        """Rows that were delivered again, in all attempts, without those of tasks that only evaluations have: the figure is about
+        training."""
         tables = [controller.table for controller in self._context.queue.controllers.values()]
         now = sum(table.num_redelivered for table in tables if table.spec.topic != "eval")
         return self._before.rows_redelivered + now

@@ -1,4 +1,4 @@
-"""Where the ranks of a train engine that lie on several machines find each other: at the driver, over its TLS door.
+"""Rendezvous of the ranks of a train engine that lie on several machines: at the driver, through its TLS port.
 
     trainer/1: torch.distributed --store.py, from its thread--> proxy --TLS--> driver: Rendezvous <-- trainer/0 ...
 

@@ -113,7 +113,7 @@ def version_file(version: int) -> str:
 
 
 def version_of(path: Path) -> int:
-    """Whose folder this is."""
+    """Version of a checkpoint's folder."""
     return int(path.name)
 
 
@@ -258,7 +258,7 @@ def metrics_of(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def to_be_kept(config: Config) -> str:
-    """What there is in the run's folder, without a checkpoint, that somebody may miss, and why; "" where there is nothing.
+    """Description of what the run's folder holds without a checkpoint that somebody may miss; "" if there is nothing.
 
     What an attempt of this very run has left that was killed before its first checkpoint is made again, and is missed by nobody.
     """

@@ -1,4 +1,4 @@
-"""How responses are scored below a worker: by reward processes, by a reward model, or by both.
+"""Scoring of responses below a worker: by reward processes, by a reward model, or by both.
 
 consumes: samples
 waits for: a reward process, the model's thread

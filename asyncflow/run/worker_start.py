@@ -1,4 +1,4 @@
-"""What a worker's process starts with: its environment, and what it imports.
+"""Start of a worker's process: its environment, and what it imports.
 
 Nothing heavy is imported here: a run has its workers' imports begin before it looks at anything else.
 """

@@ -127,8 +127,8 @@ def simulate_lives(
 
 
 def _run(loop: VirtualLoop, job: SimulatedJob, end: float | None = None) -> None:
-    """To the end, or, as it is, until the clock shows `end`. Whatever ends a run before its time, other than a mistake of the
-    user's, is a violation."""
+    """Run to the end, or until the clock shows `end`. Whatever ends a run before its time, other than a mistake of the user's, is a
+    violation."""
     running = loop.create_task(job.run(), name="run")
     try:
         if end is not None:

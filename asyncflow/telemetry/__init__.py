@@ -1,1 +1,1 @@
-"""What is known of a run: spans, metrics, their report, fingerprints and certificates."""
+"""Telemetry of a run: spans, metrics, their report, fingerprints and certificates."""

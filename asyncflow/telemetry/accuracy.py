@@ -1,4 +1,4 @@
-"""What an evaluation's rewards say: estimates over prompts, and how sure they are. Pure, in float64.
+"""Accuracy in an evaluation: estimates over prompts, and their confidence. Pure, in float64.
 
     rewards of each prompt's n responses --> mean@n, and pass@k for k up to n, each with an interval
 

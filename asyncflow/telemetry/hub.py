@@ -1,4 +1,4 @@
-"""How workers' spans and states reach the driver.
+"""Hub of workers' spans and states at the driver, and their way there.
 
 worker: Recorder --> Reporter --every flush_seconds--> Hub (driver): SpanLog, states, samples
 """

@@ -1,4 +1,4 @@
-"""What the spans of `asyncflow check --profile` say: seconds of each piece of work, by how much of it there was.
+"""Profile of a model's layers from the spans of `asyncflow check --profile`: seconds of each piece of work, by its amount.
 
     spans of all ranks -> Cost (task, tokens, bytes) -> rows of a table
 

@@ -1,4 +1,4 @@
-"""Where the rows of the steps go: a JSON Lines file, TensorBoard, Weights & Biases.
+"""Trackers of the steps' metrics: a JSON Lines file, TensorBoard, Weights & Biases.
 
 jsonl        <run>/metrics.jsonl   exactly one line per step, the file that the report reads
 tensorboard  <run>/tensorboard/    event files

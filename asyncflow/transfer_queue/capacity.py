@@ -1,4 +1,4 @@
-"""How much a unit may hold: admitted rows reserve their largest size, and admission waits for room."""
+"""Capacity of a storage unit: admitted rows reserve their largest size, and admission waits for room."""
 
 from __future__ import annotations
 

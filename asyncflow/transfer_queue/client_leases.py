@@ -79,7 +79,7 @@ class ClientLeases:
             request.cancel()
 
     def _leave(self, request: asyncio.Future[Handed | None]) -> None:
-        """Nobody waits for the answer. The request is not cancelled: the controller may have answered it with a lease already."""
+        """Leave a request that nobody waits for. It is not cancelled: the controller may have answered it with a lease already."""
         self._withdrawn.add(request)
         request.add_done_callback(self._unwanted)
 
@@ -123,7 +123,7 @@ class ClientLeases:
     # -- giving back --------------------------------------------------------------------------------------------------------
 
     def give_back(self, lease: Lease) -> None:
-        """Beside whatever goes on: the asker may have been cancelled."""
+        """Give a lease back without waiting: the asker may have been cancelled."""
         giving_back = self._controller(lease.token.task).give_back(lease.token)
         self._start(giving_back, "a lease could not be given back, and is over when it expires: %s")
 

@@ -203,7 +203,7 @@ class Controller:
         self._serve()
 
     def narrow(self, group: int, lowest_version: int) -> None:
-        """From now on no version below this one may generate the group. Nothing if it is unknown."""
+        """Let no version below this one generate the group from now on. Nothing if the group is unknown."""
         self.table.narrow(group, lowest_version)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Who is where: the directory of a queue's controllers and units, and the connections to them, made anew when they are lost.
+"""Directory of a queue's controllers and units, and the connections to them, made anew when they are lost.
 
 A process that serves the queue registers under a name, `controller/<task>` or `unit/<number>`, with the address that it listens
 at; one that is restarted registers again, at another address perhaps. Everybody else learns of it by `describe`.

@@ -1,4 +1,4 @@
-"""What a storage unit has to know again after its process has died, and that is no column."""
+"""State of a storage unit, apart from columns, that it must have again after its process has died."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class SavedDurableState:
             self._have_changed = True
 
     def freed(self, groups: Iterable[int]) -> None:
-        """Nothing of these groups is in the storage any more."""
+        """Note that nothing of these groups is in the storage any more."""
         for group in groups:
             self._have_changed |= self.now.dropped.pop(group, None) is not None
 

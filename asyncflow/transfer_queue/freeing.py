@@ -1,4 +1,4 @@
-"""What a unit's storage is about to take and about to let go, and who waits for whom.
+"""Order of a unit's writes and deletions in its storage: which of them waits for which.
 
     Writes     under way; whoever must be sure of what is there waits for one of them to be over
     Freeing    what is dropped and still in the storage; it waits for writes of the same groups, and for a snapshot's end

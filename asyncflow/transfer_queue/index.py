@@ -1,4 +1,4 @@
-"""What a storage unit has: its groups, and for every row the columns that are there and those being written. Pure."""
+"""Index of a storage unit: its groups, and for every row the columns that are there and those being written. Pure."""
 
 from __future__ import annotations
 

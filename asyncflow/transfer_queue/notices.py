@@ -1,4 +1,4 @@
-"""What units tell controllers, numbered, so that a stored row is never invisible.
+"""Notices from units to controllers, numbered, so that a stored row is never invisible.
 
 A controller follows a unit: it asks for what came after notice n, and by asking acknowledges n. A writer is answered when all
 controllers in session have acknowledged its notice. One that is silent for too long is *away*: nobody waits for it any more, and

@@ -1,4 +1,4 @@
-"""What of a task's rows is ready, and what a request gets of it. Pure.
+"""Ready rows of a task, and which of them a request gets. Pure.
 
 By priority, then by partition, the lowest first, then (one interval after the other) in the order of readiness. What is picked is
 leased from then on, by no lease yet: it is to be handed out (`Table.hand_out`).

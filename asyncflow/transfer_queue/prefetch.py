@@ -1,4 +1,4 @@
-"""What a loader has under way: an event loop in a thread of its own, with the connection to the queue.
+"""Prefetching of a loader: an event loop in a thread of its own, with the connection to the queue.
 
     consumer's thread                      this thread                                          reader processes, if any
       take -------------------> a permit   lease (rows alone) --> lease --> ...

@@ -1,4 +1,4 @@
-"""What a queue holds: its columns, its tasks, and the bit that each column has in a row's mask. Pure.
+"""Schema of a queue: its columns, its tasks, and the bit of each column in a row's mask. Pure.
 
 A row's state is a mask of the columns that it has. Besides the declared columns there are marks, columns of the queue's own:
 
@@ -75,7 +75,8 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of(cls, plain: object) -> Schema:
-        """From plain data, as YAML or JSON has it: `group_size` (the largest), `columns` and `tasks`, lists of mappings.
+        """Read a schema from plain data, as YAML or JSON has it: `group_size` (the largest), `columns` and `tasks`, lists of
+        mappings.
 
         Raises `ValueError` saying where it is wrong.
         """

@@ -80,7 +80,7 @@ class Table:
                 self.dead.pop(row, None)
 
     def narrow(self, group: int, lowest_version: int) -> None:
-        """From now on no version below this one may generate the group. Nothing if it is unknown."""
+        """Let no version below this one generate the group from now on. Nothing if the group is unknown."""
         if (page := self._pages.page_of_group(group)) is not None:
             self._pages.narrow(page, group, lowest_version, self._now)
 

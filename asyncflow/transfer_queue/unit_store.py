@@ -1,4 +1,4 @@
-"""What a storage unit holds, and the order in which it changes: claimed, written, told; forgotten, told, freed.
+"""Rows of a storage unit, and the order in which they change: claimed, written, told; forgotten, told, freed.
 
 Whoever asks may go at any moment, the storage may fail or take its time, and other requests come in between: what has begun to
 change something goes on to its end, and what is not sure yet is waited for.

@@ -1,4 +1,4 @@
-"""What a loader has delivered and what is said of it: outputs, done, failed. All of it in the consumer's thread."""
+"""Results of what a loader has delivered: outputs, done, failed. All of it in the consumer's thread."""
 
 from __future__ import annotations
 

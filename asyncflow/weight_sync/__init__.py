@@ -1,4 +1,4 @@
-"""How new weights travel from the trainer to the rollout workers.
+"""Weight sync: the way of new weights from the trainer to the rollout workers.
 
     trainer                                          rollout worker
     export_weights -> publish(version) -> manifest   (by way of `PolicyVersions`, which knows no weights)

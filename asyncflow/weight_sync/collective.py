@@ -199,7 +199,7 @@ class Broadcasts:
         return {_name(key) for key in asked} | self._has.get(version, set()) | self._absent
 
     async def _broadcast(self, version: int, asked: Mapping[str, asyncio.Future[Seat]]) -> None:
-        """To those who have asked. What goes wrong is told in the log, and by the receivers themselves."""
+        """Broadcast a version to the workers that have asked. Failures go to the log, and the receivers report them too."""
         try:
             file = self._kept.file(self._kept.incarnation, version)
         except WeightSyncError as error:

@@ -117,7 +117,7 @@ class VersionFiles:
         return None if file is None else file.mapped
 
     def close(self) -> None:
-        """Write no more. The files stay, and what was got of them."""
+        """Unlock everything; what is mapped stays while somebody has it."""
         unused = [*(self._reserved or ()), *([self._spare] if self._spare else ())]
         for file in [*self._kept.values(), *(file for _, file in unused)]:
             file.close()

@@ -1,4 +1,4 @@
-"""Where each tensor lies in a safetensors file: a pure function of names, shapes and dtypes, the same at both ends.
+"""Layout of a safetensors file: the place of each tensor, a pure function of names, shapes and dtypes, the same at both ends.
 
     8 bytes: length of the header | header: JSON, filled up with spaces | the tensors' bytes without gaps
 

@@ -254,7 +254,7 @@ class LedgerService:
         return min(self._last, self.limit + self._schedule.max_staleness) if self.limit else 0
 
     def stop(self) -> None:
-        """Nothing more is opened or begun."""
+        """Stop the run: nothing more is opened or begun."""
         self.is_stopping = True
         self.changed()
 

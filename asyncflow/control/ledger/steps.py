@@ -1,4 +1,4 @@
-"""What belongs to which step, and what is committed: a pure state machine. No I/O, no clock, no event loop.
+"""Steps of a run: their members, and what is committed. A pure state machine: no I/O, no clock, no event loop.
 
     Ledger ---> TaskPlan, UpdatePlan: what is the same for all steps (plan.py)
            ---> StepState: one for each open step and each evaluation (step_state.py)

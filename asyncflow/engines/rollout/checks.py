@@ -1,4 +1,4 @@
-"""What every engine that generates refuses: requests, and weights that are not the model's."""
+"""Checks of every engine that generates: requests, and weights that are not the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the embedded engine's thread to the event loops that wait for its responses.
+"""Deliveries from the embedded engine's thread to the event loops that wait for its responses.
 
 consumes: responses as they are made, and errors
 waits for: nothing; the thread asks after each decode step whether to hand over

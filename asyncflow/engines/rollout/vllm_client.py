@@ -1,4 +1,4 @@
-"""What AsyncFlow asks of one vLLM server, over HTTP.
+"""Client of one vLLM server, over HTTP.
 
     generation      POST /inference/v1/generate             token ids in; token ids, log-probs and version spans out
     weights         POST /start_weight_update ... /finish_weight_update, /update_weight_version

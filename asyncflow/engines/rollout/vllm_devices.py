@@ -1,4 +1,4 @@
-"""What is known of vLLM's rollout workers before one starts, without vLLM or torch: their devices, and what cannot go together."""
+"""Facts about vLLM's rollout workers before one starts, without vLLM or torch: devices, and options that exclude others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights get from the engine's memory into a vLLM server that is paused: start, update, finish, under one version.
+"""Transfer of weights from the engine's memory into a vLLM server that is paused: start, update, finish, under one version.
 
     shared_memory   the server's processes map the file (in_vllm/asyncflow_vllm.py): any device, this machine
     nccl            vLLM's own engine: broadcast from a GPU of this process's own to those of the server

@@ -1,4 +1,5 @@
-"""Who gets which ready rows. Contract in `base.py`, one sampler per file, chosen by a task's `sampler` and `sampler_options`.
+"""Samplers, which choose who gets which ready rows. Contract in `base.py`, one sampler per file, chosen by a task's `sampler` and
+`sampler_options`.
 
 In a run these are `queue.samplers`, by task. What a sampler chooses is checked by `checks.py`.
 """

@@ -1,4 +1,4 @@
-"""What a sampler is asked before a queue depends on it, and what it gives each time. Pure.
+"""Checks of a sampler: a trial before a queue depends on it, and what it gives each time. Pure.
 
 `check_sampler` tries it on a few groups, as a controller would use it.
 """

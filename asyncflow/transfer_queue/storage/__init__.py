@@ -1,1 +1,1 @@
-"""Where a unit keeps columns: in memory, or in a store that outlives its process (`key_value.py`, over Redis or Mooncake)."""
+"""Storages of a unit: memory, or a store that outlives its process (`key_value.py`, over Redis or Mooncake)."""

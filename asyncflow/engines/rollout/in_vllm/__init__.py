@@ -1,1 +1,1 @@
-"""What runs in vLLM's own environment, where AsyncFlow may not be installed: this folder alone is on its PYTHONPATH."""
+"""Code that runs in vLLM's own environment, where AsyncFlow may not be installed: this folder alone is on its PYTHONPATH."""

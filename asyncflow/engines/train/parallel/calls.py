@@ -1,4 +1,5 @@
-"""What the leader of a data-parallel group tells those that follow it: the engine's own calls, as bytes with a closed schema.
+"""Calls that the leader of a data-parallel group sends to the ranks that follow it: the engine's own, as bytes with a closed
+schema.
 
 the engine's method and arguments -> one of `Call` -> encode -> bytes -> decode -> the same method on every follower
 """

@@ -234,7 +234,8 @@ class ManyRanks:
         self._num_added = self._fill_tokens = 0
 
     def _to_first(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """From the ranks of the stage that has it (`tensor` is their part of it) to rank 0, whole, on its CPU; None elsewhere."""
+        """Whole tensor on the CPU of rank 0, from the ranks of the stage that has it (`tensor` is their part of it); None
+        elsewhere."""
         owner, ranks = self._stage_of[name], self.ranks
         made = whole(tensor) if tensor is not None and ranks.pp_rank == owner else None
         if owner == 0 or ranks.dp_rank or ranks.tp_rank or ranks.pp_rank not in (0, owner):

@@ -1,4 +1,4 @@
-"""In which order a pipeline's stages pass over a round's micro-batches (1F1B), and what lies between two passes. Pure.
+"""Order in which a pipeline's stages pass over a round's micro-batches (1F1B), and what lies between two passes. Pure.
 
 What a pass sends and what the following one begins with are posted together. No stage then waits for one that waits for it, even
 where a send ends only when it is received.

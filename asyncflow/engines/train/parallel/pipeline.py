@@ -224,7 +224,7 @@ class Pipeline:
                 self._wait_for([work], message)
 
     def _broadcast(self, tensor: Tensor, what: str) -> None:
-        """From the last stage to all, in place."""
+        """Broadcast a tensor from the last stage to all, in place."""
         last = self.stage.num_stages - 1
         message = _Message(tensor, 0 if self.stage.is_last else last, what)
         with self._named(message):

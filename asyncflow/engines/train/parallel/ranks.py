@@ -171,7 +171,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def stay_on_loopback() -> None:
-    """From now on the libraries that connect ranks open their doors to this machine alone, unless the user has said otherwise."""
+    """Have the libraries that connect ranks listen on this machine alone, unless the user has set otherwise."""
     loopback = next((interface for _, interface in socket.if_nameindex() if interface.startswith("lo")), None)
     for name in RANKS_INTERFACES if loopback is not None else ():
         os.environ.setdefault(name, str(loopback))
