@@ -486,6 +486,7 @@ class Config(Section):
 
     @property
     def run_dir(self) -> Path:
+        """Folder of the run."""
         return self.run.dir / self.run.name
 
 

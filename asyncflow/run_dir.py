@@ -68,6 +68,7 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def is_run(self) -> bool:

@@ -101,6 +101,7 @@ class Called:
 
 
 def called_by(run_dir: Path) -> Called:
+    """Configuration, job and address of the run that has started this worker's process."""
     config = config_of(run_dir)
     job = msgspec.json.decode((run_dir / JOB_FILE).read_bytes(), type=JobFile)
     credentials = Credentials.load(run_dir / KEY_FILE) if job.door else None

@@ -118,10 +118,12 @@ def version_of(path: Path) -> int:
 
 
 def as_prompt(saved: SavedPrompt) -> Prompt:
+    """Prompt as the loops have it, from a checkpoint."""
     return Prompt(np.array(saved.ids, np.int64), saved.example)
 
 
 def as_saved(prompt: Prompt) -> SavedPrompt:
+    """Prompt as a checkpoint has it."""
     return SavedPrompt(prompt.ids.tolist(), dict(prompt.example))
 
 

@@ -67,6 +67,7 @@ class Ledger:
         return self._committed[task]
 
     def is_open(self, step: int) -> bool:
+        """Whether the training step is open: admitted, and not committed by every task."""
         return ("train", step) in self._steps
 
     def step_state(self, step: int, topic: str = "train") -> StepState:

@@ -111,6 +111,7 @@ class SlotEngine:
 
     @property
     def installed_version(self) -> int:
+        """Version of the weights that the engine generates with."""
         return self._slots.version
 
     def generate(

@@ -145,6 +145,7 @@ class VllmEngine:
 
     @property
     def installed_version(self) -> int:
+        """Version of the weights that the engine generates with."""
         return self._weights.version
 
     def generate(

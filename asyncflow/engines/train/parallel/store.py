@@ -33,6 +33,7 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined]
         return total
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """See torch's `Store.compare_set`."""
         old, new = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
         found: bytes = self._call("put_if", key, old, new)
         return found
@@ -42,6 +43,7 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined]
         return has_all
 
     def delete_key(self, key: str) -> bool:
+        """See torch's `Store.delete_key`."""
         was_there: bool = self._call("remove", key)
         return was_there
 
