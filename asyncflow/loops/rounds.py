@@ -107,17 +107,16 @@ class Rounds:
         self._update = 0
         self._held: dict[int, Leased] = {}  # by group: leases are held until the commit
         self._ready: dict[int, Work] = {}
-        self._changed, self._is_over = Signal(), False
+        self._changed = Signal()
         self._beside = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Rounds:
         await self._beside.__aenter__()
-        self._beside.create_task(self._take())
+        self._taking = self._beside.create_task(self._take())
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        self._is_over = True
-        self._changed.notify()
+        self._taking.cancel()
         await self._beside.__aexit__(*error)
 
     async def of(self, update: int) -> AsyncIterator[Round]:
@@ -193,7 +192,7 @@ class Rounds:
         return list(micro_batches(self.step, work.leased.batch, advantages, self._shape.rows_per_micro_batch))
 
     async def _take(self) -> None:
-        """Make groups ready to train, ahead of the computation, until the step has no more."""
+        """Make groups ready to train, ahead of the computation, until all of the step's rounds are over."""
         of_step = members(self._queue, self._ledger, self._schedule, self.step, self._put_aside, self._has_room, self.task)
         async for leased in of_step:
             check_interval(leased, self.step, self._schedule.max_staleness)
@@ -220,10 +219,10 @@ class Rounds:
         return sum(len(piece.response_ids.values) for piece in pieces if piece.has_advantages)
 
     async def _has_room(self) -> None:
-        """Wait until one more group may be made ready, or the step is over. Who keeps all that it takes asks the ledger, so that
-        every rank gets its part."""
+        """Wait until one more group may be made ready. A rank that keeps all that it takes asks the ledger, so that every rank gets
+        its part."""
         if not self._keeps_all:
-            await self._changed.until(lambda: self._is_over or len(self._ready) < self._shape.groups_ahead)
+            await self._changed.until(lambda: len(self._ready) < self._shape.groups_ahead)
         elif self._shape.num_ranks > 1:
             await self._ledger.may_take(self.step, self._rank, self._shape.groups_ahead, self.task)
 
@@ -237,28 +236,29 @@ async def members(
     room: Callable[[], Awaitable[None]],
     task: str = "train",
 ) -> AsyncIterator[Leased]:
-    """The complete groups of a step, as they come; where those of later steps may come first, it is the ledger that says which.
+    """The complete groups of a step, as they come, until the run ends: the ledger's rounds say when the step has no more. Where
+    groups of later steps may come first, the ledger says which.
 
     `room` is waited for before a group is leased. What has been leased is handed on at once: a group that one rank held back would
     be waited for by all.
     """
     if schedule.membership == "strict":
-        while (leased := await _lease(queue, room, task, partition=step)) is not None:
+        while (leased := await _lease(queue, room, task, Want(partition=step))) is not None:
             yield leased
         return
     for group in [*put_aside]:
         if await ledger.claim(step, group):
             yield put_aside.pop(group)
-    while (leased := await _lease(queue, room, task, until=step)) is not None:
+    while (leased := await _lease(queue, room, task, Want())) is not None:
         group = leased.lease.groups[0].group
         put_aside[group] = leased  # in the place of an expired lease, if it was delivered again
         if await ledger.claim(step, group):
             yield put_aside.pop(group)
 
 
-async def _lease(queue: TransferQueueClient, room: Callable[[], Awaitable[None]], task: str, **wanted: int) -> Leased | None:
+async def _lease(queue: TransferQueueClient, room: Callable[[], Awaitable[None]], task: str, want: Want) -> Leased | None:
     await room()
-    return await queue.lease(task, Want(**wanted))
+    return await queue.lease(task, want)
 
 
 def _without_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:

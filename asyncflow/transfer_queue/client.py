@@ -108,7 +108,7 @@ class TransferQueueClient:
         """Ready rows with the columns that the task reads, or these `columns` alone, or none; waits until there are some.
 
         At most one group where `want` has no limit. None when the partition has ended or the task is closed, and nothing more is
-        ready (with `want.until`: whatever is), or when the request was withdrawn.
+        ready, or when the request was withdrawn.
         """
         reads = self.schema.task(task).reads if columns is None else tuple(columns)
         self.schema.mask(reads)

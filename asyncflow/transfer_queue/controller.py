@@ -235,9 +235,6 @@ class Controller:
     def _serve(self) -> None:
         now = _now()
         self.following.end_leases(self.table.expire(now))
-        for request in self._parked:
-            if request.want.until in self.table.ended_partitions and not request.answer.done():
-                request.answer.set_result(None)
         self._prune()
         if self._parked:
             wants = [(request.worker, request.want) for request in self._parked]

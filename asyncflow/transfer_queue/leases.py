@@ -26,8 +26,6 @@ class Want(msgspec.Struct, frozen=True):
     """Only groups whose interval contains it."""
     partition: int | None = None
     """Only that partition."""
-    until: int | None = None
-    """Of any partition, but only until that one has ended: then nothing, whatever is ready."""
     rank: int = 0
     """The data-parallel rank that asks, for samplers that serve all ranks together."""
 

@@ -90,11 +90,11 @@ class Table:
 
     def is_over(self, want: Want) -> bool:
         """Whether no more rows will come for a request: the table is closed, or the partition that it is limited to has ended."""
-        return self.is_closed or want.partition in self.ended_partitions or want.until in self.ended_partitions
+        return self.is_closed or want.partition in self.ended_partitions
 
     def has_nothing_left(self, want: Want) -> bool:
-        """Whether a request is to be answered with nothing: no more will come, and nothing is ready or what is does not matter."""
-        return self.is_over(want) and (want.until in self.ended_partitions or not self.ready.available(want, 1))
+        """Whether a request is to be answered with nothing: no more will come, and nothing is ready."""
+        return self.is_over(want) and not self.ready.available(want, 1)
 
     # -- leases -------------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class LedgerService:
     def __init__(
         self, ledger: Ledger, schedule: Schedule, progress: Progress, signal: Signal, end_step: Callable[[str, int], None]
     ) -> None:
-        """`end_step(task, step)` is told that a step has closed: nobody is to wait for more of its rows."""
+        """`end_step(task, step)`: the task, which does one step after another, gets no more rows of this one."""
         self.ledger = ledger
         self.limit = self._last = 0
         self.on_displaced: Callable[[int, int], None] = lambda group, lowest_version: None
@@ -272,8 +272,8 @@ class LedgerService:
         await self._signal.until(lambda: not self.is_finishing)
 
     def changed(self) -> None:
-        """End the steps that have closed, and wake whoever waits for what is true now."""
-        for task, step in self.ledger.closed():
+        """Wake whoever waits for what is true now. Tell the queue which tasks get no more rows of a step, or of an evaluation."""
+        for task, step in self.ledger.ended():
             if (task, step) not in self._ended:
                 self._ended.add((task, step))
                 self._end_step(task, step)

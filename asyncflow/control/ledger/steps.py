@@ -303,19 +303,16 @@ class Ledger:
             return self._last_totals[task][update]
         return self.step_state(step).totals(task, update)
 
-    def closed(self) -> list[tuple[str, int]]:
-        """(task, step) of what is closed (every member has been consumed or has failed, or has what a task gives it step by step)
-        and not yet committed or forgotten."""
-        consumed = [
-            (task, step)
-            for (_, step), state in self._steps.items()
-            for task, updates in state.updates.items()
-            if not state.num_left and not any(one.members for one in updates)
-        ]
-        steps = [(step, state) for (topic, step), state in self._steps.items() if topic == "train"]
-        return consumed + [
-            (task, step) for task in self.tasks.by_step for step, state in steps if not state.todo[task] and not state.num_left
-        ]
+    def ended(self) -> list[tuple[str, int]]:
+        """(task, step) of evaluations that have been read, and of steps that have all that a task gives them step by step: the
+        queue is to say that no more rows come. Training learns from its rounds that a step has no more."""
+        found = list[tuple[str, int]]()
+        for (topic, step), state in self._steps.items():
+            if topic == "eval":
+                found += [("eval", step)] if state.is_consumed("eval") else []
+            elif not state.num_left:
+                found += [(task, step) for task in self.tasks.by_step if not state.todo[task]]
+        return found
 
     def commit(self, step: int, task: str = "train") -> list[StepTotals]:
         """The step is final for a task: the figures of its updates. Steps commit in order; anything else is a `ValueError`."""

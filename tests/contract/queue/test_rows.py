@@ -23,7 +23,6 @@ from tests.contract.queue.house import (
     prompts_in,
     put,
     same,
-    until,
     within,
 )
 
@@ -135,27 +134,6 @@ async def test_a_step_streams_its_groups_as_they_become_complete_and_ends(client
     waiting = await parked(client.lease("rollout", Want(partition=0)))  # the end of another task's step is nothing to it
     await client.end_partition("rollout", 0)
     assert await within(waiting) is None
-
-
-async def test_a_stream_of_every_step_until_one_has_ended(client: TransferQueueClient) -> None:
-    """What is fetched ahead when the step ends comes still, and is its taker's; what is ready besides stays where it is."""
-    await put(client, 0, step=0)
-    await put(client, 1, 2, 3, step=1)
-    await generate(client)
-    taken: list[int] = []
-    async for found in client.stream("train", Want(until=0)):
-        taken.append(found.lease.groups[0].group)
-        if len(taken) == 1:
-            await until(lambda: all_held(client, 4))  # the next one has been fetched
-            await client.end_partition("train", 0)
-    assert taken[0] == 0 and len(taken) == 2 and (await counts(client, "train"))["ready"] == 4
-    assert await within(client.lease("train", Want(until=0))) is None
-    left = [(await leased(client, "train", partition=1)).lease.groups[0].group for _ in range(2)]
-    assert sorted([*taken, *left]) == [0, 1, 2, 3]
-
-
-async def all_held(client: TransferQueueClient, num_rows: int) -> bool:
-    return (await counts(client, "train")).get("leased", 0) == num_rows
 
 
 async def test_closing_ends_every_stream_for_late_consumers_too(house: House, client: TransferQueueClient) -> None:

@@ -149,7 +149,7 @@ def test_nothing_of_a_step_closes_before_its_members_are_known() -> None:
     assert ledger.step_state(0).offer(0, 0, 9) and not ledger.step_state(0).offer(0, 1, 9)
     assert not ledger.step_state(0).is_taken()
     ledger.step_state(0).consume(consumed(*rows_of(0)))
-    assert ledger.closed() == [] and not ledger.is_consumed(0)
+    assert not ledger.is_consumed(0)
     with pytest.raises(ValueError, match="step 0 still waits for 1 of its members"):
         ledger.commit(0)
     assert ledger.missing() == [
@@ -159,7 +159,7 @@ def test_nothing_of_a_step_closes_before_its_members_are_known() -> None:
     assert ledger.is_settled(0) and not ledger.step_state(0).is_taken()
     assert ledger.step_state(0).offer(0, 2, 9) and ledger.step_state(0).is_taken()
     ledger.step_state(0).consume(consumed(*rows_of(2), tokens=7))
-    assert ledger.closed() == [("train", 0)]
+    assert ledger.is_consumed(0)
     assert ledger.commit(0) == [StepTotals(0, tokens=12, sequences=4, dead=0, non_finite_rows=[])]
     assert ledger._step_of_group == {} and ledger.missing() == []
 
@@ -173,14 +173,14 @@ def test_tasks_behind_the_choice_wait_for_it_and_see_members_alone() -> None:
     ledger.done("select", rows_of(0))
     ledger.done("values", rows_of(0))
     assert [ledger.is_done(task, 0) for task in SELECTED] == [True, False, False]  # another member is to come
-    assert ("values", 0) not in ledger.closed()
+    assert ("values", 0) not in ledger.ended()
     decide(ledger, g2=True)
     assert [ledger.is_done(task, 0) for task in SELECTED] == [True, False, False]
     ledger.done("select", rows_of(2))
     assert [ledger.is_done(task, 0) for task in SELECTED] == [True, True, False]
     ledger.done("values", rows_of(2))
     assert [ledger.is_done(task, 0) for task in SELECTED] == [True, True, True]
-    assert ("values", 0) in ledger.closed()
+    assert ("values", 0) in ledger.ended()
 
 
 def test_weights_are_not_changed_while_members_of_theirs_are_to_be_found() -> None:
@@ -263,7 +263,7 @@ def test_an_evaluation_has_no_candidates() -> None:
     ledger.open([meta(9, topic="eval")])
     ledger.decide(9, is_varied=False)
     ledger.step_state(0, "eval").consume_evaluation(rows_of(9))
-    assert ledger.closed() == [("eval", 0)] and ledger.newly_decided() == []
+    assert ledger.ended() == [("eval", 0)] and ledger.newly_decided() == []
 
 
 async def test_the_service_says_when_more_are_needed_and_what_has_become_certain() -> None:

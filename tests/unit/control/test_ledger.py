@@ -42,14 +42,14 @@ def dead(*rows: int) -> list[DeadRow]:
 def test_a_step_closes_when_every_member_was_consumed_or_given_up() -> None:
     ledger = Ledger(BITS)
     ledger.open([meta(0), meta(1)])
-    assert ledger.is_open(0) and ledger.closed() == []
+    assert ledger.is_open(0) and not ledger.is_consumed(0)
     ledger.step_state(0).consume(consumed(0, 1, tokens=7))
     ledger.fail(dead(4))
     with pytest.raises(ValueError, match="step 0 still waits for 1 rows, the first of them 5"):
         ledger.totals(0)
-    assert ledger.closed() == []
+    assert not ledger.is_consumed(0)
     ledger.step_state(0).consume(consumed(5, tokens=4))
-    assert ledger.closed() == [("train", 0)]
+    assert ledger.is_consumed(0)
     assert ledger.totals(0) == StepTotals(0, tokens=11, sequences=3, dead=1, non_finite_rows=[])
 
 
@@ -197,9 +197,9 @@ def test_a_complete_group_of_a_later_step_changes_places_with_the_one_begun_last
     ledger.step_state(0).consume(consumed(12, 13))
     assert ledger.claim(1, 0) == 0 and ledger.claim(0, 1) is not None  # the later step has group 0 now
     ledger.step_state(0).consume(consumed(8, 9))
-    assert ledger.closed() == []  # group 1 remains
+    assert not ledger.is_consumed(0)  # group 1 remains
     ledger.step_state(0).consume(consumed(4, 5))
-    assert ledger.closed() == [("train", 0)] and ledger.totals(0).sequences == 6
+    assert ledger.is_consumed(0) and ledger.totals(0).sequences == 6
     assert ledger.commit(0) and ledger.missing() == ["train step 1: 6 rows without a response, 6 not consumed (first: 0)"]
 
 
@@ -272,7 +272,7 @@ class FirstCome:
         put_aside: list[int] = []
         for step in range(self.num_steps):
             candidates, put_aside = put_aside, []
-            while not self.ledger.is_open(step) or ("train", step) not in self.ledger.closed():
+            while not self.ledger.is_open(step) or not self.ledger.is_consumed(step):
                 group = candidates.pop(0) if candidates else self.next_complete()
                 if group is None:
                     continue
@@ -379,7 +379,7 @@ async def settled(task: asyncio.Task[Any]) -> bool:
     return task.done()
 
 
-async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
+async def test_the_books_are_told_in_order() -> None:
     books = Service()
     await books.service.open([meta(0), meta(9, topic="eval")])
     books.service.done("rollout", [0, 1, 36, 37])
@@ -387,14 +387,14 @@ async def test_the_books_are_told_in_order_and_a_step_ends_once() -> None:
     books.service.changed()
     assert await books.service.totals(0) == StepTotals(0, 5, 2, 0, [])
     await books.service.commit(0, [UPDATE])
-    assert books.told == [("opened", 0), ("consumed", 0, [0, 1]), ("end", "train", 0), ("committed", 0, UPDATE)]
+    assert books.told == [("opened", 0), ("consumed", 0, [0, 1]), ("committed", 0, UPDATE)]
 
 
 async def test_a_step_of_which_nothing_is_left_ends_too() -> None:
     books = Service()
     await books.service.open([meta(0)])
     books.service.fail(dead(0, 1))
-    assert books.told == [("opened", 0), ("end", "train", 0)]
+    assert books.told == [("opened", 0)] and books.ledger.is_consumed(0)
     assert await books.service.totals(0) == StepTotals(0, 0, 0, 2, [])
 
 
@@ -642,12 +642,12 @@ def test_a_step_is_cut_into_mini_batches_by_the_numbers_of_its_groups() -> None:
     with pytest.raises(ValueError, match="row 8 is not an open member"):
         ledger.step_state(0).consume(consumed(*rows_of(2)))  # of the second mini-batch
     ledger.step_state(0).consume(consumed(*rows_of(1), tokens=4))
-    assert ledger.is_consumed(0) and not ledger.is_consumed(0, "train", 1) and ledger.closed() == []
+    assert ledger.is_consumed(0) and not ledger.is_consumed(0, "train", 1)
     assert ledger.totals(0) == StepTotals(0, 7, 4, 0, [])
     for update, groups in ((1, (2, 3)), (2, (0, 1)), (3, (2, 3))):
-        assert ledger.closed() == []
+        assert not ledger.is_consumed(0, "train", update)
         ledger.step_state(0).consume(consumed(*rows_of(*groups), tokens=10 * update), update=update)
-    assert ledger.closed() == [("train", 0)]
+    assert ledger.is_consumed(0, "train", 3)
     assert [totals.tokens for totals in ledger.commit(0)] == [7, 10, 20, 30] and ledger.committed == 1
 
 
@@ -659,7 +659,7 @@ def test_rows_that_are_given_up_leave_every_update() -> None:
         for update in range(2):
             ledger.step_state(0).consume(consumed(1), task, update)
             assert ledger.totals(0, task, update) == StepTotals(0, 5, 1, 3, [])
-    assert ledger.closed() == [("train", 0), ("critic", 0)]
+    assert all(ledger.is_consumed(0, task, update) for task in ("train", "critic") for update in range(2))
 
 
 def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
@@ -674,7 +674,7 @@ def test_a_group_that_changes_its_step_changes_its_mini_batch() -> None:
     for update in (0, 2):
         ledger.step_state(1).consume(consumed(*rows_of(1)), update=update)
         ledger.step_state(0).consume(consumed(*rows_of(0)), update=update)
-    assert ledger.closed() == [("train", 0)] and ledger.missing() == [
+    assert ledger.is_consumed(0, "train", 3) and ledger.missing() == [
         "train step 1: 4 rows without a response, 2 not consumed (first: 12)"
     ]
 
@@ -686,11 +686,11 @@ def test_the_rows_of_several_models_are_kept_until_all_have_committed() -> None:
     assert ledger.not_generated() == set() and ledger.tasks.kept == ("rollout",)  # values are made again
     chosen = Ledger(BITS, TaskPlan(("rollout", "select", "reference"), chosen_by="select", num_members=1))
     assert chosen.tasks.kept == ("rollout", "reference")  # and members are chosen again
-    assert ledger.closed() == []
+    assert ledger.ended() == []
     ledger.done("values", rows_of(0))
-    assert ledger.closed() == [("values", 0)]
+    assert ledger.ended() == [("values", 0)] and not ledger.is_consumed(0)
     ledger.step_state(0).consume(consumed(*rows_of(0)))
-    assert ledger.closed() == [("train", 0), ("values", 0)]
+    assert ledger.ended() == [("values", 0)] and ledger.is_consumed(0)
     ledger.commit(0)
     assert ledger.committed == 1 and ledger.committed_by("critic") == 0 and ledger.is_open(0)
     with pytest.raises(ValueError, match="still waits for 2 rows"):
@@ -715,7 +715,7 @@ async def test_an_update_takes_turns_of_its_own_mini_batch_and_later_epochs_take
         await books.service.consume(0, consumed(*rows_of(group)), NO_FIGURES, "train", update)
         assert await books.service.round_of_rank(0, 0, 1, "train", update) is None
         assert await books.service.totals(0, "train", update) is not None
-    assert ("end", "train", 0) in books.told
+    assert books.ledger.is_consumed(0, "train", 3)
 
 
 async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
@@ -769,7 +769,7 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     await asyncio.wait_for(released, 1)
     assert not books.service.is_finishing
     assert await books.service.totals(1, "critic", 0) is None
-    assert [told[:2] for told in books.told if told[0] == "end"] == [("end", "train"), ("end", "critic")]
+    assert not [told for told in books.told if told[0] == "end"], "who trains hears of it from the rounds"
 
 
 async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order() -> None:

@@ -93,12 +93,16 @@ class World:
 
         async def run() -> list[Leased]:
             held: list[Leased] = []
-            async for leased in members(self.client, self.service, self.schedule, step, self.put_aside, at_once):
-                group = leased.lease.groups[0].group
-                order.append(group)
-                held.append(leased)
-                if len(set(order)) == len(order):
-                    await self.service.consume(step, *consumed(group << BITS))
+            of_step = members(self.client, self.service, self.schedule, step, self.put_aside, at_once)
+            async with contextlib.aclosing(of_step):  # type: ignore[type-var]
+                async for leased in of_step:
+                    group = leased.lease.groups[0].group
+                    order.append(group)
+                    held.append(leased)
+                    if len(set(order)) == len(order):
+                        await self.service.consume(step, *consumed(group << BITS))
+                    if self.ledger.is_consumed(step):
+                        break
             await self.service.commit(step, [Update(1.0, 1.0, 1, False)])
             await self.client.complete_marks([held[order.index(group)].lease for group in dict.fromkeys(order)])
             return held
@@ -452,7 +456,7 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
         assert trained == [[], [], [], []]
         await world.complete(0)
         await asyncio.wait_for(training, 5)
-        assert trained == [[0], [1], [0], [1]] and world.ledger.closed() == [("train", 0)]
+        assert trained == [[0], [1], [0], [1]] and world.ledger.is_consumed(0, "train", 3)
         assert asked == ["mismatch/kl", *["policy/kl"] * 4]  # engines are compared under the version's own weights alone
         counts = world.queue.controllers["train"].table.counts()
         assert counts["ready"] == counts["leased"] == 0  # dropped

@@ -158,20 +158,6 @@ async def test_a_parked_request_is_answered_by_the_end_of_its_step_and_of_no_oth
     assert await answer(of_any) is None
 
 
-async def test_a_request_until_a_step_has_ended_gets_groups_of_any_and_then_none_whatever_is_ready(follows: Any) -> None:
-    f = follows()
-    until = Want(groups=1, until=0)
-    request = await parked(ask(f.controller, until))
-    await f.ready(meta(1, step=1))
-    assert (await answer(request)).rows == [rows(1)]  # type: ignore[union-attr]
-    request = await parked(ask(f.controller, until))
-    await f.unit.tell(Notice(task="t", ended_partition=1))
-    assert not request.done()
-    await f.unit.tell(Notice(task="t", ended_partition=0), f.notice(rows(2), "a", metas=[meta(2, step=1)]))  # both at once
-    assert await answer(request) is None and await answer(ask(f.controller, until)) is None
-    assert (await leased(f.controller)).rows == [rows(2)]
-
-
 async def test_the_books_are_told_of_every_lease_and_of_what_was_wanted(follows: Any) -> None:
     told: list[tuple[list[list[int]], int | None]] = []
     f = follows(on_leased=lambda lease, want: told.append((lease.rows, want.installed)))

@@ -631,21 +631,13 @@ def test_a_request_is_over_when_its_step_has_ended_or_the_table_is_closed() -> N
     assert all(table.is_over(want) for want in over)
 
 
-def test_a_request_for_any_step_until_one_has_ended_is_then_answered_with_nothing_whatever_is_ready() -> None:
+def test_a_request_for_a_partition_that_has_ended_gets_what_is_ready_and_then_nothing() -> None:
     table = table_of(WHOLE, meta(0, step=0), meta(1, step=1))
-    until, of_step = Want(groups=1, until=0), Want(groups=1, partition=0)
-    assert not table.is_over(until) and not table.has_nothing_left(until)
-    assert numbers(lease(table, until=0)) == [0] and numbers(lease(table, until=0)) == [1]  # groups of every step
-    assert not table.has_nothing_left(until)  # there may be more
-    table.admit([meta(2, step=1)], 0)
-    notify(table, rows(2), WHOLE.reads)
-    table.end_partition(1)
-    assert not table.is_over(until)
+    first, second = (Want(groups=1, partition=partition) for partition in (0, 1))
     table.end_partition(0)
-    assert table.is_over(until) and table.ready.available(until, EVERYTHING) == 2
-    assert table.has_nothing_left(until) and not table.has_nothing_left(Want(groups=1))
-    assert table.has_nothing_left(of_step)
-    assert not table.has_nothing_left(Want(groups=1, partition=1))  # what is ready of a partition, still
+    assert table.is_over(first) and not table.has_nothing_left(first)
+    assert numbers(lease(table, partition=0)) == [0] and numbers(lease(table, partition=1)) == [1]
+    assert table.has_nothing_left(first) and not table.has_nothing_left(second)  # there may be more
 
 
 def test_what_is_ready_is_known_by_the_last_version_that_may_make_it() -> None:
