@@ -165,20 +165,21 @@ class Table:
         """Deliver again what is held beyond its deadline; silence is no failure. Returns the leases that have ended so."""
         self._now = max(self._now, now)
         ended = self.leases.expired(now)
-        self._release(ended)
+        self._redeliver(ended)
         return ended
 
     def give_back(self, token: Token) -> list[int]:
-        """Deliver what a lease holds again, without a failure and last. Returns its number, or nothing if it is over."""
+        """Deliver what a lease holds again, last. Returns its number, or nothing if it is over. That is no failure, and the rows do
+        not count as delivered again: nobody has worked on them."""
         if token not in self.leases:
             return []
-        self._release([token.lease], is_first=False)  # its asker could not use it: others come first
+        self._release(token.lease, is_first=False)  # its asker could not use it: others come first
         return [token.lease]
 
     def abandon(self, worker: str) -> list[int]:
         """Deliver again all that a worker holds (it has gone). Returns the leases that have ended so."""
         ended = self.leases.of_worker(worker)
-        self._release(ended)
+        self._redeliver(ended)
         return ended
 
     # -- looking ------------------------------------------------------------------------------------------------------------
@@ -313,10 +314,14 @@ class Table:
                 count += len(slots)
         return count
 
-    def _release(self, leases: list[int], *, is_first: bool = True) -> None:
+    def _redeliver(self, leases: list[int]) -> None:
         for lease in reversed(leases):  # each goes to the front: the first of them last
-            rows = np.frombuffer(self.leases[lease].rows, np.int64)
-            self.num_redelivered += self._move(_sorted_once(rows, None)[0], READY, lease=lease, is_first=is_first)
+            self.num_redelivered += self._release(lease, is_first=True)
+
+    def _release(self, lease: int, *, is_first: bool) -> int:
+        """Rows that a lease holds are ready again. Returns how many."""
+        rows = np.frombuffer(self.leases[lease].rows, np.int64)
+        return self._move(_sorted_once(rows, None)[0], READY, lease=lease, is_first=is_first)
 
 
 def _array(rows: list[int]) -> Array:

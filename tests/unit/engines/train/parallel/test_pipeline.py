@@ -94,8 +94,8 @@ def test_a_stage_that_fails_ends_the_others(mortal_ranks: Processes, fault: str,
     for stage, (name, text) in enumerate(texts):
         if stage != faulty_stage:
             assert name == "RunError" and f"did not pass between stages {stage} and" in text and "of micro-batch" in text
-    if faulty_stage != 1:  # its neighbour names it
-        assert f"rank {faulty_stage} has died, or was silent for 2 s" in texts[1][1]
+    if faulty_stage != 1:  # its neighbour names it, or the stage on the other side, which may have noticed and ended before
+        assert any(f"rank {rank} has died, or was silent for 2 s" in texts[1][1] for rank in (0, 2))
 
 
 @pytest.mark.parametrize(("num_stages", "num_micro_batches"), SIZES)
