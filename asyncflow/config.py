@@ -98,7 +98,7 @@ class DelaysConfig(Section):
 
 
 class PartConfig(Section):
-    """One reward of several."""
+    """Part of a reward that has several."""
 
     scorer: Chosen
     """What turns a response into a number."""

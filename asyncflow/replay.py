@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def compared(self) -> str:
-        """What was compared, in words; "" if there was nothing to compare."""
+        """Description of what was compared, in words; "" if there was nothing to compare."""
         parts = ["metrics"] if self.has_metrics else []
         return ", ".join([*parts, "losses, weights and optimiser state"] if self.tensors is not None else parts)
 

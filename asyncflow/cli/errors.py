@@ -6,6 +6,6 @@ from asyncflow.types import first_error
 
 
 def sentence(group: BaseExceptionGroup) -> str:
-    """One sentence for the first error of a group."""
+    """Sentence that tells a user of the first error of a group."""
     error = first_error(group)
     return f"{error.filename or 'a file'}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

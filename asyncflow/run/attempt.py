@@ -58,7 +58,7 @@ class AttemptInputs:
 
 
 class Attempt:
-    """One attempt. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read. `certificate`: of a
+    """Attempt of a run. `rows`: metrics by step, of the attempts before this one. `job`: what the workers read. `certificate`: of a
     finished run."""
 
     def __init__(self, config: Config, log: Callable[[str], None], *, resume: bool) -> None:

@@ -61,7 +61,7 @@ def shape_of(config: Config) -> Shape:
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
-        groups_per_round=(groups := _groups_per_turn(config)),
+        groups_per_round=(groups := _groups_per_round(config)),
         groups_ahead=groups * (CHOICE_OF_TURNS if config.layout.dp > 1 else 1),
         epochs=config.train.epochs,
         mini_batches=config.train.mini_batches,
@@ -83,7 +83,7 @@ def shape_of_evaluation(config: Config, num_prompts: int) -> Shape:
     )
 
 
-def _groups_per_turn(config: Config) -> int:
+def _groups_per_round(config: Config) -> int:
     """A group, or, in a pipeline, as many as make up the micro-batches that go through it together."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
     return -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1

@@ -72,7 +72,7 @@ class TaskEvents:
 
 
 class Controller:
-    """One task: its table of rows, its leases, and who waits for rows.
+    """Controller of one task: its table of rows, its leases, and who waits for rows.
 
     A row that was done is told again if its unit dies in the middle of dropping it: it is there once more, done as it was.
     """

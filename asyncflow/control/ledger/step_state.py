@@ -15,7 +15,7 @@ from asyncflow.control.ledger.update_progress import UpdateProgress
 
 @dataclass(slots=True)
 class StepState:
-    """One step's members, and how far each task is with them.
+    """Members of a step, and how far each task is with them.
 
     `updates`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_round`: groups that a
     rank trains in a round, at most. `todo`: rows that each task before training has yet to do. `candidates`: groups that members
