@@ -62,16 +62,10 @@ SUITES = (
     ),
     Suite(
         "ray",
-        ("tests/unit/cluster/test_ray_cluster.py", "tests/e2e/test_ray.py"),
+        ("tests/unit/cluster/ray/test_cluster.py", "tests/e2e/test_ray.py"),
         ".venv-ray",
         (
-            "asyncflow/cluster/ray_cluster.py",
-            "asyncflow/cluster/ray_connection.py",
-            "asyncflow/cluster/ray_guard.py",
-            "asyncflow/cluster/ray_host.py",
-            "asyncflow/cluster/ray_places.py",
-            "asyncflow/cluster/ray_plan.py",
-            "asyncflow/cluster/ray_process.py",
+            "asyncflow/cluster/ray",
             "asyncflow/cluster/remote_node.py",
             "asyncflow/cluster/supervised.py",
         ),

@@ -10,5 +10,5 @@ simulated.py, over the virtual time of clock.py and the wire of wire.py, is the 
 CLUSTERS = {
     "local": "asyncflow.cluster.local:LocalCluster",
     "inline": "asyncflow.cluster.inline:InlineCluster",
-    "ray": "asyncflow.cluster.ray_cluster:RayCluster",
+    "ray": "asyncflow.cluster.ray.cluster:RayCluster",
 }

@@ -136,7 +136,7 @@ def test_a_killed_driver_leaves_neither_worker_nor_ray(small: Small, tmp_path: P
     everyone = leaves_of(command)
     assert len([p for p in everyone if "asyncflow.cluster.child" in words_of(p)]) == 3
     assert {"gcs_server", "raylet"} <= {name_of(process) for process in everyone}
-    scratch = Path(next(words for p in everyone if "asyncflow.cluster.ray_guard" in (words := words_of(p)))[-1])
+    scratch = Path(next(words for p in everyone if "asyncflow.cluster.ray.guard" in (words := words_of(p)))[-1])
     assert scratch.is_dir()
     command.kill()
     wait_for(lambda: not alive(everyone), seconds=20.0)
@@ -208,8 +208,8 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
     Yields its address, which the environment now has the token for.
     """
-    from asyncflow.cluster.ray_connection import _ALONE
-    from asyncflow.cluster.ray_host import write_private
+    from asyncflow.cluster.ray.connection import _ALONE
+    from asyncflow.cluster.ray.host import write_private
 
     scratch = Path("/tmp") / f"asyncflow-ray-test-{os.getpid()}"
     write_private(scratch, {"token": secrets.token_hex(32).encode()})

@@ -1,6 +1,6 @@
 """Workers that Ray places: on this machine, or over the nodes of a cluster.
 
-    RayCluster (driver) --placement group of each pool--> Ray --> HostActor (of each worker, on some node): ray_host.py
+    RayCluster (driver) --placement group of each pool--> Ray --> HostActor (of each worker, on some node): host.py
                |  node, start, kill                                 |  spawns, and holds the control pipe of
                +<------------- what it prints, its end -------------+ child.py: the worker, in a process of its own
 
@@ -8,8 +8,8 @@ consumes: worker specs; each worker's output and end, as its host tells
 waits for: room in the cluster, `start_seconds` at most; then for the workers' words
 is unblocked by: Ray; a worker's output or end; the loss of a host, with its node perhaps
 
-Below: ray_connection.py (how the driver is connected to Ray; the only file that imports it), ray_places.py (who has which bundle of
-which placement group, and its host), ray_process.py (a worker's process, as its host tells of it), ray_plan.py (options).
+Below: connection.py (how the driver is connected to Ray; the only file that imports it), places.py (who has which bundle of
+which placement group, and its host), process.py (a worker's process, as its host tells of it), plan.py (options).
 
 Ray places and supervises: samples travel by the transfer queue, weights by weight sync, and a worker itself knows nothing of Ray.
 One that dies is started again as `local` does it, by its host, or by another one if that is gone too: Ray itself retries nothing.
@@ -35,11 +35,11 @@ from typing import Any
 import msgspec
 
 from asyncflow.cluster.base import OWN_DEVICES, Settle, WorkerSpec
-from asyncflow.cluster.ray_connection import HOST_SECONDS, RayConnection, first_sentence, import_ray
-from asyncflow.cluster.ray_host import Letter
-from asyncflow.cluster.ray_places import RayPlaces, WorkerPlace
-from asyncflow.cluster.ray_plan import options_of, pool_of
-from asyncflow.cluster.ray_process import NeverBegan, RayProcess
+from asyncflow.cluster.ray.connection import HOST_SECONDS, RayConnection, first_sentence, import_ray
+from asyncflow.cluster.ray.host import Letter
+from asyncflow.cluster.ray.places import RayPlaces, WorkerPlace
+from asyncflow.cluster.ray.plan import options_of, pool_of
+from asyncflow.cluster.ray.process import NeverBegan, RayProcess
 from asyncflow.cluster.supervised import SupervisedCluster, WorkerProcess
 from asyncflow.config import load
 from asyncflow.devices import COUNTED_AS

@@ -1,6 +1,6 @@
 """Being connected to a Ray cluster: to one that is there, or to one that is started for a run. The only file that imports Ray.
 
-    RayConnection (driver) --joins--> Ray, on this node and others | Ray, on this one alone <--starts-- `start`, below ray_guard.py
+    RayConnection (driver) --joins--> Ray, on this node and others | Ray, on this one alone <--starts-- `start`, below guard.py
 
 consumes: the cluster's address, or none; the environment, which has what Ray is to know
 waits for: a cluster that is being started, `start_seconds` at most; an answer of its head
@@ -27,9 +27,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from asyncflow.cluster.ray_guard import PATIENCE
-from asyncflow.cluster.ray_host import write_private
-from asyncflow.cluster.ray_plan import RayOptions
+from asyncflow.cluster.ray.guard import PATIENCE
+from asyncflow.cluster.ray.host import write_private
+from asyncflow.cluster.ray.plan import RayOptions
 from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class RayConnection:
         self.node, self.head = context.get_node_id(), context.gcs_address
 
     async def _begin_cluster(self, seconds: float) -> str:
-        """Have a process of its own start Ray, see ray_guard.py. Returns its address, after so long at most."""
+        """Have a process of its own start Ray, see guard.py. Returns its address, after so long at most."""
         global _was_imported_alone
         if "ray" in sys.modules and os.environ.get(_LOOPBACK_ONLY) != "0" and not _was_imported_alone:
             raise UserError(
@@ -115,7 +115,7 @@ class RayConnection:
         words.parent.mkdir(exist_ok=True)
         with words.open("ab") as errors:
             self._guard = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "asyncflow.cluster.ray_guard", str(self._scratch),
+                sys.executable, "-m", "asyncflow.cluster.ray.guard", str(self._scratch),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, start_new_session=True,
             )  # fmt: skip
         assert self._guard.stdout is not None

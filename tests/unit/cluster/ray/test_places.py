@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
-from asyncflow.cluster import base, ray_cluster, ray_connection, ray_places, ray_process
+from asyncflow.cluster import base
 from asyncflow.cluster.base import WorkerSpec
-from asyncflow.cluster.ray_cluster import RayCluster
+from asyncflow.cluster.ray import cluster as ray_cluster
+from asyncflow.cluster.ray import connection as ray_connection
+from asyncflow.cluster.ray import places as ray_places
+from asyncflow.cluster.ray import process as ray_process
+from asyncflow.cluster.ray.cluster import RayCluster
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
 

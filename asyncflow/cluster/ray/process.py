@@ -1,6 +1,6 @@
 """A worker's process, which its host has on some node of a Ray cluster: what the driver hears of it, and tells it.
 
-    RayProcess (driver) --listen, kill--> HostActor (on some node): ray_host.py
+    RayProcess (driver) --listen, kill--> HostActor (on some node): host.py
                    log <--what it prints, its end--
 
 consumes: a worker's output and end, as its host tells
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
 
-from asyncflow.cluster.ray_connection import ASK_SECONDS, HOST_SECONDS, first_sentence, import_ray
+from asyncflow.cluster.ray.connection import ASK_SECONDS, HOST_SECONDS, first_sentence, import_ray
 
 LOST_STATUS: Final = 1  # of a worker whose host is gone
 UNAVAILABLE_SECONDS: Final = 60.0  # so long a host may be out of reach or hang, and its worker lives on; more than LISTEN_SECONDS

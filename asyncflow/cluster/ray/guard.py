@@ -1,6 +1,6 @@
-"""The owner of a Ray cluster that is started for one run: `python -m asyncflow.cluster.ray_guard FOLDER`.
+"""The owner of a Ray cluster that is started for one run: `python -m asyncflow.cluster.ray.guard FOLDER`.
 
-    driver ==standard input== guard -- spawns --> ray_connection.start -- Ray --> GCS, raylet, agents, hosts, workers
+    driver ==standard input== guard -- spawns --> connection.start -- Ray --> GCS, raylet, agents, hosts, workers
 
 consumes: the end of its standard input
 waits for: it; meanwhile it looks whether Ray's main processes live
@@ -34,7 +34,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36  # of Linux
 def guard(folder: Path) -> None:
     """Own the cluster whose files are in `folder` until standard input ends, or one of Ray's main processes. Prints its address."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    command = [sys.executable, "-m", "asyncflow.cluster.ray_connection", str(folder)]
+    command = [sys.executable, "-m", "asyncflow.cluster.ray.connection", str(folder)]
     environment = {name: value for name, value in os.environ.items() if name not in PATIENCE}
     starter = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment)
     try:

@@ -17,10 +17,15 @@ import msgspec
 import psutil
 import pytest
 
-from asyncflow.cluster import base, ray_cluster, ray_connection, ray_host, ray_places, ray_process
+from asyncflow.cluster import base
 from asyncflow.cluster.base import WorkerDied, WorkerSpec
-from asyncflow.cluster.ray_cluster import RayCluster
-from asyncflow.cluster.ray_host import Letter, RayHost
+from asyncflow.cluster.ray import cluster as ray_cluster
+from asyncflow.cluster.ray import connection as ray_connection
+from asyncflow.cluster.ray import host as ray_host
+from asyncflow.cluster.ray import places as ray_places
+from asyncflow.cluster.ray import process as ray_process
+from asyncflow.cluster.ray.cluster import RayCluster
+from asyncflow.cluster.ray.host import Letter, RayHost
 from asyncflow.types import UserError
 from tests.patience import patience
 from tests.processes import below, is_alive, name_of, words_of
@@ -286,7 +291,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     scratch = Path("/tmp") / f"asyncflow-ray-test-{os.getpid()}"  # a socket's path is short
     ray_host.write_private(scratch, {"token": ray_connection._token().encode()})
     os.environ.update(ray_connection._ALONE, RAY_AUTH_TOKEN_PATH=str(scratch / "token"))
-    command = [sys.executable, "-m", "asyncflow.cluster.ray_guard", str(scratch)]
+    command = [sys.executable, "-m", "asyncflow.cluster.ray.guard", str(scratch)]
     with (folder / "log").open("wb") as log:
         guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
     assert guard.stdout is not None and guard.stdin is not None

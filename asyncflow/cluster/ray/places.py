@@ -1,9 +1,9 @@
 """Places of workers in a Ray cluster: placement groups, with a bundle and a host for each worker.
 
-    reserve (a pool's workers) --> a bundle that another has left | one of a new placement group --> HostActor: ray_host.py
+    reserve (a pool's workers) --> a bundle that another has left | one of a new placement group --> HostActor: host.py
     leave --> the bundle is free for another of the pool; the group is given back with its last worker
 
-consumes: the workers of a pool, and what they need, by ray_plan.py
+consumes: the workers of a pool, and what they need, by plan.py
 waits for: room in the cluster, `start_seconds` at most; a host that is told to leave
 is unblocked by: Ray; others of the pool, who leave meanwhile
 """
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from asyncflow.cluster.base import WorkerSpec
-from asyncflow.cluster.ray_connection import ASK_SECONDS, HOST_SECONDS, RayConnection, first_sentence, import_ray
-from asyncflow.cluster.ray_host import RayHost
-from asyncflow.cluster.ray_plan import RayOptions, Wish
+from asyncflow.cluster.ray.connection import ASK_SECONDS, HOST_SECONDS, RayConnection, first_sentence, import_ray
+from asyncflow.cluster.ray.host import RayHost
+from asyncflow.cluster.ray.plan import RayOptions, Wish
 from asyncflow.config import Config
 from asyncflow.types import RunError, UserError
 
