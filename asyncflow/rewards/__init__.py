@@ -13,9 +13,10 @@
     +---------------------------+
 
 `base.py` is the contract, `signatures.py` takes reward functions that were written for TRL or verl, `answers.py` finds the answer
-in a text and `number_parsing.py` the number in an answer; `delays.py` makes rewards late on purpose, `fallback.py` gives a value
-where there is none. A scorer that raises, hangs, exits, eats memory or returns no number fails its sample with a `RewardFailure`;
-it never gives it a 0. The room contains mistakes, not malice: a scorer may read and write what the user may.
+in a text and `number_parsing.py` the number in an answer; `scorings.py` has what goes with the reward processes: a reward model,
+sums, a value on failure, delays. A scorer that raises, hangs, exits, eats memory or returns no number fails its sample with a
+`RewardFailure`; it never gives it a 0. The room contains mistakes, not malice: a scorer may
+read and write what the user may.
 """
 
 REWARDS = {

@@ -22,9 +22,7 @@ from asyncflow.engines.base import ClassifierEngine
 from asyncflow.engines.train import CLASSIFIER_ENGINES
 from asyncflow.registry import build
 from asyncflow.rewards.base import Sample, Score
-from asyncflow.rewards.delays import Scoring, delayed
-from asyncflow.rewards.fallback import with_fallback
-from asyncflow.rewards.model import by_model, together
+from asyncflow.rewards.scorings import Scoring, by_model, delayed, together, with_fallback
 from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import reward_pool
 

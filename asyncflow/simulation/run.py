@@ -34,7 +34,7 @@ from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
-from asyncflow.rewards.delays import delay_seconds
+from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.connection import RunConnection, joined
 from asyncflow.run.driver import Driver
 from asyncflow.run.factories import shape_of

@@ -1,4 +1,5 @@
-"""A reward model's answers, and what becomes of a sample that has none."""
+"""A reward model's answers, and what becomes of a sample that has none. Injected delays are a function of salt and sample, and hold
+up nobody else."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from asyncflow.engines.train.reward_model import RewardModelEngine
-from asyncflow.rewards.base import RewardFailure, Sample
-from asyncflow.rewards.model import by_model
+from asyncflow.rewards.base import RewardFailure, Sample, Score
+from asyncflow.rewards.scorings import by_model, delay_seconds, delayed
 
 
 def sample(response: str) -> Sample:
@@ -91,3 +92,48 @@ async def test_the_engine_says_that_memory_was_lacking(tmp_path: Path, monkeypat
     with pytest.raises(MemoryError, match="5 tokens: CUDA out of memory"):
         await engine.score(np.arange(5))
     await engine.close()
+
+
+def numbered(number: int) -> Sample:
+    return Sample("what?", f"it is {number}", {}, True)
+
+
+def test_delays_are_exponential_and_another_salt_has_others() -> None:
+    first, second = ([delay_seconds(numbered(i), 0.2, salt) for i in range(4000)] for salt in (1, 2))
+    assert first == [delay_seconds(numbered(i), 0.2, 1) for i in range(4000)]
+    for delays in (first, second):
+        assert (
+            min(delays) >= 0.0 and np.mean(delays) == pytest.approx(0.2, rel=0.1) and np.std(delays) == pytest.approx(0.2, rel=0.1)
+        )
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.1
+    assert [delay_seconds(numbered(i), 0.4, 1) for i in range(9)] == pytest.approx([2 * d for d in first[:9]])
+
+
+async def test_a_reward_comes_late_and_a_failure_at_once_and_neither_waits_for_another() -> None:
+    in_scorer: list[int] = []
+
+    async def score(given: Sample) -> Score:
+        number = int(given.response.split()[-1])
+        in_scorer.append(number)
+        if number < 0:
+            raise RewardFailure("raised", "no")
+        return Score(float(number), ())
+
+    ended: list[float] = []
+    late = delayed(score, mean_seconds=0.03, salt=5)
+
+    async def one(number: int) -> None:
+        ended.append((await late(numbered(number))).reward)
+
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(RewardFailure):
+        await late(numbered(-1))
+    assert loop.time() - began < 0.02
+    delays = [delay_seconds(numbered(i), 0.03, 5) for i in range(20)]
+    began = loop.time()
+    await asyncio.gather(*map(one, range(20)))
+    taken = loop.time() - began
+    assert in_scorer == [-1, *range(20)]  # all were with the scorer before the first reward came
+    assert max(delays) - 0.005 <= taken < sum(delays) / 2
+    assert sorted(ended) == [*range(20)] and ended != sorted(ended)

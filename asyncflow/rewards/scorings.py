@@ -1,19 +1,21 @@
-"""A reward model as one of the parts of a reward, beside those that reward processes give.
+"""Ways of scoring a sample beside and around the reward processes: a reward model, sums, a value on failure, delays.
 
-consumes: a sample
-waits for: the reward processes and the model's engine, side by side
-is unblocked by: both; the model's deadline
+consumes: samples
+waits for: the reward processes and the model's engine, side by side; a sample's delay
+is unblocked by: both; the model's deadline; the event loop's clock
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from asyncflow.rewards.base import RewardFailure, Sample, Score, weighted
-from asyncflow.rewards.delays import Scoring
+
+Scoring = Callable[[Sample], Awaitable[Score]]
 
 
 def by_model(compute: Callable[[Sample], Awaitable[float]], path: str, failures: Counter[str], deadline_seconds: float) -> Scoring:
@@ -76,3 +78,37 @@ def together(scorings: Sequence[Scoring], weights: Sequence[float], num_parts: S
         return Score(total, parts)
 
     return score
+
+
+def with_fallback(score: Scoring, *, value: float, attempts: int, num_parts: int) -> Scoring:
+    """`score`, tried so often; then `value`, with no part. What was skipped is not tried again, and has no value."""
+
+    async def patient(sample: Sample) -> Score:
+        for _ in range(attempts):
+            try:
+                return await score(sample)
+            except RewardFailure as failure:
+                if failure.kind == "skipped":
+                    raise
+        return Score(value, (None,) * num_parts)
+
+    return patient
+
+
+def delayed(score: Scoring, *, mean_seconds: float, salt: int) -> Scoring:
+    """`score`, each reward late by `delay_seconds`; no reward process is held. By different delays `asyncflow verify` shows what
+    does not depend on timing."""
+
+    async def late(sample: Sample) -> Score:
+        reward = await score(sample)
+        await asyncio.sleep(delay_seconds(sample, mean_seconds, salt))
+        return reward
+
+    return late
+
+
+def delay_seconds(sample: Sample, mean_seconds: float, salt: int) -> float:
+    """Exponentially distributed, a function of the salt and the sample's prompt and response alone."""
+    key = hashlib.sha256(f"{salt}\0{sample.prompt}\0{sample.response}".encode()).digest()
+    uniform = int.from_bytes(key[:7], "big") / 2**56
+    return -mean_seconds * math.log1p(-uniform)
