@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -111,8 +112,33 @@ _FINDERS: Final[dict[str, Callable[[str], Iterator[Span]]]] = {
 }
 
 
-def check_marks(marks: Sequence[str], *, at_least_one: bool = False) -> tuple[str, ...]:
-    """The marks that a scorer was given. Raises `ValueError` for one that is not known, or none where one is needed."""
-    if isinstance(marks, str) or not set(marks) <= set(MARKS) or (at_least_one and not marks):
-        raise ValueError(f"marks={marks!r} must be a list of some of {', '.join(MARKS)}")
-    return tuple(marks)
+class AnswerScorer(ABC):
+    """Scorer that compares the answer in a response with the reference in the row: 1.0 where it is right, else 0.0."""
+
+    def __init__(self, answer_column: str | None, marks: Sequence[str], require_end: bool, *, needs_mark: bool = False) -> None:
+        """`marks`: where the answer is (see the module's head). `require_end`: a response that was cut off gets 0. Raises
+        `ValueError` for a mark that is not known, or none where the scorer `needs_mark`."""
+        if isinstance(marks, str) or not set(marks) <= set(MARKS) or (needs_mark and not marks):
+            raise ValueError(f"marks={marks!r} must be a list of some of {', '.join(MARKS)}")
+        self._answer_column, self._marks, self._require_end = answer_column, tuple(marks), require_end
+
+    def __call__(self, sample: Sample) -> float:
+        """1.0 or 0.0. Raises `ValueError` for a reference that cannot be compared with, whatever the response: a broken row must
+        never look like a wrong response."""
+        right = self._right(reference(sample, self._answer_column))
+        if self._require_end and not sample.is_finished:
+            return 0.0
+        answer = self._answer(sample.response)
+        return float(answer is not None and self._is_right(answer, right))
+
+    def _answer(self, response: str) -> str | None:
+        """The answer that a response marks; None: there is none."""
+        return answer_in(response, self._marks)
+
+    @abstractmethod
+    def _right(self, reference: Any) -> Any:
+        """The right answer in a form to compare with. Raises `ValueError`."""
+
+    @abstractmethod
+    def _is_right(self, answer: str, right: Any) -> bool:
+        """Whether an answer is the right one."""

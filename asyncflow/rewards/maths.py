@@ -18,8 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from asyncflow.rewards.answers import MARKS, answer_in, check_marks, reference, reference_answer
-from asyncflow.rewards.base import Sample
+from asyncflow.rewards.answers import MARKS, AnswerScorer, reference_answer
 from asyncflow.rewards.exception_probe import first_caught, forget_caught, import_telling
 from asyncflow.rewards.number_parsing import Quantity, are_equal, is_range, plain, quantity, sides_of
 from asyncflow.rewards.processes import memory_share
@@ -36,7 +35,7 @@ MUCH_MEMORY: Final = 0.25
 took more than this share of what there is: what asked for too much had at least that before, since things grow by doubling."""
 
 
-class Maths:
+class Maths(AnswerScorer):
     """Numeric and symbolic. Needs the package math-verify, an extra: `pip install 'asyncflow-rl[maths]'`."""
 
     def __init__(
@@ -51,8 +50,7 @@ class Maths:
         """`marks`: where the answer is (see answers.py). `relative_tolerance`: of numbers. `decimals`: to which sympy's values are
         rounded before they are compared. `require_end`: a response that was cut off gets 0. Raises `ImportError` without the
         package."""
-        self._marks = check_marks(marks, at_least_one=True)
-        self._answer_column, self._require_end = answer_column, require_end
+        super().__init__(answer_column, marks, require_end, needs_mark=True)
         self._tolerance, self._decimals = relative_tolerance, decimals
         try:
             self._verifier: Any = import_telling(
@@ -66,16 +64,14 @@ class Maths:
         for text in _WARM_UP:
             self._is_same(text, text)
 
-    def __call__(self, sample: Sample) -> float:
-        """1.0 or 0.0. Raises `ValueError` for a reference that is no text and no number, or an empty one."""
-        right = reference(sample, self._answer_column)
-        expected = reference_answer(right)
+    def _right(self, reference: Any) -> str:
+        expected = reference_answer(reference)
         if not expected:
-            raise ValueError(f"nothing to compare with: {right!r:.400}")
-        if self._require_end and not sample.is_finished:
-            return 0.0
-        answer = answer_in(sample.response, self._marks)
-        return float(bool(answer) and self._is_right(str(answer), expected))
+            raise ValueError(f"nothing to compare with: {reference!r:.400}")
+        return expected
+
+    def _answer(self, response: str) -> str | None:
+        return super()._answer(response) or None  # a mark with nothing in it is no answer
 
     def _is_right(self, answer: str, expected: str) -> bool:
         if answer == expected:
