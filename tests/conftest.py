@@ -14,7 +14,7 @@ import pytest
 from tests.depth import IS_DEEP
 
 if TYPE_CHECKING:
-    from asyncflow.engines.rollout.vllm_process import ServerProcess
+    from asyncflow.engines.rollout.vllm.process import ServerProcess
 
 gc.disable()  # until all is imported: what an import makes stays, and looking for garbage among it takes a fifth of its time
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,7 @@ def small(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 @pytest.fixture(scope="session")
 def vllm_server() -> Iterator[ServerProcess]:
     """A real vLLM with the shipped model, for all tests that change nothing of it but its weights."""
-    from asyncflow.engines.rollout.vllm_process import ServerProcess
+    from asyncflow.engines.rollout.vllm.process import ServerProcess
     from tests.vllm.servers import CONTEXT, VLLM_PYTHON, server_options
 
     if VLLM_PYTHON is None:

@@ -29,6 +29,11 @@ TRAIN_ENGINE_TESTS = (
     "tests/contract/test_train_engine_ranks.py",
     "tests/e2e/test_adapters.py",
 )
+ADAPTER_ROOMS = (
+    "asyncflow/engines/train/adapters",
+    "asyncflow/engines/train/leader_engine.py",
+    "tests/contract/test_train_engine.py",
+)
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,14 @@ SUITES = (
         "deepspeed",
         TRAIN_ENGINE_TESTS,
         ".venv-adapters",
-        ("asyncflow/engines/train/deepspeed.py", "asyncflow/engines/train/leader_engine.py", "tests/contract/test_train_engine.py"),
+        ADAPTER_ROOMS,
         keyword="deepspeed",
     ),
     Suite(
         "megatron",
         TRAIN_ENGINE_TESTS,
         ".venv-adapters",
-        ("asyncflow/engines/train/megatron.py", "asyncflow/engines/train/leader_engine.py", "tests/contract/test_train_engine.py"),
+        ADAPTER_ROOMS,
         keyword="megatron",
     ),
     Suite(
@@ -74,17 +79,7 @@ SUITES = (
         "vllm",
         ("tests/contract/test_rollout_engine.py", "tests/vllm"),
         ".venv",
-        (
-            "asyncflow/engines/rollout/vllm.py",
-            "asyncflow/engines/rollout/vllm_client.py",
-            "asyncflow/engines/rollout/vllm_generation.py",
-            "asyncflow/engines/rollout/vllm_handle.py",
-            "asyncflow/engines/rollout/vllm_process.py",
-            "asyncflow/engines/rollout/vllm_pool.py",
-            "asyncflow/engines/rollout/vllm_transfer.py",
-            "asyncflow/engines/rollout/vllm_weights.py",
-            "asyncflow/engines/rollout/in_vllm",
-        ),
+        ("asyncflow/engines/rollout/vllm", "asyncflow/engines/rollout/in_vllm"),
         keyword="vllm",
         variables={"ASYNCFLOW_VLLM_PYTHON": str(ROOT / ".venv-vllm" / "bin" / "python")},
     ),

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
-from asyncflow.engines.rollout.vllm import VllmEngine
-from asyncflow.engines.rollout.vllm_client import ServerLost
+from asyncflow.engines.rollout.vllm.client import ServerLost
+from asyncflow.engines.rollout.vllm.engine import VllmEngine
 from asyncflow.registry import build
 from asyncflow.types import TensorSpec
 from tests.conftest import MODEL

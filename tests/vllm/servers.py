@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from asyncflow.engines.rollout.vllm_process import ServerOptions
+from asyncflow.engines.rollout.vllm.process import ServerOptions
 
 CONTEXT = 224
 """Tokens of a row, of the one server that tests share."""

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.vllm import VllmEngine
-from asyncflow.engines.rollout.vllm_client import RequestRefused, VllmClient
-from asyncflow.engines.rollout.vllm_handle import OwnServer
-from asyncflow.engines.rollout.vllm_process import ServerProcess
+from asyncflow.engines.rollout.vllm.client import RequestRefused, VllmClient
+from asyncflow.engines.rollout.vllm.engine import VllmEngine
+from asyncflow.engines.rollout.vllm.handle import OwnServer
+from asyncflow.engines.rollout.vllm.process import ServerProcess
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import MODEL, merged
 from tests.e2e.commands import command_line, processes_of, rows, write_config

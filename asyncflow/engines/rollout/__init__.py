@@ -1,13 +1,16 @@
 """Engines that generate. `slots`: the embedded one, continuous batching over a slot cache. `vllm`: servers of vLLM."""
 
-ROLLOUT_ENGINES = {"slots": "asyncflow.engines.rollout.engine:SlotEngine", "vllm": "asyncflow.engines.rollout.vllm:VllmEngine"}
-ROLLOUT_ENGINE_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm_devices:num_devices"}
+ROLLOUT_ENGINES = {
+    "slots": "asyncflow.engines.rollout.engine:SlotEngine",
+    "vllm": "asyncflow.engines.rollout.vllm.engine:VllmEngine",
+}
+ROLLOUT_ENGINE_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:num_devices"}
 """How many devices a worker has, where its engine's options say; else it is one."""
-ROLLOUT_ENGINE_OWN_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm_devices:num_own_devices"}
+ROLLOUT_ENGINE_OWN_DEVICES = {"vllm": "asyncflow.engines.rollout.vllm.options:num_own_devices"}
 """How many of them a cluster has to give it, likewise."""
-ROLLOUT_ENGINE_CHECKS = {"vllm": "asyncflow.engines.rollout.vllm_devices:check"}
+ROLLOUT_ENGINE_CHECKS = {"vllm": "asyncflow.engines.rollout.vllm.options:check"}
 """What the options of a run's engines are asked before it starts, and before workers join it."""
-ROLLOUT_ENGINE_WHYS = {"vllm": "asyncflow.engines.rollout.vllm_devices:why_not_deterministic"}
+ROLLOUT_ENGINE_WHYS = {"vllm": "asyncflow.engines.rollout.vllm.options:why_not_deterministic"}
 """Why an engine is not deterministic, of those that never are; others say it of the machine that they run on."""
 ROLLOUT_ENGINE_IMPORTS = {"slots": ("asyncflow.engines.rollout.engine",)}
 """What one process may import for all the workers that are forked from it; others want an interpreter of their own."""

@@ -2,13 +2,13 @@
 
 TRAIN_ENGINES = {
     "torch": "asyncflow.engines.train.torch_engine:TorchEngine",
-    "deepspeed": "asyncflow.engines.train.deepspeed:DeepSpeedEngine",
-    "megatron": "asyncflow.engines.train.megatron:MegatronEngine",
+    "deepspeed": "asyncflow.engines.train.adapters.deepspeed:DeepSpeedEngine",
+    "megatron": "asyncflow.engines.train.adapters.megatron:MegatronEngine",
 }
 TRAIN_ENGINE_CHECKS = {
     "torch": "asyncflow.engines.train.checks:check_torch",
-    "deepspeed": "asyncflow.engines.train.checks:check_deepspeed",
-    "megatron": "asyncflow.engines.train.checks:check_megatron",
+    "deepspeed": "asyncflow.engines.train.adapters.checks:check_deepspeed",
+    "megatron": "asyncflow.engines.train.adapters.checks:check_megatron",
 }
 TRAIN_ENGINE_IMPORTS = {"torch": ("asyncflow.engines.train.torch_engine",)}
 """Modules of an engine that one process may import for all workers forked from it.

@@ -1,4 +1,4 @@
-"""Checks of what each train engine cannot do. They run before a run starts, and again when the engine is built. No torch.
+"""Checks of what a train engine cannot do. They run before a run starts, and again when the engine is built. No torch.
 
     check(options of every train engine, the model's config.json, the engine's own options) -> UserError, or nothing
 
@@ -7,17 +7,14 @@ An engine without a check here refuses a run when the engine is built, in its wo
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family, check_layout
 from asyncflow.model_folder import read_json
 from asyncflow.types import UserError
-
-ZERO_STAGES: Final = (1, 2, 3)
 
 
 def model_fields(model_path: Path | str) -> Mapping[str, Any]:
@@ -32,55 +29,3 @@ def check_torch(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
     """Check that `TorchEngine` can train this model (`fields`: its config.json) with these options. Raises `UserError`."""
     check_family(fields)
     check_layout(fields, options.layout)
-
-
-def check_deepspeed(
-    options: TrainEngineOptions, fields: Mapping[str, Any], *, stage: int = 2, zero: Mapping[str, Any] | None = None
-) -> None:
-    """Check that `DeepSpeedEngine` can train this model (`fields`: its config.json) with these options.
-
-    `stage`: ZeRO's. `zero` is taken, as the engine takes it, but not checked. Raises `UserError`, also if DeepSpeed is not
-    installed.
-    """
-    if stage not in ZERO_STAGES:
-        raise UserError(f"train.engine.stage is one of {', '.join(map(str, ZERO_STAGES))}, those of ZeRO, but is {stage!r}.")
-    if options.layout.tp > 1 or options.layout.pp > 1:
-        raise UserError("The deepspeed engine is data parallel only: set plan.train.tp and pp to 1, or train.engine to torch.")
-    if options.accumulate != "fp32":
-        raise UserError("The deepspeed engine adds gradients in an order of its own: set train.accumulate to fp32.")
-    if stage == 1 and options.dtype == "bfloat16":
-        raise UserError(
-            "DeepSpeed cannot skip a step in bfloat16 with stage 1: set train.engine.stage to 2, which takes less memory."
-        )
-    _check_installed("deepspeed", "deepspeed")
-    check_family(fields)
-
-
-def check_megatron(options: TrainEngineOptions, fields: Mapping[str, Any]) -> None:
-    """Check that `MegatronEngine` can train this model (`fields`: its config.json) with these options.
-
-    Raises `UserError`, also if Megatron-Core is not installed.
-    """
-    if options.accumulate != "fp32":
-        raise UserError("The megatron engine adds gradients as they come: set train.accumulate to fp32.")
-    if options.offload_optimizer:
-        raise UserError("The megatron engine keeps the optimiser on the device: set train.offload_optimizer to false.")
-    if options.offload:
-        raise UserError("The megatron engine keeps old policy and reference on the device: set train.offload to false.")
-    _check_installed("megatron", "megatron.core")
-    check_family(fields)
-    if fields.get("attention_bias") or fields.get("mlp_bias"):
-        raise UserError("The megatron engine has no biases on output and MLP projections, which this model has: choose another.")
-    for what, number, name, parts in (
-        ("layers", fields["num_hidden_layers"], "pp", options.layout.pp),
-        ("key heads", fields.get("num_key_value_heads") or fields["num_attention_heads"], "tp", options.layout.tp),
-        ("elements of the MLP", fields["intermediate_size"], "tp", options.layout.tp),
-    ):
-        if number % parts:
-            raise UserError(f"plan.train.{name}={parts} does not divide the model's {number} {what}: take one that does.")
-
-
-def _check_installed(engine: str, package: str) -> None:
-    outermost = package.partition(".")[0]
-    if importlib.util.find_spec(outermost) is None or importlib.util.find_spec(package) is None:
-        raise UserError(f"train.engine is {engine}, which is not installed: pip install 'asyncflow-rl[{engine}]'.")

@@ -1,4 +1,4 @@
-"""vLLM's half of AsyncFlow's vLLM engine (`asyncflow/engines/rollout/vllm.py`). Imported by vLLM's processes.
+"""vLLM's half of AsyncFlow's vLLM engine (`asyncflow/engines/rollout/vllm/engine.py`). Imported by vLLM's processes.
 
     FileWeights     a weight-transfer engine, `asyncflow` in vLLM's factory: reads the weights from memory that it maps
     Extension       for --worker-extension-cls: names this module to vLLM's workers, which registers the engine
@@ -99,7 +99,7 @@ class FileWeights(WeightTransferEngine):
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
         """AsyncFlow's half writes the file."""
-        raise NotImplementedError("AsyncFlow writes the weights itself (asyncflow/engines/rollout/vllm_weights.py)")
+        raise NotImplementedError("AsyncFlow writes the weights itself (asyncflow/engines/rollout/vllm/weights.py)")
 
 
 def _mapped(path: str, num_bytes: int) -> mmap.mmap:

@@ -27,15 +27,17 @@ from safetensors.torch import load_file
 
 from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout import vllm, vllm_client, vllm_handle
-from asyncflow.engines.rollout.vllm import VllmEngine
-from asyncflow.engines.rollout.vllm_client import RequestRefused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_arguments, sender
-from asyncflow.engines.rollout.vllm_handle import OwnServer, ServerHandle
-from asyncflow.engines.rollout.vllm_pool import own_hosts
-from asyncflow.engines.rollout.vllm_process import IN_VLLM, ServerProcess
-from asyncflow.engines.rollout.vllm_transfer import NcclTransfer
-from asyncflow.engines.rollout.vllm_weights import WeightsFile, shapes_of
+from asyncflow.engines.rollout.vllm import client as vllm_client
+from asyncflow.engines.rollout.vllm import engine as vllm
+from asyncflow.engines.rollout.vllm import handle as vllm_handle
+from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm.engine import VllmEngine
+from asyncflow.engines.rollout.vllm.handle import OwnServer, ServerHandle
+from asyncflow.engines.rollout.vllm.options import check_arguments, sender
+from asyncflow.engines.rollout.vllm.pool import own_hosts
+from asyncflow.engines.rollout.vllm.process import IN_VLLM, ServerProcess
+from asyncflow.engines.rollout.vllm.transfer import NcclTransfer
+from asyncflow.engines.rollout.vllm.weights import WeightsFile, shapes_of
 from asyncflow.run.prepare import check_choices, check_rollout_engine
 from asyncflow.run.scaling import Scaling
 from asyncflow.types import RunError, UserError
@@ -1085,7 +1087,7 @@ OWNER = """
 import sys, time
 from functools import partial
 from pathlib import Path
-from asyncflow.engines.rollout.vllm import VllmEngine
+from asyncflow.engines.rollout.vllm.engine import VllmEngine
 engine = VllmEngine(Path(sys.argv[1]), num_slots=2, max_context=64, python=sys.argv[2], instances=2)
 print(*(i.host.server.pid for i in engine.instances), *(Path(i.host.server.socket).parent for i in engine.instances), flush=True)
 time.sleep(60)

@@ -14,7 +14,7 @@ import torch
 
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.rollout.decoder import load_tensors
-from asyncflow.engines.train.megatron import Core, Origin, origins, padded_vocabulary
+from asyncflow.engines.train.adapters.megatron import Core, Origin, origins, padded_vocabulary
 from asyncflow.types import Layout
 from tests.unit.engines.train.training import ModelPath
 

@@ -24,10 +24,10 @@ import numpy as np
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.noise import stream_keys
-from asyncflow.engines.rollout.vllm_client import Aborted, RequestRefused, ServerLost
-from asyncflow.engines.rollout.vllm_handle import ServerHandle
-from asyncflow.engines.rollout.vllm_pool import ServerPool
-from asyncflow.engines.rollout.vllm_weights import ServerWeights
+from asyncflow.engines.rollout.vllm.client import Aborted, RequestRefused, ServerLost
+from asyncflow.engines.rollout.vllm.handle import ServerHandle
+from asyncflow.engines.rollout.vllm.pool import ServerPool
+from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.types import Array, RunError
 
 NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is infinite, or no number

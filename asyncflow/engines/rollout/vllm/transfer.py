@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from asyncflow.engines.rollout.vllm_client import ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_weights import WeightsFile
+from asyncflow.engines.rollout.vllm.client import ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm.weights import WeightsFile
 from asyncflow.threads import ComputeThread
 from asyncflow.types import UserError
 

@@ -34,10 +34,10 @@ import httpx2
 
 from asyncflow.devices import SHOWN_BY, kind_of
 from asyncflow.engines.families import head_dim
-from asyncflow.engines.rollout.vllm_devices import by_option, is_cpu
+from asyncflow.engines.rollout.vllm.options import by_option, is_cpu
 from asyncflow.types import RunError, UserError
 
-IN_VLLM = Path(__file__).parent / "in_vllm"
+IN_VLLM = Path(__file__).parent.parent / "in_vllm"
 POLL_SECONDS = 0.2
 KILL_SECONDS = 5.0  # SIGKILL to the end of the guard; longer only if the kernel is stuck
 LAST_LINES = 400

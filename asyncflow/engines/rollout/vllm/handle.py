@@ -19,8 +19,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from asyncflow.engines.rollout.vllm_client import RequestRefused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_process import ServerOptions, ServerProcess
+from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm.process import ServerOptions, ServerProcess
 from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)

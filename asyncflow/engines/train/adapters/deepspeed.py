@@ -39,8 +39,10 @@ from torch import Tensor, nn
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.checks import check_deepspeed, model_fields
-from asyncflow.engines.train.gathered_state import GatheredState, loaded
+from asyncflow.engines.train.adapters.checks import check_deepspeed
+from asyncflow.engines.train.adapters.gathered_state import GatheredState, loaded
+from asyncflow.engines.train.adapters.single_rank import joined
+from asyncflow.engines.train.checks import model_fields
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions, load_module, recompute_activations
@@ -51,7 +53,6 @@ from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.engines.train.parallel.single_rank import joined
 from asyncflow.engines.train.state import fingerprint_of
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
 

@@ -1,6 +1,6 @@
 """The vLLM servers of one engine: where they come from, what they are to be, which is to generate next, what all are told at once.
 
-    own_hosts / given_hosts --> Servers --> one Instance (vllm_handle.py) for each
+    own_hosts / given_hosts --> Servers --> one Instance (handle.py) for each
 
 consumes: samples that want a server; calls that change what the servers do
 waits for: a server that is up
@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from asyncflow.engines.rollout.vllm_client import VllmClient
-from asyncflow.engines.rollout.vllm_devices import devices_of, is_cpu
-from asyncflow.engines.rollout.vllm_handle import Call, OwnServer, RunningServer, ServerHandle, ServerHost
-from asyncflow.engines.rollout.vllm_process import ServerOptions
+from asyncflow.engines.rollout.vllm.client import VllmClient
+from asyncflow.engines.rollout.vllm.handle import Call, OwnServer, RunningServer, ServerHandle, ServerHost
+from asyncflow.engines.rollout.vllm.options import devices_of, is_cpu
+from asyncflow.engines.rollout.vllm.process import ServerOptions
 from asyncflow.types import UserError
 
 

@@ -1,14 +1,14 @@
 """Rollouts on vLLM: one engine over one or several vLLM servers (instances), which it starts, or which are there already.
 
-    generate -> one of the instances (vllm_generation.py) -> responses
-    prepare  -> the weights, copied into memory that vLLM's processes can map (vllm_weights.py)
+    generate -> one of the instances (generation.py) -> responses
+    prepare  -> the weights, copied into memory that vLLM's processes can map (weights.py)
     install  -> every instance: pause, load from that memory, name the version, resume
 
 consumes: requests (one prompt, several samples), versions, pauses
 waits for: the servers; a lost one's return
 is unblocked by: their answers; their being started again
 
-A server that is lost in the middle of anything (vllm_handle.py) is started again and given the current weights.
+A server that is lost in the middle of anything (handle.py) is started again and given the current weights.
 
 Not here: responses as they grow (streaming), more than one machine for one instance.
 """
@@ -28,15 +28,15 @@ import numpy as np
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
-from asyncflow.engines.rollout.vllm_client import PauseMode, RequestRefused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm_devices import check_addresses, check_arguments, check_numbers, sender
-from asyncflow.engines.rollout.vllm_devices import why_not_deterministic as _why
-from asyncflow.engines.rollout.vllm_generation import Generation
-from asyncflow.engines.rollout.vllm_handle import ServerHandle
-from asyncflow.engines.rollout.vllm_pool import ServerPool, check_settings, given_hosts, own_hosts
-from asyncflow.engines.rollout.vllm_process import ServerOptions
-from asyncflow.engines.rollout.vllm_transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
-from asyncflow.engines.rollout.vllm_weights import ServerWeights
+from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm.generation import Generation
+from asyncflow.engines.rollout.vllm.handle import ServerHandle
+from asyncflow.engines.rollout.vllm.options import check_addresses, check_arguments, check_numbers, sender
+from asyncflow.engines.rollout.vllm.options import why_not_deterministic as _why
+from asyncflow.engines.rollout.vllm.pool import ServerPool, check_settings, given_hosts, own_hosts
+from asyncflow.engines.rollout.vllm.process import ServerOptions
+from asyncflow.engines.rollout.vllm.transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
+from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.model_folder import end_token_ids
 from asyncflow.types import Array, HeldWeights, RunError, WeightSource
 
@@ -84,7 +84,7 @@ class VllmEngine:
         the interpreter `python` of an environment that has vLLM; `arguments`: vLLM's own, by name. Or they are there already, at
         `addresses` (`http://HOST:PORT`, or `unix:PATH`), with the key in the environment variable `key_variable`.
 
-        `transfer`: how they get weights (vllm_transfer.py), with `nccl` from this process's `sender_device`, which no server uses;
+        `transfer`: how they get weights (transfer.py), with `nccl` from this process's `sender_device`, which no server uses;
         None: the first after those of the servers that are started.
         `pause_mode`: what becomes of responses under way while weights are installed: they are kept and go on, are waited for, or
         begin anew. `seeded`: each request has a seed from its sample's key. A server may be lost `max_restarts` times, and takes at

@@ -39,8 +39,10 @@ from asyncflow.devices import NPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.checks import check_megatron, model_fields
-from asyncflow.engines.train.gathered_state import GatheredState, loaded
+from asyncflow.engines.train.adapters.checks import check_megatron
+from asyncflow.engines.train.adapters.gathered_state import GatheredState, loaded
+from asyncflow.engines.train.adapters.single_rank import joined
+from asyncflow.engines.train.checks import model_fields
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.attention import packed_attention
@@ -53,7 +55,6 @@ from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
 from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.engines.train.parallel.single_rank import joined
 from asyncflow.engines.train.state import fingerprint_of
 from asyncflow.types import Array, Layout, Objective, Ragged, TensorSpec, UserError
 
