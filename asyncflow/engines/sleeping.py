@@ -1,6 +1,6 @@
 """Engines without a model: they sleep as long as the work would take, on the event loop's clock.
 
-    Costs    seconds of each piece of work, and how long responses are      (guessed, or measured and replaced by a planner)
+    Costs    seconds of each piece of work, and how long responses are      (guessed, or measured: `planner/measured.py`)
     SleepingRolloutEngine     continuous batching: all active slots get a token at a time, as `costs.decode_step` says
     SleepingCritic            values, and their training, likewise
     SleepingTrainEngine       one call after another, as in a compute thread
@@ -20,7 +20,7 @@ import hashlib
 import math
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,61 +31,93 @@ import msgspec
 import numpy as np
 
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response, SampleKey, Sampling
+from asyncflow.engines.cores import Contention, Cores
 from asyncflow.types import Array, HeldWeights, Objective, Ragged, ValueObjective, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STATE_FILE = "updates.txt"
+ROLLOUT, TRAIN, CRITIC, REFERENCE = "rollout", "train", "critic", "reference"
+"""Pools, by which contention knows who computes."""
 ROUNDING = 1e-9  # fraction of a decode step: a timer that fires at the step's end may be early by rounding
 
 
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Lengths of prompts and responses, in tokens. All prompts have `prompt`; responses are lognormally distributed.
 
-    `response_sigma` is the standard deviation of the logarithm.
+    `response_sigma` is the standard deviation of the logarithm among the responses to one prompt, `prompt_sigma` that of the
+    prompts' medians: some prompts have longer responses than others.
     """
 
     prompt: int = 64
     response_median: float = 128.0
     response_sigma: float = 0.6
+    prompt_sigma: float = 0.0
 
     def draw(self, key: SampleKey, sample: int, most: int) -> tuple[int, int]:
         """Draw one response: its length in tokens, from 1 to `most`, and a number (31 bits) that identifies it."""
         rng = random.Random(f"{key.seed}/{key.prompt_index}/{sample}")
-        tokens = math.ceil(rng.lognormvariate(math.log(self.response_median), self.response_sigma))
+        mean = math.log(self.response_median)
+        if self.prompt_sigma:
+            mean += random.Random(f"{key.seed}/{key.prompt_index}").gauss(0.0, self.prompt_sigma)
+        tokens = math.ceil(rng.lognormvariate(mean, self.response_sigma))
         return max(1, min(tokens, most)), rng.getrandbits(31)
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of each piece of work. The engines call the methods; a subclass can give measured curves instead."""
+    """Seconds of each piece of work, alone on its cores. The engines call the methods; a subclass can give other curves.
+
+    Training's costs are those of one rank under the run's layout: a micro-batch on a rank's part of the model.
+    """
 
     decode_step_seconds: float = 0.010
-    """Seconds of one decode step, which makes a token for every active slot; `decode_slot_seconds` for each slot is added."""
+    """Seconds of one decode step, which makes a token for every active slot; `decode_slot_seconds` for each slot is added, and
+    `decode_context_seconds` for each token that is attended to."""
     decode_slot_seconds: float = 0.0001
+    decode_context_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    """Seconds of one prefill pass; `prefill_token_seconds` for each of its prompt tokens is added."""
     prefill_token_seconds: float = 0.00005
     forward_backward_seconds: float = 0.005
     """Seconds of one micro-batch; `train_token_seconds` for each of its tokens is added."""
     train_token_seconds: float = 0.00005
+    collectives_seconds: float = 0.0
+    """Seconds of the collectives of a round between data-parallel ranks, in which all of them meet. 0: they do not meet."""
+    reference_seconds: float = 0.0
+    """Seconds of the reference's pass over a micro-batch; `reference_token_seconds` for each of its tokens is added."""
     reference_token_seconds: float = 0.00002
     optim_step_seconds: float = 0.050
+    critic_seconds: float | None = None
+    """Seconds of one micro-batch of the critic; None: as the policy's, as for the next two."""
+    critic_token_seconds: float | None = None
+    critic_optim_step_seconds: float | None = None
+    value_token_seconds: float | None = None
+    """Seconds of the critic's values, for each token; None: as the reference's."""
     publish_seconds: float = 0.050
+    """Seconds of a publication; `publish_byte_seconds` for each of `weight_bytes` is added, as with fetch and install."""
+    publish_byte_seconds: float = 0.0
     fetch_seconds: float = 0.100
+    fetch_byte_seconds: float = 0.0
     install_seconds: float = 0.020
+    install_byte_seconds: float = 0.0
     reward_seconds: float = 0.010
-    """Mean seconds of one reward; the times are exponentially distributed."""
+    """Mean seconds of one reward, by scorers that `scorer_seconds` does not name; the times are exponentially distributed."""
+    scorer_seconds: Mapping[str, float] = {}
     load_seconds: float = 1.0
     """Seconds from a worker's start until it serves."""
     weight_bytes: int = 1_000_000_000
     lengths: Lengths = Lengths()
+    contention: Contention | None = None
+    """How workers on the same cores slow each other down; None: each has cores of its own."""
 
-    def decode_step(self, num_active: int) -> float:
-        """Seconds of one decode step: one token for each of the active slots."""
-        return self.decode_step_seconds + num_active * self.decode_slot_seconds
+    def decode_step(self, num_active: int, context_tokens: float = 0.0) -> float:
+        """Seconds of one decode step: one token for each of the active slots, which hold `context_tokens` together."""
+        return self.decode_step_seconds + num_active * self.decode_slot_seconds + context_tokens * self.decode_context_seconds
 
     def prefill(self, num_tokens: int) -> float:
         """Seconds of one prefill, of all prompts that get slots at the same time, `num_tokens` together."""
-        return num_tokens * self.prefill_token_seconds
+        return self.prefill_seconds + num_tokens * self.prefill_token_seconds
 
     def forward_backward(self, num_tokens: int) -> float:
         """Seconds of the forward and backward pass of a micro-batch with `num_tokens` packed tokens."""
@@ -93,7 +125,37 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def log_probs(self, num_tokens: int) -> float:
         """Seconds of a forward pass of the reference over `num_tokens` packed tokens."""
-        return num_tokens * self.reference_token_seconds
+        return self.reference_seconds + num_tokens * self.reference_token_seconds
+
+    def values(self, num_tokens: int) -> float:
+        """Seconds of the critic's forward pass over `num_tokens` packed tokens."""
+        return self.log_probs(num_tokens) if self.value_token_seconds is None else num_tokens * self.value_token_seconds
+
+    def of_critic(self) -> Costs:
+        """Costs of the critic's training, in the place of the policy's."""
+        own = {
+            "forward_backward_seconds": self.critic_seconds,
+            "train_token_seconds": self.critic_token_seconds,
+            "optim_step_seconds": self.critic_optim_step_seconds,
+        }
+        return msgspec.structs.replace(self, **{name: seconds for name, seconds in own.items() if seconds is not None})
+
+    def publish(self) -> float:
+        """Seconds from the end of a step's update until the weights may be fetched."""
+        return self.publish_seconds + self.weight_bytes * self.publish_byte_seconds
+
+    def fetch(self) -> float:
+        """Seconds in which one rollout worker fetches published weights."""
+        return self.fetch_seconds + self.weight_bytes * self.fetch_byte_seconds
+
+    def install(self) -> float:
+        """Seconds in which one rollout worker installs fetched weights, and does not generate."""
+        return self.install_seconds + self.weight_bytes * self.install_byte_seconds
+
+    def reward(self, scorers: Collection[str]) -> float:
+        """Mean seconds of a reward by all of these scorers, one after another."""
+        known = [self.scorer_seconds[name] for name in scorers if name in self.scorer_seconds]
+        return sum(known, start=self.reward_seconds if len(known) < len(scorers) or not known else 0.0)
 
     def slowed(self, factor: float) -> Costs:
         """Costs of a machine on which all work takes `factor` times as long."""
@@ -109,6 +171,8 @@ class _Slowed:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.costs, name)
+        if name == "of_critic":
+            return lambda: value().slowed(self.factor)
         if callable(value):
             return lambda *arguments: self.factor * value(*arguments)
         return self.factor * value if name.endswith("_seconds") else value
@@ -151,8 +215,9 @@ class SleepingRolloutEngine:
         max_context: int,
         version: int = 0,
         kv_on_install: Literal["keep", "recompute"] = "keep",
+        cores: Cores | None = None,
     ) -> None:
-        """Start the engine's task, inside a running event loop.
+        """Start the engine's task, inside a running event loop. `cores`: those it computes on; without them it has its own.
 
         `max_context`: prompt and response tokens of one slot. `kv_on_install`: with `recompute`, an install also takes the time of
         a prefill of all unfinished responses.
@@ -164,7 +229,7 @@ class SleepingRolloutEngine:
         self._active: list[_Slot] = []
         self._calls: deque[tuple[Callable[[], float], asyncio.Future[None]]] = deque()  # call returns seconds; caller's
         self._is_paused = self._is_closed = False
-        self._clock = asyncio.get_running_loop().time
+        self._cores = cores or Cores()
         self._woken = asyncio.Event()
         self._running = asyncio.create_task(self._run(), name="sleeping rollout engine")
 
@@ -250,7 +315,7 @@ class SleepingRolloutEngine:
                 slot.spans.pop()
             slot.spans.append((slot.count, version))
         tokens = sum(slot.request.prompt_tokens + slot.count for slot in self._active) if self._recomputes else 0
-        return self._costs.install_seconds + self._costs.prefill(tokens)
+        return self._costs.install() + (self._costs.prefill(tokens) if tokens else 0.0)
 
     def _set_paused(self, is_paused: bool) -> float:
         self._is_paused = is_paused
@@ -269,7 +334,7 @@ class SleepingRolloutEngine:
             self._woken.clear()
             if self._calls:
                 call, done = self._calls[0]
-                await asyncio.sleep(call())
+                await self._cores.compute(ROLLOUT, call())
                 self._calls.popleft()
                 if not done.done():
                     done.set_result(None)
@@ -293,18 +358,18 @@ class SleepingRolloutEngine:
                 self._active.append(admitted[-1])
             if not request.pending:
                 self._waiting.popleft()
-        await asyncio.sleep(self._costs.prefill(prompt_tokens))
+        await self._cores.compute(ROLLOUT, self._costs.prefill(prompt_tokens))
         self._count(admitted, 1)
 
     async def _decode(self) -> None:
         """Make tokens for all active slots until a response ends or a call comes; a step that has begun is finished."""
-        step, most = self._costs.decode_step(len(self._active)), min(slot.length - slot.count for slot in self._active)
-        began, decoding = self._clock(), self._active
-        bell = asyncio.get_running_loop().call_later(most * step, self._woken.set)
+        decoding, most = self._active, min(slot.length - slot.count for slot in self._active)
+        context = sum(slot.request.prompt_tokens + slot.count for slot in decoding) + len(decoding) * most / 2  # half way there
+        step = self._costs.decode_step(len(decoding), context)
+        work = self._cores.begin(ROLLOUT, most * step, self._woken.set)
         await self._woken.wait()
-        bell.cancel()
-        steps = min(most, math.ceil((self._clock() - began) / step - ROUNDING) if step else most)
-        await asyncio.sleep(max(0.0, began + steps * step - self._clock()))
+        steps = min(most, math.ceil(work.done() / step - ROUNDING) if step else most)
+        await self._cores.end(work, steps * step)
         self._count(decoding, steps)
 
     def _count(self, slots: Sequence[_Slot], tokens: int) -> None:
@@ -336,11 +401,27 @@ class SleepingTrainEngine:
 
     device = "cpu"
 
-    def __init__(self, costs: Costs, *, learning_rate: float = 0.0, data_parallel_rank: int | None = 0) -> None:
-        """Make an engine that has had no update. `learning_rate` is only reported; nothing is learnt."""
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        learning_rate: float = 0.0,
+        data_parallel_rank: int | None = 0,
+        num_stages: int = 1,
+        ranks: asyncio.Barrier | None = None,
+        pool: str = TRAIN,
+        cores: Cores | None = None,
+    ) -> None:
+        """Make an engine that has had no update. `learning_rate` is only reported; nothing is learnt.
+
+        `num_stages`: of the pipeline. `ranks`: where the data-parallel ranks meet in each round. `cores`: those it computes on, by
+        the name `pool`; without them it has its own.
+        """
         self.updates = 0
         self.data_parallel_rank = data_parallel_rank
         self._costs, self._learning_rate = costs, learning_rate
+        self._num_stages, self._ranks = num_stages, ranks
+        self._pool, self._cores = pool, cores or Cores()
         self._thread = asyncio.Lock()  # one call at a time, as a compute thread takes them
 
     async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
@@ -350,8 +431,18 @@ class SleepingTrainEngine:
         """See `TrainEngine`."""
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine`. Takes the time of computing the prompt once for all its responses."""
-        return [await self.train_on(micro_batch) for micro_batch in micro_batches]
+        """See `TrainEngine`. Takes the time of computing the prompt once for all its responses.
+
+        In a pipeline the last stage begins when the others have passed a micro-batch on, each after its own time.
+        """
+        results = [await self.train_on(micro_batch) for micro_batch in micro_batches]
+        if self._num_stages > 1 and results:
+            longest = max(result.physical_tokens for result in results)
+            await self._sleep((self._num_stages - 1) * self._costs.forward_backward(longest))
+        if self._ranks is not None and self._costs.collectives_seconds:
+            await self._ranks.wait()
+            await self._sleep(self._costs.collectives_seconds)
+        return results
 
     async def train_on(self, micro_batch: MicroBatch) -> MicroBatchResult:
         """Sleep as long as one micro-batch takes; its loss is 0 under any objective."""
@@ -370,7 +461,11 @@ class SleepingTrainEngine:
 
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `LogProbEngine`."""
-        await self._sleep(self._costs.log_probs(len(prompt_ids) + len(response_ids.values)))
+        return await self.pass_over(prompt_ids, response_ids, self._costs.log_probs)
+
+    async def pass_over(self, prompt_ids: Array, response_ids: Ragged, seconds: Callable[[int], float]) -> Ragged:
+        """Sleep as long as a pass takes, by its number of tokens; its results are -1."""
+        await self._sleep(seconds(len(prompt_ids) + len(response_ids.values)))
         return Ragged(np.full(len(response_ids.values), -1.0, np.float32), response_ids.offsets)
 
     async def export_weights(self) -> WeightSource:
@@ -403,22 +498,24 @@ class SleepingTrainEngine:
 
     async def _sleep(self, seconds: float) -> None:
         async with self._thread:
-            await asyncio.sleep(seconds)
+            await self._cores.compute(self._pool, seconds)
 
 
 class SleepingCritic:
     """`CriticEngine` that sleeps: all values are 0."""
 
-    def __init__(self, costs: Costs, *, learning_rate: float = 0.0) -> None:
-        self._engine, self._costs = SleepingTrainEngine(costs, learning_rate=learning_rate), costs
+    def __init__(self, costs: Costs, *, learning_rate: float = 0.0, cores: Cores | None = None) -> None:
+        """See `SleepingTrainEngine`."""
+        self._costs = costs
+        self._engine = SleepingTrainEngine(costs.of_critic(), learning_rate=learning_rate, pool=CRITIC, cores=cores)
         self.begin_step, self.optim_step, self.discard = self._engine.begin_step, self._engine.optim_step, self._engine.discard
         self.fingerprint, self.save, self.close = self._engine.fingerprint, self._engine.save, self._engine.close
         self.save_state, self.load_state = self._engine.save_state, self._engine.load_state
 
     async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `CriticEngine`."""
-        log_probs = await self._engine.log_probs(prompt_ids, response_ids)  # a pass that takes as long
-        return Ragged(np.zeros_like(log_probs.values), log_probs.offsets)
+        passed = await self._engine.pass_over(prompt_ids, response_ids, self._costs.values)
+        return Ragged(np.zeros_like(passed.values), passed.offsets)
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
         """See `CriticEngine`."""

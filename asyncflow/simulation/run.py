@@ -29,7 +29,8 @@ from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
 from asyncflow.control import SCHEDULES
-from asyncflow.engines.sleeping import Costs, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.cores import Cores
+from asyncflow.engines.sleeping import REFERENCE, Costs, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import Prompt
 from asyncflow.registry import build
@@ -192,6 +193,8 @@ class SimulatedJob(Job):
         schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
         self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
+        self._cores, self._ranks = Cores(costs.contention), asyncio.Barrier(config.layout.dp)
+        self._scorers = [part.scorer.name for part in config.reward.parts.values()]
         self._rng = random.Random(f"{config.run.seed}/wire")
         self._hangs_rng = random.Random(
             f"{config.run.seed}/hangs"
@@ -199,8 +202,8 @@ class SimulatedJob(Job):
         self._sync = SleepingWeightSync(
             keep=schedule.max_staleness + 2,
             num_bytes=costs.weight_bytes,
-            publish_seconds=costs.publish_seconds,
-            fetch_seconds=costs.fetch_seconds,
+            publish_seconds=costs.publish(),
+            fetch_seconds=costs.fetch(),
             fails=self._fetch_fails,
             hangs=self._fetch_hangs,
         )
@@ -301,6 +304,7 @@ class SimulatedJob(Job):
                 num_slots=rollout.num_slots,
                 max_context=run.job.max_context,
                 kv_on_install=rollout.kv_on_install,
+                cores=self._cores,
             )
             score = _Scorer(self, name).score
             await roll_out(run, engine, self._sync.receiver(name), dict, score, _decode, is_evaluator=is_evaluator)
@@ -311,7 +315,7 @@ class SimulatedJob(Job):
 
     async def _reference_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            await add_log_probs(run, SleepingTrainEngine(self._costs_of(name)))
+            await add_log_probs(run, SleepingTrainEngine(self._costs_of(name), pool=REFERENCE, cores=self._cores))
 
     async def _train_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
@@ -320,7 +324,12 @@ class SimulatedJob(Job):
             if follows:  # what the leader takes is what all of them take
                 return
             engine = SleepingTrainEngine(
-                self._costs_of(name), learning_rate=self.config.train.learning_rate, data_parallel_rank=rank
+                self._costs_of(name),
+                learning_rate=self.config.train.learning_rate,
+                data_parallel_rank=rank,
+                num_stages=layout.pp,
+                ranks=self._ranks,
+                cores=self._cores,
             )
             sender = self._sync.sender(name) if rank == 0 else None
             saving = await train_steps(run, engine, sender)
@@ -332,7 +341,7 @@ class SimulatedJob(Job):
 
     async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
-            engine = SleepingCritic(self._costs_of(name), learning_rate=self.config.train.critic.learning_rate)
+            engine = SleepingCritic(self._costs_of(name), learning_rate=self.config.train.critic.learning_rate, cores=self._cores)
             saving, _ = await critic_steps(run, engine)
             await saving.written()
             run.reporter.recorder.waiting("stop")
@@ -353,7 +362,7 @@ class SimulatedJob(Job):
 
     def reward_seconds(self, name: str, sample: Sample) -> float:
         """Seconds that this worker takes to score a sample: a function of the sample, but for the worker's speed."""
-        mean = self._costs_of(name).reward_seconds + self.config.reward.delays.mean_seconds
+        mean = self._costs_of(name).reward(self._scorers) + self.config.reward.delays.mean_seconds
         seconds = delay_seconds(sample, mean, self.config.reward.delays.salt)
         is_late = random.Random(f"{self.config.run.seed}/{sample.response}").random() < self._faults.late_rewards
         return seconds * (LATE_REWARD if is_late else 1.0)
