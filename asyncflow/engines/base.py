@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -62,6 +62,20 @@ class Response:
     finish_reason: Literal["stop", "length"]
 
 
+class Timing(NamedTuple):
+    """Timed piece of an engine's work: `decode_step` or `prefill`. Start and end in seconds of CLOCK_MONOTONIC.
+
+    `rows`: active slots, or slots that were filled. `tokens`: tokens that a decode step attended to, or prompt tokens of a prefill
+    (0: all were copied from a slot that had them).
+    """
+
+    task: str
+    start: float
+    end: float
+    rows: int
+    tokens: int
+
+
 class RolloutEngine(Protocol):
     """Engine that generates responses by continuous batching over `num_slots` slots."""
 
@@ -96,6 +110,10 @@ class RolloutEngine(Protocol):
 
         The source is valid until the next install. It shows to the bit what an install has made of the tensors.
         """
+        ...
+
+    def timings(self) -> Sequence[Timing]:
+        """Timed pieces of work since the last call; a sample is enough. An engine of the user's own may lack this method."""
         ...
 
     async def pause(self) -> None:

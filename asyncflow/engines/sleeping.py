@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import numpy as np
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response, SampleKey, Sampling
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Response, SampleKey, Sampling, Timing
 from asyncflow.engines.cores import Contention, Cores
 from asyncflow.types import Array, HeldWeights, Objective, Ragged, ValueObjective, WeightSource
 
@@ -270,6 +270,10 @@ class SleepingRolloutEngine:
 
     async def export_weights(self) -> None:
         """See `RolloutEngine`: there are no weights to export."""
+
+    def timings(self) -> Sequence[Timing]:
+        """See `RolloutEngine`: what the work takes is known."""
+        return ()
 
     async def pause(self) -> None:
         """See `RolloutEngine`. The present decode step is finished first."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncflow.control.policy_versions import Target
 from asyncflow.control.signal import Signal
-from asyncflow.engines.base import Response, RolloutEngine
+from asyncflow.engines.base import Response, RolloutEngine, Timing
 from asyncflow.loops.algorithm1 import Producer, produce
 from asyncflow.loops.context import LoopContext, ResponseScoring
 from asyncflow.loops.samples import EVALUATE_TASK, GroupRequest, requests
@@ -66,6 +66,7 @@ class Rollout:
         self._queue, self._versions, self._schedule = context.queue, context.versions, context.schedule
         self._engine, self._receiver, self._original = engine, receiver, original
         self._shape, self._spans, self._task = context.shape, context.spans, task
+        self._timings: Callable[[], Sequence[Timing]] = getattr(engine, "timings", tuple)
         self._producer = Producer(context.queue, engine, scoring, context.shape, self._responded, self._scored)
         self._share = 0  # rows of a step, by what `PolicyVersions` last said: which of how many workers this one is
         self._installed = 0
@@ -148,6 +149,10 @@ class Rollout:
         self._spans.beside("generate_group", start, step=meta.partition, version=version, group=meta.group, rows=len(request.rows))
 
     def _generated(self, request: GroupRequest) -> None:
+        ahead = self._spans.clock() - asyncio.get_running_loop().time()  # another machine's clock
+        for timing in self._timings():
+            counts = {"rows": timing.rows, "tokens": timing.tokens}
+            self._spans.beside(timing.task, timing.start + ahead, timing.end + ahead, version=self._installed, **counts)
         self._under_way = [other for other in self._under_way if other is not request]
         self._changed.notify()
 

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -194,8 +194,11 @@ class RewardPool:
         name: str,
         prompt_column: str | None = None,
         prompt_template: str | None = None,
+        on_scored: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`parts`: what a reward is the weighted sum of. `prompt_column`, `prompt_template`: what makes a prompt, where `data` says
+        """`on_scored` is called when a worker has answered, with the seconds that it took.
+
+        `parts`: what a reward is the weighted sum of. `prompt_column`, `prompt_template`: what makes a prompt, where `data` says
         it. Raises `UserError` for a scorer's path of another shape, no parts, or no workers.
         """
         if num_workers < 1 or not parts:
@@ -207,7 +210,7 @@ class RewardPool:
         self._setup = frame(Setup(parts, seconds, memory_bytes, output_bytes, prompt_column, prompt_template))
         self._num_workers = num_workers
         self._deadline_seconds, self._start_seconds = limits.deadline_seconds, limits.start_seconds
-        self._name = name
+        self._name, self._on_scored = name, on_scored
         self._guard: asyncio.subprocess.Process | None = None
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
@@ -274,6 +277,8 @@ class RewardPool:
                 continue
             if not worker.is_alive:  # it died while idle: no fault of this sample
                 worker = await self._replace(worker)
+            clock = asyncio.get_running_loop().time
+            began = clock()
             try:
                 reward = await self._ask(worker, question)
             except RewardFailure as failure:
@@ -282,6 +287,7 @@ class RewardPool:
                 if not future.done():
                     future.set_exception(failure)
             else:
+                self._on_scored(clock() - began)
                 if not future.done():
                     future.set_result(reward)
             if not worker.is_alive:

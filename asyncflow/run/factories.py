@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,8 +298,8 @@ def weights_need_key(config: Config) -> bool:
     return config.weight_sync.listen is not None or weight_sync_facts(config).needs_key
 
 
-def reward_pool(config: Config, name: str) -> RewardPool:
-    """The reward processes that the configuration asks for, not yet started."""
+def reward_pool(config: Config, name: str, on_scored: Callable[[float], None] = lambda seconds: None) -> RewardPool:
+    """The reward processes that the configuration asks for, not yet started. `on_scored`: see `RewardPool`."""
     reward = config.reward
     parts = [
         RewardPart(name, resolve("reward", part.scorer.name, REWARDS), part.scorer.options, part.weight)
@@ -312,6 +312,7 @@ def reward_pool(config: Config, name: str) -> RewardPool:
         name=name,
         prompt_column=config.data.prompt_column,
         prompt_template=config.data.prompt_template,
+        on_scored=on_scored,
     )
 
 

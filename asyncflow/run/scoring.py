@@ -26,6 +26,9 @@ from asyncflow.rewards.scorings import Scoring, by_model, delayed, together, wit
 from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import reward_pool
 
+SCORE_SECONDS = 0.1
+"""Seconds from one reward that is recorded to the next."""
+
 
 @asynccontextmanager
 async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Sample], Awaitable[Score]]]:
@@ -36,7 +39,7 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
     async with AsyncExitStack() as stack:
         is_here = config.place == "rollout" or name == "reward"
         if config.parts and is_here:
-            pool = reward_pool(run.config, name)
+            pool = reward_pool(run.config, name, _sampled(run))
             stack.push_async_callback(pool.close)
             await pool.start()
             failures = pool.failures
@@ -52,6 +55,19 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
         if config.value_on_failure is not None:
             score = with_fallback(score, value=config.value_on_failure, attempts=config.max_attempts, num_parts=len(weights))
         yield delayed(score, mean_seconds=delays.mean_seconds, salt=delays.salt) if delays.mean_seconds else score
+
+
+def _sampled(run: RunConnection) -> Callable[[float], None]:
+    """Records some of the rewards as spans: what one takes, without waiting for a process."""
+    spans, due = run.reporter.recorder, 0.0
+
+    def scored(seconds: float) -> None:
+        nonlocal due
+        if (now := spans.clock()) >= due:
+            spans.beside("score", now - seconds, now, rows=1)
+            due = now + SCORE_SECONDS
+
+    return scored
 
 
 def _all_of(scorings: Sequence[Scoring], weights: Sequence[float]) -> Scoring:

@@ -23,7 +23,7 @@ BARS_IN_VIEW: Final = 2_500
 
 _LEVEL_SIZES: Final = (120_000, 15_000, BARS_IN_VIEW)
 _STEPS_IN_FIRST_VIEW: Final = 3
-_COVERED_BY_LANE: Final = frozenset({"generate_group"})
+_COVERED_BY_LANE: Final = frozenset({"generate_group", "decode_step", "prefill", "score"})
 
 # Okabe and Ito's palette, told apart by colour-blind readers; one colour is one task on every page.
 _TASK_COLOURS: Final = {

@@ -91,9 +91,9 @@ class Recorder:
         """The lane is idle inside the block, for this cause, and is in its former state again after it."""
         return self.busy("wait", cause=cause)
 
-    def beside(self, task: str, start: float, **fields: str | int) -> None:
-        """Record work that overlaps the lane, from `start` to now."""
-        self._emit(task, start, self.clock(), is_lane=False, **fields)
+    def beside(self, task: str, start: float, end: float | None = None, **fields: str | int) -> None:
+        """Record work that overlaps the lane, from `start` to `end` (None: to now)."""
+        self._emit(task, start, self.clock() if end is None else end, is_lane=False, **fields)
 
     def flush(self) -> None:
         """End the lane's present state at this moment and go on in it (so that long states reach the sink)."""
@@ -156,9 +156,9 @@ class SharedLane(Recorder):
                 self._recorder.add(**{name: int(fields[name]) for name in COUNTS if name in fields})
             self._show()
 
-    def beside(self, task: str, start: float, **fields: str | int) -> None:
+    def beside(self, task: str, start: float, end: float | None = None, **fields: str | int) -> None:
         """See `Recorder.beside`."""
-        self._recorder.beside(task, start, **fields)
+        self._recorder.beside(task, start, end, **fields)
 
     def _show(self) -> None:
         if not self._under_way:

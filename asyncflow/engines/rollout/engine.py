@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.base import Response, SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.checks import check_request
@@ -160,6 +160,10 @@ class SlotEngine:
     async def export_weights(self) -> WeightSource:
         """See `RolloutEngine`."""
         return InstalledWeights(self._decoder)
+
+    def timings(self) -> Sequence[Timing]:
+        """See `RolloutEngine`: all prefills, and a decode step every `slots.TIMING_SECONDS`."""
+        return self._slots.take_timings()
 
     async def pause(self) -> None:
         """See `RolloutEngine`. The step under way is finished first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import Response, Sampling
+from asyncflow.engines.base import Response, Sampling, Timing
 from asyncflow.engines.rollout.decoder import Decoder
 from asyncflow.engines.rollout.noise import draw_tokens, uniforms
 from asyncflow.types import Array
 
 PREFILL_TOKENS = 256  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
+TIMING_SECONDS = 0.05  # from one decode step that is timed to the next: they are short and many
+MAX_TIMINGS = 10_000  # kept until they are taken
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +64,8 @@ class Slots:
         self._is_current = np.zeros(num_slots, bool)  # the prompt's keys are those of the installed weights
         self._tokens = np.zeros((num_slots, max_context), np.int64)
         self._logprobs = np.zeros((num_slots, max_context), np.float32)
+        self._timings: deque[Timing] = deque(maxlen=MAX_TIMINGS)
+        self._next_timing = 0.0
         self._arrays = (
             *(self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits),
             *(self._is_current, self._tokens, self._logprobs),
@@ -127,15 +132,29 @@ class Slots:
     def step(self) -> None:
         """Fill the free slots, then one more token for every active one."""
         while self._waiting and self._num_active < self._num_slots:
-            self._admit()
+            before, began = self._num_active, time.monotonic()
+            num_tokens = self._admit()
+            self._timings.append(Timing("prefill", began, time.monotonic(), self._num_active - before, num_tokens))
         if self._num_active:
+            began = time.monotonic()
+            rows, num_tokens = self._num_active, int((self._prompt_lengths + self._counts)[: self._num_active].sum())
             active = np.arange(self._num_active)
             tokens = self._tokens[active, self._counts[active] - 1]
             positions = (self._prompt_lengths + self._counts)[active] - 1
             self._append(0, self._decoder.decode(tokens, positions))
+            if began >= self._next_timing:
+                self._timings.append(Timing("decode_step", began, time.monotonic(), rows, num_tokens))
+                self._next_timing = began + TIMING_SECONDS
 
-    def _admit(self) -> None:
-        """Give slots to waiting samples, one prefill pass of prompts at most, and draw their first tokens."""
+    def take_timings(self) -> list[Timing]:
+        """Timings since the last call, in the order of time. May be called from any thread."""
+        return [self._timings.popleft() for _ in range(len(self._timings))]
+
+    def _admit(self) -> int:
+        """Give slots to waiting samples, one prefill pass of prompts at most, and draw their first tokens.
+
+        Returns the number of prompt tokens that the pass computed.
+        """
         start, budget = self._num_active, PREFILL_TOKENS
         admitted: list[SlotRequest] = []  # one entry for each new slot
         fresh: list[tuple[SlotRequest, int, int]] = []
@@ -159,6 +178,7 @@ class Slots:
             for (request, _, _), logits_V in zip(fresh, logits_PV, strict=True):
                 request.first_logits_V = logits_V
         self._append(start, torch.stack([r.first_logits_V for r in admitted if r.first_logits_V is not None]))
+        return PREFILL_TOKENS - budget
 
     def _occupy(self, request: SlotRequest, count: int) -> None:
         """The next `count` slots hold the next pending samples of `request`, without tokens so far."""

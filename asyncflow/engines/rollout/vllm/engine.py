@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from asyncflow.engines.base import Response, SampleKey, Sampling
+from asyncflow.engines.base import Response, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient
@@ -185,6 +185,10 @@ class VllmEngine:
     async def export_weights(self) -> WeightSource | None:
         """See `RolloutEngine`: what servers are given that come back; None for the version of the model's own files."""
         return None if self._weights.file is None else HeldWeights(self._weights.file.tensors())
+
+    def timings(self) -> Sequence[Timing]:
+        """See `RolloutEngine`: vLLM's servers do not say what a step takes."""
+        return ()
 
     async def pause(self) -> None:
         """See `RolloutEngine`. With `pause_mode` wait, responses under way end first; with abort, they begin anew afterwards."""
