@@ -68,7 +68,8 @@ class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of each piece of work, alone on its cores. The engines call the methods; a subclass can give other curves.
 
-    Training's costs are those of one rank under the run's layout: a micro-batch on a rank's part of the model.
+    Training's costs are those of one data-parallel group under the run's layout: a micro-batch with what tensor parallelism
+    exchanges in it, and with its part of a pipeline's bubbles.
     """
 
     decode_step_seconds: float = 0.010
@@ -411,20 +412,19 @@ class SleepingTrainEngine:
         *,
         learning_rate: float = 0.0,
         data_parallel_rank: int | None = 0,
-        num_stages: int = 1,
         ranks: asyncio.Barrier | None = None,
         pool: str = TRAIN,
         cores: Cores | None = None,
     ) -> None:
         """Make an engine that has had no update. `learning_rate` is only reported; nothing is learnt.
 
-        `num_stages`: of the pipeline. `ranks`: where the data-parallel ranks meet in each round. `cores`: those it computes on, by
+        `ranks`: where the data-parallel ranks meet in each round. `cores`: those it computes on, by
         the name `pool`; without them it has its own.
         """
         self.updates = 0
         self.data_parallel_rank = data_parallel_rank
         self._costs, self._learning_rate = costs, learning_rate
-        self._num_stages, self._ranks = num_stages, ranks
+        self._ranks = ranks
         self._pool, self._cores = pool, cores or Cores()
         self._thread = asyncio.Lock()  # one call at a time, as a compute thread takes them
 
@@ -435,14 +435,8 @@ class SleepingTrainEngine:
         """See `TrainEngine`."""
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine`. Takes the time of computing the prompt once for all its responses.
-
-        In a pipeline the last stage begins when the others have passed a micro-batch on, each after its own time.
-        """
+        """See `TrainEngine`. Takes the time of computing the prompt once for all its responses."""
         results = [await self.train_on(micro_batch) for micro_batch in micro_batches]
-        if self._num_stages > 1 and results:
-            longest = max(result.physical_tokens for result in results)
-            await self._sleep((self._num_stages - 1) * self._costs.forward_backward(longest))
         if self._ranks is not None and self._costs.collectives_seconds:
             await self._ranks.wait()
             await self._sleep(self._costs.collectives_seconds)

@@ -327,7 +327,6 @@ class SimulatedJob(Job):
                 self._costs_of(name),
                 learning_rate=self.config.train.learning_rate,
                 data_parallel_rank=rank,
-                num_stages=layout.pp,
                 ranks=self._ranks,
                 cores=self._cores,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -238,3 +238,70 @@ def test_lengths_are_lognormal() -> None:
     drawn = np.array([Lengths(response_median=100.0, response_sigma=0.5).draw(SampleKey(0, p), 0, 10**6)[0] for p in range(4000)])
     assert np.median(drawn) == pytest.approx(100, rel=0.05)
     assert np.log(drawn).std() == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_decode_step_takes_longer_the_more_tokens_it_attends_to() -> None:
+    costs = msgspec.structs.replace(
+        COSTS, decode_slot_seconds=0.0, decode_context_seconds=0.001, lengths=Lengths(response_sigma=0.0)
+    )
+
+    async def main() -> None:
+        engine = SleepingRolloutEngine(costs, num_slots=4, max_context=2000)
+        await take(engine, range(2))
+        await engine.close()
+
+    contexts = [2 * (len(PROMPT) + count) for count in range(1, 128)]  # before each of the 127 decode steps of two slots
+    assert run(main()) == pytest.approx(sum(0.01 + 0.001 * (context + 1) for context in contexts))
+
+
+def test_responses_to_some_prompts_are_longer() -> None:
+    def spread(drawn: Lengths) -> tuple[float, float]:
+        """Standard deviations of the logarithms of lengths: within prompts, and of their means."""
+        logs = np.log([[drawn.draw(SampleKey(0, prompt), sample, 10**6)[0] for sample in range(16)] for prompt in range(300)])
+        return float(logs.std(axis=1).mean()), float(logs.mean(axis=1).std())
+
+    within, between = spread(Lengths(response_median=1e4, response_sigma=0.1, prompt_sigma=0.5))
+    assert within == pytest.approx(0.1, rel=0.1) and between == pytest.approx(0.5, rel=0.1)
+
+
+def test_ranks_meet_in_each_round_where_collectives_take_time() -> None:
+    costs = msgspec.structs.replace(COSTS, collectives_seconds=0.5)
+
+    async def main(costs: Costs) -> list[float]:
+        ranks, loop = asyncio.Barrier(2), asyncio.get_running_loop()
+
+        async def rank(number: int, batches: list[int]) -> float:
+            engine = SleepingTrainEngine(costs, data_parallel_rank=number, ranks=ranks)
+            await engine.forward_backward([micro_batch(tokens) for tokens in batches], cast(Any, None))
+            return loop.time()
+
+        return list(await asyncio.gather(rank(0, [30]), rank(1, [])))
+
+    loops = VirtualLoop(), VirtualLoop()
+    together, apart = (loop.run_until_complete(main(each)) for loop, each in zip(loops, (costs, COSTS), strict=True))
+    for loop in loops:
+        loop.finish()
+    assert together == pytest.approx([0.1 + 30 * 0.01 + 0.5] * 2)
+    assert apart == pytest.approx([0.1 + 30 * 0.01, 0.0])
+
+
+def micro_batch(tokens: int) -> MicroBatch:
+    """Of one row, with so many tokens."""
+    ragged = Ragged.from_arrays([np.zeros(tokens - 1)], "int64")
+    return MicroBatch(
+        indices=np.zeros(1, np.int64), prompt_ids=np.zeros(1, np.int64), response_ids=ragged, loss_mask=ragged,
+        rollout_logprobs=ragged, advantages=np.zeros(1, np.float32), staleness=np.zeros(1, np.int64),
+    )  # fmt: skip
+
+
+def test_costs_by_bytes_scorers_and_critic_replace_the_others_where_they_are_given() -> None:
+    given = Costs(
+        weight_bytes=1000, publish_seconds=1.0, publish_byte_seconds=0.002, fetch_seconds=0.0, fetch_byte_seconds=0.003,
+        install_seconds=0.5, reward_seconds=0.25, scorer_seconds={"maths": 2.0}, critic_token_seconds=0.5,
+    )  # fmt: skip
+    assert (given.publish(), given.fetch(), given.install()) == pytest.approx((3.0, 3.0, 0.5))
+    assert given.reward(["maths"]) == 2.0 and given.reward(["maths", "other"]) == 2.25 and given.reward([]) == 0.25
+    assert given.of_critic().forward_backward(10) == pytest.approx(0.005 + 5.0)
+    assert given.slowed(2.0).of_critic().forward_backward(10) == pytest.approx(2 * (0.005 + 5.0))
+    assert given.values(10) == given.log_probs(10)
+    assert Costs(value_token_seconds=1.0).values(10) == 10.0

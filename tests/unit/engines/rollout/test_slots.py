@@ -510,3 +510,17 @@ async def test_keys_are_kept_or_computed_again_by_the_installed_weights(
         is_new.append(np.abs(response.logprobs[first:] - expected[first:]).max() < 1e-4)
     await engine.close()
     assert sum(is_new) == (9 if kv_on_install == "recompute" else 3)
+
+
+async def test_timings_say_what_was_computed(saved: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncflow.engines.rollout.slots.TIMING_SECONDS", 0.0)
+    began = time.monotonic()
+    async with opened(saved[1], num_slots=2) as engine:
+        await responses(engine, range(3), length=4)
+        timings = engine.timings()
+        assert not engine.timings()  # they are taken once
+    assert all(began < timing.start < timing.end < time.monotonic() for timing in timings)
+    prefills = [(timing.rows, timing.tokens) for timing in timings if timing.task == "prefill"]
+    assert prefills == [(2, len(PROMPT)), (1, len(PROMPT))]  # the third one's sibling slots are free by then
+    steps = [(timing.rows, timing.tokens) for timing in timings if timing.task == "decode_step"]
+    assert steps == [*((2, 2 * (len(PROMPT) + made)) for made in (1, 2, 3)), *((1, len(PROMPT) + made) for made in (1, 2, 3))]
