@@ -35,7 +35,7 @@ API = {
     "rewards": ("Rewards", ["asyncflow.rewards.base"]),
     "engines": ("Engines", ["asyncflow.engines.base"]),
     "schedules": ("Schedules", ["asyncflow.control.schedule", "asyncflow.control.modes"]),
-    "transfer_queue": ("Transfer queue", ["asyncflow.transfer_queue.client", "asyncflow.transfer_queue.dataloader"]),
+    "transfer_queue": ("Transfer queue", ["asyncflow.transfer_queue.client", "asyncflow.transfer_queue.loader.dataloader"]),
     "weight_sync": ("Weight sync", ["asyncflow.weight_sync.base"]),
     "storages": ("Storages and samplers", ["asyncflow.transfer_queue.storage.base", "asyncflow.transfer_queue.sampler.base"]),
 }

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.dataloader import StreamDataLoader
 from asyncflow.transfer_queue.leases import Want
+from asyncflow.transfer_queue.loader.dataloader import StreamDataLoader
 from asyncflow.transport import ConnectionLost, Credentials
 from asyncflow.types import Batch, GroupMeta, Interval, Ragged
 from tests.e2e.commands import run_command, write_config

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from asyncflow.engines.base import RANKS_STORE
-from asyncflow.transfer_queue import dataloader
-from asyncflow.transfer_queue.dataloader import StreamDataLoader
+from asyncflow.transfer_queue.loader import dataloader
+from asyncflow.transfer_queue.loader.dataloader import StreamDataLoader
 
 PHASES = ("score", "train", "update")
 

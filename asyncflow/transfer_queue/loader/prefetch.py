@@ -36,8 +36,8 @@ from torch import Tensor
 
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Lease, Want
+from asyncflow.transfer_queue.loader.tensors import Padding, TensorColumn, to_tensors
 from asyncflow.transfer_queue.schema import Schema
-from asyncflow.transfer_queue.tensors import Padding, TensorColumn, to_tensors
 from asyncflow.transport import Credentials
 from asyncflow.types import RunError
 

@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.transfer_queue.broadcast import WAITING_SECONDS, GroupBroadcast, Message
 from asyncflow.transfer_queue.leases import Want
-from asyncflow.transfer_queue.prefetch import Fetched, StreamFeed, StreamSource
-from asyncflow.transfer_queue.tensors import Jagged, Padded, Padding, TensorColumn, WritableColumn, to_device
-from asyncflow.transfer_queue.writeback import HeldRows, Rows
+from asyncflow.transfer_queue.loader.broadcast import WAITING_SECONDS, GroupBroadcast, Message
+from asyncflow.transfer_queue.loader.prefetch import Fetched, StreamFeed, StreamSource
+from asyncflow.transfer_queue.loader.tensors import Jagged, Padded, Padding, TensorColumn, WritableColumn, to_device
+from asyncflow.transfer_queue.loader.writeback import HeldRows, Rows
 
 __all__ = ["Jagged", "Padded", "StreamBatch", "StreamDataLoader"]
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncflow.transfer_queue.tensors import Jagged, Padded, TensorColumn
+from asyncflow.transfer_queue.loader.tensors import Jagged, Padded, TensorColumn
 from asyncflow.types import CROSSING, RunError
 
 WAITING_SECONDS = 20.0

@@ -14,8 +14,8 @@ from torch import Tensor
 from asyncflow.transfer_queue.batches import take
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.leases import Lease, Token
-from asyncflow.transfer_queue.prefetch import StreamFeed
-from asyncflow.transfer_queue.tensors import WritableColumn, to_values
+from asyncflow.transfer_queue.loader.prefetch import StreamFeed
+from asyncflow.transfer_queue.loader.tensors import WritableColumn, to_values
 from asyncflow.types import Array, Batch
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.engines.train.parallel.processes import Processes
-from tests.unit.transfer_queue import dataloader_ranks
+from tests.unit.transfer_queue.loader import dataloader_ranks
 from tests.unit.transfer_queue.served import served_queue
 
 

@@ -1,4 +1,4 @@
-"""Columns as torch tensors, and back. Imports torch, so only `dataloader.py` and what belongs to it import this.
+"""Columns as torch tensors, and back. Imports torch.
 
 n = a column's entries: the rows of a batch, or its groups for a column that is stored per group.
 """

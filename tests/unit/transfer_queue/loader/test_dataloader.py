@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from asyncflow.transfer_queue.client import TransferQueueClient
-from asyncflow.transfer_queue.dataloader import Jagged, Padded, StreamBatch, StreamDataLoader
+from asyncflow.transfer_queue.loader.dataloader import Jagged, Padded, StreamBatch, StreamDataLoader
 from asyncflow.transport import ConnectionLost
 from asyncflow.types import Ragged, RunError
 from tests.depth import in_gate
@@ -492,7 +492,7 @@ def test_a_consumer_that_is_killed_leaves_nothing(queue: ServedQueue, tmp_path: 
     script = tmp_path / "consumer.py"
     script.write_text(
         "import sys, time\n"
-        "from asyncflow.transfer_queue.dataloader import StreamDataLoader\n"
+        "from asyncflow.transfer_queue.loader.dataloader import StreamDataLoader\n"
         "if __name__ == '__main__':\n"
         "    for _ in StreamDataLoader(sys.argv[1], 'train', groups=1, num_workers=1):\n"
         "        time.sleep(100)\n"
