@@ -26,7 +26,7 @@ from asyncflow.transport.arena import ArenaReader, receive_buffer
 from asyncflow.transport.codec import ConnectionLost
 from asyncflow.transport.credentials import Credentials
 from asyncflow.transport.frames import Frame, FrameLimits, FrameParser, encode_frame
-from asyncflow.transport.stream import Stream, TlsStream, UnixStream, parse_address, socket_path
+from asyncflow.transport.stream import Stream, parse_address, socket_path
 from asyncflow.types import UserError
 
 T = TypeVar("T")
@@ -71,12 +71,7 @@ class Peer:
         peer = cls(str(address), limits or FrameLimits())
         try:
             async with asyncio.timeout(timeout_seconds):
-                if isinstance(place, Path):
-                    peer._stream = UnixStream(await _connect_unix(place), peer, peer._limits.unsent_bytes)
-                elif credentials is None:
-                    raise UserError(f"the address {address} can be reached from other machines, so it needs credentials.")
-                else:
-                    await peer._connect_tls(*place, credentials)
+                await peer._open(place, credentials)
                 peer._send(codec.Hello(name))
                 welcome = await peer._welcome
         except (OSError, TimeoutError, ConnectionLost) as error:  # ssl.SSLError is an OSError
@@ -156,17 +151,20 @@ class Peer:
         if self._stream is not None and not self._why_lost:
             self._stream.write(pieces)
 
-    async def _connect_tls(self, host: str, port: int, credentials: Credentials) -> None:
-        stream = TlsStream(self, self._limits.unsent_bytes, lambda stream: None)
-        self._stream = stream
-        await self._loop.create_connection(
-            lambda: stream,
-            host,
-            port,
-            ssl=credentials.client_context,
-            server_hostname="asyncflow",  # not checked, see credentials.py
-            ssl_shutdown_timeout=1.0,
-        )
+    async def _open(self, place: Path | tuple[str, int], credentials: Credentials | None) -> None:
+        stream = self._stream = Stream(self, self._limits.unsent_bytes)
+        if isinstance(place, Path):
+            await self._loop.create_unix_connection(lambda: stream, sock=await _connect_unix(place))
+        elif credentials is None:
+            raise UserError(f"the address {self.address} can be reached from other machines, so it needs credentials.")
+        else:
+            await self._loop.create_connection(
+                lambda: stream,
+                *place,
+                ssl=credentials.client_context,
+                server_hostname="asyncflow",  # not checked, see credentials.py
+                ssl_shutdown_timeout=1.0,
+            )
 
     # What the stream calls
 

@@ -10,20 +10,16 @@ is unblocked by: the event loop
 from __future__ import annotations
 
 import asyncio
-import logging
-import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import cast
 
 from asyncflow.transport.arena import Arena
 from asyncflow.transport.connection import Connection, House, ReceiveRoom
 from asyncflow.transport.credentials import Credentials
 from asyncflow.transport.frames import FrameLimits
-from asyncflow.transport.stream import TlsStream, UnixStream, listen, parse_address
+from asyncflow.transport.stream import BACKLOG, Stream, listen, parse_address
 from asyncflow.types import UserError
-
-log = logging.getLogger(__name__)
 
 
 class Server:
@@ -47,8 +43,7 @@ class Server:
         self.limits = limits or FrameLimits()
         self._house = House(self.services, on_disconnect, arena, self.limits, ReceiveRoom(self.limits.assembly_bytes), set())
         self._credentials = credentials
-        self._listeners: list[socket.socket] = []
-        self._tls_doors: list[asyncio.Server] = []
+        self._doors: list[asyncio.Server] = []
         self._sweeping: asyncio.TimerHandle | None = None
 
     async def start(self, address: str | Path) -> str:
@@ -57,29 +52,33 @@ class Server:
         Raises:
             UserError: it is no address, or one that needs credentials, and there are none.
         """
-        place = parse_address(address)
+        place, loop = parse_address(address), asyncio.get_running_loop()
         if isinstance(place, Path):
-            listener = listen(place)
-            self._listeners.append(listener)
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+            door = await loop.create_unix_server(partial(self._accepted, is_local=True), sock=listen(place), backlog=BACKLOG)
             opened = f"unix:{place}"
+        elif self._credentials is None:
+            raise UserError(f"the address {address} can be reached from other machines, so it needs credentials.")
         else:
-            if self._credentials is None:
-                raise UserError(f"the address {address} can be reached from other machines, so it needs credentials.")
-            opened = await self._open_tls(*place)
+            host, port = place
+            door = await loop.create_server(
+                partial(self._accepted, is_local=False),
+                host,
+                port,
+                ssl=self._credentials.server_context,
+                ssl_handshake_timeout=self.limits.hello_seconds,
+                ssl_shutdown_timeout=1.0,
+            )
+            opened = f"tls:{f'[{host}]' if ':' in host else host}:{door.sockets[0].getsockname()[1]}"
+        self._doors.append(door)
         if self._sweeping is None:
             self._sweep()
         return opened
 
     async def close(self) -> None:
         """Close the doors and hang up on everybody: handlers under way are cancelled."""
-        loop = asyncio.get_running_loop()
-        for listener in self._listeners:
-            loop.remove_reader(listener)
-            listener.close()
-        self._listeners.clear()
-        for door in self._tls_doors:
+        for door in self._doors:
             door.close()
+        self._doors.clear()
         if self._sweeping is not None:
             self._sweeping.cancel()
             self._sweeping = None
@@ -89,40 +88,9 @@ class Server:
         if cancelled:
             await asyncio.wait(cancelled, timeout=1.0)  # a handler may take its time, but not hold up the end
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            accepted, _ = listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:  # out of file descriptors: until somebody goes
-            log.error("a connection could not be accepted: %s", error)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(listener)
-            loop.call_later(1.0, self._accept_again, listener)
-            return
-        connection = Connection(self._house, is_local=True)
-        connection.open(UnixStream(accepted, connection, self.limits.unsent_bytes))
-
-    def _accept_again(self, listener: socket.socket) -> None:
-        if listener in self._listeners:
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    async def _open_tls(self, host: str, port: int) -> str:
-        def protocol() -> TlsStream:
-            connection = Connection(self._house, is_local=False)
-            return TlsStream(connection, self.limits.unsent_bytes, connection.open)
-
-        door = await asyncio.get_running_loop().create_server(
-            protocol,
-            host,
-            port,
-            ssl=cast(Credentials, self._credentials).server_context,
-            ssl_handshake_timeout=self.limits.hello_seconds,
-            ssl_shutdown_timeout=1.0,
-        )
-        self._tls_doors.append(door)
-        name = f"[{host}]" if ":" in host else host
-        return f"tls:{name}:{door.sockets[0].getsockname()[1]}"
+    def _accepted(self, *, is_local: bool) -> Stream:
+        connection = Connection(self._house, is_local=is_local)
+        return Stream(connection, self.limits.unsent_bytes, connection.open)
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
