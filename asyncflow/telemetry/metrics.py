@@ -35,6 +35,7 @@ DEFINITIONS: Final[dict[str, str]] = {
     "anything; only where the reward has several parts.",
     "reward/zero_std_groups": "Number of groups whose rewards are all equal: they have no advantage and teach nothing.",
     "response_length/mean": "Mean response length in tokens, the end token included, over the same rows as the rewards.",
+    "response_length/std": "Standard deviation (divisor n) of those lengths, over rows.",
     "response_length/clipped_ratio": "Share of those rows that were cut off at the largest length (0 to 1).",
     "policy/kl": "Estimated KL divergence (k3), in nats, mean over loss tokens: of the policy from the reference; "
     "without one, of the old policy from the policy (0 by construction while they are the same).",
@@ -298,6 +299,7 @@ class StepMetrics:
             given = {name: np.concatenate(each) for name, each in self._reward_parts.items()}
             row |= {f"reward/{name}": float(each.mean()) for name, each in given.items() if len(each)}
             row["response_length/mean"] = float(np.concatenate(self._lengths).mean())
+            row["response_length/std"] = float(np.concatenate(self._lengths).std())
             row["response_length/clipped_ratio"] = float(np.concatenate(self._truncated).mean())
         if self._staleness:
             staleness = np.concatenate(self._staleness)

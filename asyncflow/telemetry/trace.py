@@ -113,7 +113,7 @@ def join_pieces(spans: Iterable[Span]) -> list[Span]:
 
 
 def _goes_on(before: Span, span: Span) -> bool:
-    same = ("task", "cause", "step", "version", "layout", "device")
+    same = ("task", "cause", "step", "version", "group", "layout", "device")
     return before.end == span.start and all(getattr(before, name) == getattr(span, name) for name in same)
 
 

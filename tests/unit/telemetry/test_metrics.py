@@ -55,6 +55,7 @@ def test_a_hand_worked_step():
         "reward/std": math.sqrt(3 / 8 * 5 / 8),
         "reward/zero_std_groups": 2,
         "response_length/mean": 140 / 8,
+        "response_length/std": math.sqrt(950 / 8),
         "response_length/clipped_ratio": 1 / 8,
         "policy/kl": 0.1,
         "policy/entropy": 1.0,

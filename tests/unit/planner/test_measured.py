@@ -1,0 +1,130 @@
+"""Costs come back out of the spans of a run that was made with them; what they leave out, and what is wrong in them, is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncflow.config import Config, dump, load
+from asyncflow.engines.cores import Contention
+from asyncflow.engines.sleeping import Costs, Lengths, SampleKey
+from asyncflow.planner.measured import fitted, lengths_of, lognormal, measured, residuals, samples, what_if
+from asyncflow.run_dir import CONFIG_FILE
+from asyncflow.simulation.run import Simulated, simulate
+from asyncflow.telemetry.spans import Span
+from asyncflow.telemetry.trace import SPANS_FILE, join_pieces
+from asyncflow.types import UserError
+from tests.conftest import ROOT
+
+TRUE = Costs(
+    decode_step_seconds=0.004, decode_slot_seconds=5e-5, forward_backward_seconds=0.03, train_token_seconds=4e-5,
+    optim_step_seconds=0.02, publish_seconds=0.01, fetch_seconds=0.003, install_seconds=0.004, reward_seconds=0.0,
+    weight_bytes=1_000_000, lengths=Lengths(prompt=30, response_median=25.0, response_sigma=0.1, prompt_sigma=0.4),
+    contention=Contention(cores=2, slowdown={"rollout": 0.3, "train": 0.5}),
+)  # fmt: skip
+
+
+def config(*overrides: str) -> Config:
+    return load(ROOT / "recipes/quickstart.yaml", ["run.steps=8", "eval.path=null", *overrides])
+
+
+def run_of(of: Config, costs: Costs, decode_slowdown: float = 0.3) -> tuple[Simulated, list[Span]]:
+    """A simulated run with spans as a real one has them: with decode steps, at either of two ends of its contention."""
+    done = simulate(of, costs=costs)
+    assert not done.violations
+    fetched = [msgspec.structs.replace(s, bytes=costs.weight_bytes) if s.task == "fetch" else s for s in done.spans]
+    return done, [*fetched, *decode_steps(done.spans, costs, decode_slowdown)]
+
+
+def decode_steps(spans: list[Span], costs: Costs, slowdown: float) -> list[Span]:
+    """Decode steps while rollout generates, some alone and some beside the trainer."""
+    found = []
+    for number, span in enumerate(spans):
+        is_beside = span.worker == "trainer/0" and span.task == "forward_backward"
+        is_alone = span.worker == "trainer/0" and span.cause == "rows" and span.end - span.start > 0.05
+        if is_beside or is_alone:
+            slots, start = 1 + 37 * number % 128, span.start + 0.001
+            end = start + costs.decode_step(slots) * (1 + slowdown * is_beside)
+            found.append(Span(worker="rollout/0", task="decode_step", start=start, end=end, is_lane=False, rows=slots))
+    return found
+
+
+def test_costs_of_a_run_are_recovered_and_foretell_it() -> None:
+    of = config()
+    done, spans = run_of(of, TRUE)
+    found = fitted(of, join_pieces(spans), done.rows, cores=2)
+    costs, contention = found.costs, found.costs.contention
+    assert contention is not None
+    for name in ("decode_step_seconds", "decode_slot_seconds", "forward_backward_seconds", "train_token_seconds"):
+        assert getattr(costs, name) == pytest.approx(getattr(TRUE, name), rel=0.15), name
+    assert contention.slowdown["train"] == pytest.approx(0.5, abs=0.08)
+    assert contention.slowdown["rollout"] == pytest.approx(0.3, abs=0.08)
+    assert (costs.optim_step_seconds, costs.install_seconds) == pytest.approx((0.02, 0.004), rel=0.5)
+    assert costs.lengths.prompt == 30 and costs.lengths.response_median == pytest.approx(25, rel=0.1)
+    assert costs.lengths.prompt_sigma == pytest.approx(0.4, rel=0.2)
+    assert found.left_out == pytest.approx(1.0, abs=0.05)
+    assert "warning: forward_backward" not in "\n".join(found.lines())
+
+
+def test_a_collective_that_is_counted_twice_is_reported() -> None:
+    of = config("plan.train.dp=2", "train.prompts_per_step=16")
+    true = msgspec.structs.replace(TRUE, collectives_seconds=0.03, forward_backward_seconds=0.0, contention=None)
+    done, spans = run_of(of, true, 0.0)
+    pieces = samples(of, join_pieces(spans), 30)
+    trained = {"forward_backward": pieces["forward_backward"]}
+    assert pieces["forward_backward"] and not residuals(true, trained)[0].is_bad
+    (flawed,) = residuals(msgspec.structs.replace(true, collectives_seconds=0.06), trained)
+    assert flawed.is_bad and "counted twice" in flawed.warning()
+    assert fitted(of, join_pieces(spans), done.rows, cores=64).costs.collectives_seconds == pytest.approx(0.03, rel=0.1)
+
+
+@pytest.mark.parametrize("limit", [10_000, 150, 90])
+def test_lengths_are_those_that_were_drawn_before_they_were_cut_off(limit: int) -> None:
+    true = Lengths(response_median=100.0, response_sigma=0.5)
+    drawn = np.array([true.draw(SampleKey(0, prompt), sample, limit)[0] for prompt in range(500) for sample in range(4)])
+    median, sigma = lognormal(drawn.mean(), drawn.std(), (drawn == limit).mean(), limit)
+    assert median == pytest.approx(100.0, rel=0.06) and sigma == pytest.approx(0.5, rel=0.12)
+
+
+def test_where_all_responses_are_cut_off_a_longer_limit_makes_them_longer() -> None:
+    row = {"response_length/mean": 64.0, "response_length/clipped_ratio": 1.0, "response_length/std": 0.0}
+    found = lengths_of(config(), [], {5: row})
+    assert [found.draw(SampleKey(0, 1), 0, limit)[0] for limit in (64, 512)] == [64, 512]
+
+
+def test_what_if_says_what_another_configuration_would_take(tmp_path: Path) -> None:
+    write(tmp_path, config())
+    cores = measured(tmp_path).costs.contention
+    assert cores is not None
+    same = what_if(tmp_path, [])
+    assert same.predicted.step_seconds == pytest.approx(same.measured.step_seconds, rel=1e-6)
+    half = what_if(tmp_path, ["train.prompts_per_step=16"])
+    assert half.predicted.step_seconds == pytest.approx(same.measured.step_seconds / 2, rel=0.2)
+    assert half == what_if(tmp_path, ["train.prompts_per_step=16"])
+
+
+def test_a_run_without_what_is_needed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config.yaml: name the folder of a run"):
+        measured(tmp_path)
+    write(tmp_path, config())
+    with pytest.raises(UserError, match=r"its own plan\.train"):
+        what_if(tmp_path, ["plan.train.dp=2"])
+    with pytest.raises(UserError, match="another model needs"):
+        what_if(tmp_path, ["model.path=other"])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]))
+    with pytest.raises(UserError, match="has 2 steps, of which the first 2 are not counted"):
+        measured(tmp_path)
+
+
+def write(folder: Path, of: Config) -> None:
+    """The folder of a run with the true costs."""
+    done, spans = run_of(of, TRUE)
+    (folder / CONFIG_FILE).write_text(dump(of))
+    (folder / SPANS_FILE).write_bytes(b"".join(msgspec.json.encode(span) + b"\n" for span in spans))
+    (folder / "metrics.jsonl").write_bytes(
+        b"".join(msgspec.json.encode({"step": step, **row}) + b"\n" for step, row in done.rows.items())
+    )
