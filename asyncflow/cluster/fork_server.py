@@ -4,8 +4,8 @@ standard input.
     ForkServer (driver) --Import, Fork--> this process --fork--> worker: a session of its own, child.py's main
                         <--Forked, Refused, Ended--
 
-consumes: the driver's requests, in order; the ends of its children
-waits for: the next one
+consumes: the driver's requests to fork, in order; then its requests to import, a module at a time; the ends of its children
+waits for: the next one, where nothing is left to import
 is unblocked by: the driver, or the driver's end, which ends this process
 
 A fork copies the calling thread alone, so a lock that another thread holds stays locked for ever in the copy. This process has
@@ -26,6 +26,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -40,7 +41,8 @@ _MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_M
 
 
 class Import(msgspec.Struct, frozen=True, tag=True):
-    """Import these modules, for workers that come later."""
+    """Import these modules, for workers that come later. A worker that is asked for meanwhile is forked first: rollout begins while
+    the trainer's modules are imported."""
 
     modules: tuple[str, ...]
 
@@ -96,28 +98,32 @@ def main() -> None:
         poll = select.poll()
         for descriptor in (driver.fileno(), woken):
             poll.register(descriptor, select.POLLIN)
+        imports: deque[str] = deque()
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll()}
+            ready = {descriptor for descriptor, _ in poll.poll(0 if imports else None)}
             if woken in ready:
                 os.read(woken, 1 << 12)
                 _tell_of_ends(driver)
-            if driver.fileno() not in ready:
-                continue
-            message, descriptors, _, _ = socket.recv_fds(driver, MAX_MESSAGE_BYTES, 2)
-            if not message:
-                return
-            request = decode(message)
-            _import(request.modules)
-            if isinstance(request, Fork):
+            if driver.fileno() in ready:
+                message, descriptors, _, _ = socket.recv_fds(driver, MAX_MESSAGE_BYTES, 2)
+                if not message:
+                    return
+                request = decode(message)
+                if isinstance(request, Import):
+                    imports += request.modules
+                    continue
+                for module in request.modules:
+                    _import(module)
                 _send(driver, _forked(request, descriptors, (driver.fileno(), woken, wake), folder))
                 for descriptor in descriptors:
                     os.close(descriptor)
+            elif imports:
+                _import(imports.popleft())
 
 
-def _import(modules: tuple[str, ...]) -> None:
-    for module in modules:
-        with contextlib.suppress(Exception, SystemExit):  # whoever needs it says so in its own words
-            importlib.import_module(module)
+def _import(module: str) -> None:
+    with contextlib.suppress(Exception, SystemExit):  # whoever needs it says so in its own words
+        importlib.import_module(module)
 
 
 def _forked(request: Fork, descriptors: list[int], not_for_child: tuple[int, ...], folder: str) -> Word:

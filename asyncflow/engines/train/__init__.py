@@ -10,8 +10,17 @@ TRAIN_ENGINE_CHECKS = {
     "deepspeed": "asyncflow.engines.train.adapters.checks:check_deepspeed",
     "megatron": "asyncflow.engines.train.adapters.checks:check_megatron",
 }
-TRAIN_ENGINE_IMPORTS = {"torch": ("asyncflow.engines.train.torch_engine",)}
-"""Modules of an engine that one process may import for all workers forked from it.
+TRAIN_ENGINE_IMPORTS = {
+    "torch": (
+        "torch.distributed.tensor",
+        "torch._dynamo",
+        "transformers.utils",
+        "transformers.modeling_utils",
+        "asyncflow.engines.train.torch_engine",
+    )
+}
+"""Modules of an engine that one process may import for all workers forked from it. What takes long comes piece by piece, since a
+worker can be forked between two of them.
 
 Engines that are not listed need a fresh interpreter for each worker.
 """

@@ -112,6 +112,33 @@ async def test_a_worker_finds_what_an_interpreter_of_its_own_would(
     assert (tmp_path / "logs" / "forked.log").read_text() == "printed"
 
 
+@pytest.mark.usefixtures("servers")
+async def test_a_worker_is_forked_before_modules_are_imported_for_later_ones(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollout begins while the trainer's modules are imported, though they were asked for first."""
+    for module in ("first", "second"):
+        begun, go = str(tmp_path / f"{module}.begun"), str(tmp_path / f"{module}.go")
+        source = f"import os, time\nopen({begun!r}, 'w')\nwhile not os.path.exists({go!r}): time.sleep(0.01)\n"
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = spec(tmp_path, "tells", "w", "json")
+    server = ForkServer.here({**os.environ, **worker.environment})
+    server.prepare(["first", "second"])
+    async with asyncio.timeout(patience(60)):
+        while not (tmp_path / "first.begun").exists():
+            await asyncio.sleep(0.01)
+        running = asyncio.create_task(run(cluster, worker))
+        while not server._asked:
+            await asyncio.sleep(0.01)
+        (tmp_path / "first.go").touch()
+        while not (tmp_path / "w.json").exists():
+            await asyncio.sleep(0.01)
+    assert told(tmp_path)["parent"] == server._process.pid
+    (tmp_path / "second.go").touch()
+    await running
+
+
 async def test_variables_that_libraries_read_once_have_a_server_of_their_own(cluster: LocalCluster, tmp_path: Path) -> None:
     threads = [spec(tmp_path, "tells", f"{count}", OMP_NUM_THREADS=count) for count in ("1", "2")]
     await run(cluster, *threads, spec(tmp_path, "tells", "rank", OMP_NUM_THREADS="2", RANK="1"))
