@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import PolicyLoss, SharedOptions, check_above_zero
+from asyncflow.algorithms.policy_loss import SharedOptions
+from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
 from asyncflow.algorithms.surrogate import WeightedLogProb
-from asyncflow.types import Advantages, ScoredGroup
 
 
-class CISPO(PolicyLoss):
+class CISPO(GroupRelativeLoss):
     """See the module's head."""
 
     def __init__(
@@ -35,10 +34,4 @@ class CISPO(PolicyLoss):
 
         Raises `UserError` if an option lies outside its range.
         """
-        super().__init__(WeightedLogProb(clip_low, clip_high), **shared)
-        check_above_zero(advantage_epsilon=advantage_epsilon)
-        self.advantage_epsilon = advantage_epsilon
-
-    def advantages(self, group: ScoredGroup) -> Advantages:
-        """float32 [R], see `functional.group_advantages`."""
-        return functional.group_advantages(self.rewards(group), self.advantage_epsilon)
+        super().__init__(WeightedLogProb(clip_low, clip_high), advantage_epsilon, **shared)

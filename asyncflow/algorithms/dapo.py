@@ -21,12 +21,13 @@ from typing import Unpack
 import numpy as np
 
 from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import PolicyLoss, SharedOptions, check_above_zero
+from asyncflow.algorithms.policy_loss import SharedOptions
+from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
-from asyncflow.types import Advantages, Array, ScoredGroup, UserError
+from asyncflow.types import Array, ScoredGroup, UserError
 
 
-class DAPO(PolicyLoss):
+class DAPO(GroupRelativeLoss):
     """See the module's head."""
 
     def __init__(
@@ -43,11 +44,9 @@ class DAPO(PolicyLoss):
     ) -> None:
         """`overlong_length` and `overlong_buffer` are in tokens; without them there is no penalty.
 
-        Raises:
-            UserError: an option lies outside its range, or contradicts another.
+        Raises `UserError` if an option lies outside its range, or contradicts another.
         """
-        super().__init__(ClippedRatio(clip_low, clip_high), **shared)
-        check_above_zero(advantage_epsilon=advantage_epsilon)
+        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **shared)
         if (overlong_length is None) != (overlong_buffer is None):
             raise UserError("algorithm.overlong_length and overlong_buffer go together: give both, or neither.")
         if overlong_length is not None and overlong_buffer is not None and not 0 < overlong_buffer <= overlong_length:
@@ -55,7 +54,7 @@ class DAPO(PolicyLoss):
                 f"algorithm.overlong_buffer must lie in 1..overlong_length, the tokens over which the reward falls, but is "
                 f"{overlong_buffer} of {overlong_length}."
             )
-        self.advantage_epsilon, self.wants_varied_groups = advantage_epsilon, dynamic_sampling
+        self.wants_varied_groups = dynamic_sampling
         self.overlong_length, self.overlong_buffer, self.overlong_filter = overlong_length, overlong_buffer, overlong_filter
 
     def rewards(self, group: ScoredGroup) -> Array:
@@ -65,7 +64,7 @@ class DAPO(PolicyLoss):
             return rewards
         return rewards + functional.overlong_penalty(group.response_lengths, self.overlong_length, self.overlong_buffer)
 
-    def advantages(self, group: ScoredGroup) -> Advantages:
-        """float32 [R], see `functional.group_advantages` (PA 1)."""
-        advantages = functional.group_advantages(self.rewards(group), self.advantage_epsilon)
+    def advantages(self, group: ScoredGroup) -> Array:
+        """float32 [R], see `functional.group_advantages` (PA 1); 0 for what `overlong_filter` leaves out."""
+        advantages = super().advantages(group)
         return np.where(group.truncated > 0, np.float32(0.0), advantages) if self.overlong_filter else advantages

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import PolicyLoss, SharedOptions, check_above_zero
+from asyncflow.algorithms.policy_loss import SharedOptions
+from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
-from asyncflow.types import Advantages, ScoredGroup
 
 
-class GRPO(PolicyLoss):
+class GRPO(GroupRelativeLoss):
     """See the module's head."""
 
     def __init__(
@@ -30,13 +29,6 @@ class GRPO(PolicyLoss):
     ) -> None:
         """`clip_high` above `clip_low` lets an unlikely token that did well grow further than one that did badly shrinks.
 
-        Raises:
-            UserError: an option lies outside its range, or contradicts another.
+        Raises `UserError` if an option lies outside its range, or contradicts another.
         """
-        super().__init__(ClippedRatio(clip_low, clip_high), **shared)
-        check_above_zero(advantage_epsilon=advantage_epsilon)
-        self.advantage_epsilon = advantage_epsilon
-
-    def advantages(self, group: ScoredGroup) -> Advantages:
-        """float32 [R], see `functional.group_advantages` (PA 1)."""
-        return functional.group_advantages(self.rewards(group), self.advantage_epsilon)
+        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **shared)

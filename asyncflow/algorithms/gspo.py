@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import PolicyLoss, SharedOptions, check_above_zero
+from asyncflow.algorithms.policy_loss import SharedOptions
+from asyncflow.algorithms.shared_advantages import GroupRelativeLoss
 from asyncflow.algorithms.surrogate import ClippedSequenceRatio
-from asyncflow.types import Advantages, ScoredGroup
 
 
-class GSPO(PolicyLoss):
+class GSPO(GroupRelativeLoss):
     """See the module's head."""
 
     def __init__(
@@ -31,10 +30,4 @@ class GSPO(PolicyLoss):
     ) -> None:
         """The clip range is the paper's (section 5.1). Raises `UserError` if an option lies outside its range."""
         options: SharedOptions = {"loss_normaliser": "sequences", **shared}
-        super().__init__(ClippedSequenceRatio(clip_low, clip_high), **options)
-        check_above_zero(advantage_epsilon=advantage_epsilon)
-        self.advantage_epsilon = advantage_epsilon
-
-    def advantages(self, group: ScoredGroup) -> Advantages:
-        """float32 [R], see `functional.group_advantages` (eq. 6)."""
-        return functional.group_advantages(self.rewards(group), self.advantage_epsilon)
+        super().__init__(ClippedSequenceRatio(clip_low, clip_high), advantage_epsilon, **options)

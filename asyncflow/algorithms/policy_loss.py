@@ -19,7 +19,7 @@ With `kl_place: reward` the KL term is not in the loss: it is taken off the rewa
 gradient of its own. It is then from the policy that drew the tokens to the reference, which is needed ahead of training.
 
 An algorithm is a class below `PolicyLoss` that chooses a surrogate and says what an advantage is. None is below another algorithm:
-what two of them share is a function, or a part that both are given.
+what two of them share is a function, a part that both are given, or a class of shared_advantages.py.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ class PolicyLoss(Algorithm):
     def rewards(self, group: ScoredGroup) -> Array:
         """float32 [R]: the rewards, less the KL term of each whole response if that is in the reward.
 
-        Raises:
-            UserError: it is, but the group has no reference log-probs.
+        Raises `UserError` if it is, but the group has no reference log-probs.
         """
         kl = self.kl_of_tokens(group)
         if kl is None:

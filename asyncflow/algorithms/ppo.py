@@ -25,7 +25,7 @@ import numpy as np
 from asyncflow.algorithms import functional
 from asyncflow.algorithms.base import Critic, Normaliser
 from asyncflow.algorithms.policy_loss import SharedOptions, check_above_zero
-from asyncflow.algorithms.standardised import StandardisedLoss
+from asyncflow.algorithms.shared_advantages import StandardisedLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Array, LossSums, Ragged, ScoredGroup, UserError, ValueBatch
 
@@ -51,21 +51,19 @@ class PPO(StandardisedLoss):
     ) -> None:
         """`discount`: gamma; `decay`: lambda. `value_clip`: how far a value may move in a step's loss; None: as it likes.
 
-        Raises:
-            UserError: an option lies outside its range, or contradicts another.
+        Raises `UserError` if an option lies outside its range, or contradicts another.
         """
         options: SharedOptions = {"kl_place": "reward", "kl_estimator": "k1", **shared}
-        super().__init__(ClippedRatio(clip_low, clip_high), **options)
+        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **options)
         for name, value in {"discount": discount, "decay": decay}.items():
             if not 0 <= value <= 1:
                 raise UserError(f"algorithm.{name} must lie in [0, 1], but is {value}.")
         if value_clip is not None:
             check_above_zero(value_clip=value_clip)
-        check_above_zero(advantage_epsilon=advantage_epsilon)
         if isinstance(held_steps, bool) or not isinstance(held_steps, int) or held_steps < 0:
             raise UserError(f"algorithm.held_steps must be a whole number from 0 up, but is {held_steps!r}.")
         self.discount, self.decay = discount, decay
-        self.waits_for_batch, self.advantage_epsilon = normalise_advantages, advantage_epsilon
+        self.waits_for_batch = normalise_advantages
         self.held_steps = held_steps
         self.critic: Critic = ValueLoss(lambda group: self.estimates(group)[1], value_clip)
 

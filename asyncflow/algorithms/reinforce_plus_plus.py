@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Literal, Unpack, get_args
 
 from asyncflow.algorithms import functional
-from asyncflow.algorithms.policy_loss import SharedOptions, check_above_zero, check_choice
-from asyncflow.algorithms.standardised import StandardisedLoss
+from asyncflow.algorithms.policy_loss import SharedOptions, check_choice
+from asyncflow.algorithms.shared_advantages import StandardisedLoss
 from asyncflow.algorithms.surrogate import ClippedRatio
 from asyncflow.types import Advantages, Ragged, ScoredGroup
 
@@ -44,9 +44,8 @@ class ReinforcePlusPlus(StandardisedLoss):
         options: SharedOptions = {"kl_place": "reward", "kl_estimator": "k1", **shared}
         if baseline == "group":
             options = {"kl_place": "loss", "kl_estimator": "k2", **shared}
-        super().__init__(ClippedRatio(clip_low, clip_high), **options)
-        check_above_zero(advantage_epsilon=advantage_epsilon)
-        self.baseline, self.advantage_epsilon = baseline, advantage_epsilon
+        super().__init__(ClippedRatio(clip_low, clip_high), advantage_epsilon, **options)
+        self.baseline = baseline
 
     def advantages(self, group: ScoredGroup) -> Advantages:
         """G of the module's head: float32 [R], or, with a KL term in the reward, ragged."""
