@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.vllm.client import RequestRefused, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
-from asyncflow.engines.rollout.vllm.handle import OwnServer
+from asyncflow.engines.rollout.vllm.hosts import OwnServer
 from asyncflow.engines.rollout.vllm.process import ServerProcess
 from asyncflow.telemetry.certificate import read_certificate
 from tests.conftest import MODEL, merged

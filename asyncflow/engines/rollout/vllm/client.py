@@ -22,7 +22,7 @@ import httpx2
 import msgspec
 import numpy as np
 
-from asyncflow.types import Array
+from asyncflow.types import Array, UserError
 
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 20.0  # a front end says at once whether its engine lives, however much that has to do; so one that does not hangs
@@ -240,3 +240,31 @@ class VllmClient:
         if answer.status_code < 500:
             raise RequestRefused(said, answer.status_code)
         raise ServerLost(said)
+
+
+async def check_settings(client: VllmClient, *, max_context: int, seeded: bool) -> None:
+    """Check that a server was started as docs/vllm.md asks, by AsyncFlow or another. Raises `UserError`.
+
+    `max_context`: tokens of the longest prompt and response. `seeded`: requests have a seed.
+    """
+    if not await client.wants_a_key():
+        raise UserError(
+            f"{client.address} answers without a key, so anybody on its machine can change its weights: start it with "
+            f"--middleware asyncflow_vllm.RequireKey (docs/vllm.md)"
+        )
+    settings = await client.settings()
+    if settings.logprobs_mode != "processed_logprobs":
+        raise UserError(
+            f"{client.address} has --logprobs-mode {settings.logprobs_mode}, whose log-probs are not those of the distribution "
+            f"that it samples from: start it with processed_logprobs (docs/vllm.md)"
+        )
+    if settings.max_model_len < max_context:
+        raise UserError(
+            f"{client.address} has --max-model-len {settings.max_model_len}, and this run's prompts and responses have up to "
+            f"{max_context} tokens: start it with so many (docs/vllm.md)"
+        )
+    if seeded and settings.device_type == "cpu" and settings.enable_chunked_prefill:
+        raise UserError(
+            f"{client.address} is on a CPU and cuts long prompts, of which vLLM dies where a request has a seed: start it with "
+            f"--no-enable-chunked-prefill, or set rollout.engine.seeded=false (docs/vllm.md)"
+        )

@@ -8,7 +8,7 @@ consumes: requests (one prompt, several samples), versions, pauses
 waits for: the servers; a lost one's return
 is unblocked by: their answers; their being started again
 
-A server that is lost in the middle of anything (handle.py) is started again and given the current weights.
+A server that is lost in the middle of anything (servers.py) is started again and given the current weights.
 
 Not here: responses as they grow (streaming), more than one machine for one instance.
 """
@@ -28,13 +28,13 @@ import numpy as np
 from asyncflow.engines.base import Response, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
-from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient
+from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient, check_settings
 from asyncflow.engines.rollout.vllm.generation import Generation
-from asyncflow.engines.rollout.vllm.handle import ServerHandle
+from asyncflow.engines.rollout.vllm.hosts import given_hosts, own_hosts
 from asyncflow.engines.rollout.vllm.options import check_addresses, check_arguments, check_numbers, sender
 from asyncflow.engines.rollout.vllm.options import why_not_deterministic as _why
-from asyncflow.engines.rollout.vllm.pool import ServerPool, check_settings, given_hosts, own_hosts
 from asyncflow.engines.rollout.vllm.process import ServerOptions
+from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.transfer import NcclTransfer, SharedMemoryTransfer, Transfer, TransferName
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.model_folder import end_token_ids

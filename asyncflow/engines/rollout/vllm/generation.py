@@ -25,8 +25,7 @@ import numpy as np
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.vllm.client import Aborted, RequestRefused, ServerLost
-from asyncflow.engines.rollout.vllm.handle import ServerHandle
-from asyncflow.engines.rollout.vllm.pool import ServerPool
+from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.types import Array, RunError
 
@@ -142,14 +141,14 @@ class Generation:
             except Aborted:
                 return None
             except ServerLost as error:
-                self._servers.lost(instance, life, error)
+                instance.lost(life, error)
                 return None
             except RequestRefused as error:
                 raise RunError(f"a vLLM server does not generate what this run asks for (docs/vllm.md): {error}") from error
             first = made.version_spans[0, 1] if len(made.version_spans) else version
             if first != version and self._weights.version == version:
                 why = ServerLost(f"it generates by version {first} and was given {version}: has somebody else changed its weights?")
-                self._servers.lost(instance, life, why)
+                instance.lost(life, why)
                 return None
             if first != version and not self._recomputes:
                 # It waited there while weights were installed, and began under the new ones with the salt of the old: the keys of

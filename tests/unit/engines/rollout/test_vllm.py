@@ -29,13 +29,13 @@ from asyncflow.config import Config, parse
 from asyncflow.engines.base import Response, SampleKey, Sampling
 from asyncflow.engines.rollout.vllm import client as vllm_client
 from asyncflow.engines.rollout.vllm import engine as vllm
-from asyncflow.engines.rollout.vllm import handle as vllm_handle
+from asyncflow.engines.rollout.vllm import servers as vllm_servers
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
 from asyncflow.engines.rollout.vllm.engine import VllmEngine
-from asyncflow.engines.rollout.vllm.handle import OwnServer, ServerHandle
+from asyncflow.engines.rollout.vllm.hosts import OwnServer, own_hosts
 from asyncflow.engines.rollout.vllm.options import check_arguments, sender
-from asyncflow.engines.rollout.vllm.pool import own_hosts
 from asyncflow.engines.rollout.vllm.process import IN_VLLM, ServerProcess
+from asyncflow.engines.rollout.vllm.servers import ServerHandle
 from asyncflow.engines.rollout.vllm.transfer import NcclTransfer
 from asyncflow.engines.rollout.vllm.weights import WeightsFile, shapes_of
 from asyncflow.run.prepare import check_choices, check_rollout_engine
@@ -54,8 +54,8 @@ VICTIMS = [(instances, victim) for instances in (1, 2) for victim in ("front end
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_handle, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
-    monkeypatch.setattr(vllm_handle, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(vllm_servers, "RESTART_PAUSES_SECONDS", (0.05, 0.1))
+    monkeypatch.setattr(vllm_servers, "WATCH_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -463,13 +463,13 @@ async def test_a_server_that_is_given_up_leaves_its_device(model: Path, python: 
 
 async def test_nobody_watches_a_life_that_is_over(model: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came back between two looks: the client of the life before is closed."""
-    monkeypatch.setattr(vllm_handle, "WATCH_SECONDS", 3.0)
+    monkeypatch.setattr(vllm_servers, "WATCH_SECONDS", 3.0)
     async with opened(model, python) as engine:
         (instance,) = engine.instances
         await responses(engine)
         watching = instance._watching
         assert watching is not None
-        instance.lost(instance.life, ServerLost("as the test wants it"), engine._bring_up)
+        instance.lost(instance.life, ServerLost("as the test wants it"))
         await until(lambda: instance.is_up)
         await asyncio.wait([watching], timeout=patience(10))
         assert watching.done() and (watching.cancelled() or watching.exception() is None)

@@ -1,12 +1,13 @@
-"""One vLLM server in the hands of the engine: what it is asked, what it holds, and how it comes back when it is lost.
+"""The vLLM servers of one engine: what each is asked, what it holds, and how it comes back when it is lost.
 
-    generate ----> a free slot --> the server
+    generate ----> the server with the fewest outstanding tokens --> a free slot of it
     install -----> pause, start / update / finish, resume        one lock: between start and finish nobody resumes
     lost --------> ended, started again, given the current weights, and used again
 
 consumes: samples, versions
-waits for: a free slot; the gate, which is closed while the server's state is changed; the server
-is unblocked by: another sample's end; that change's end; the server's answer; its loss, which is looked for every `WATCH_SECONDS`
+waits for: a server that is up; a free slot; the gate, which is closed while the server's state is changed; the server
+is unblocked by: one that has come back, and the loss of the last one; another sample's end; that change's end; the server's answer;
+its loss, which is looked for every `WATCH_SECONDS`
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from functools import partial
 
 from asyncflow.engines.rollout.vllm.client import RequestRefused, ServerLost, VllmClient
-from asyncflow.engines.rollout.vllm.process import ServerOptions, ServerProcess
+from asyncflow.engines.rollout.vllm.hosts import ServerHost
 from asyncflow.types import RunError, UserError
 
 log = logging.getLogger(__name__)
@@ -29,93 +29,7 @@ POLL_SECONDS = 0.5
 WATCH_SECONDS = 2.0
 RESTART_PAUSES_SECONDS = (0.5, 30.0)  # at first, and at most: it doubles
 
-
 Call = Callable[[VllmClient], Awaitable[None]]
-
-
-class ServerHost(Protocol):
-    """Source of a server, which starts it and starts it again. `key_from`: where its key comes from, for a sentence."""
-
-    name: str
-    key_from: str
-
-    def start(self) -> None:
-        """Have a server, without waiting for it. Raises `UserError` if there can be none."""
-        ...
-
-    def wait_until_ready(self) -> tuple[str, str]:
-        """Its address and key. Blocks. Raises `RunError` if it does not come."""
-        ...
-
-    def stop(self) -> None:
-        """End it, if it is this run's."""
-        ...
-
-    def close(self) -> None:
-        """End it for good: it is not started again."""
-        ...
-
-
-class OwnServer:
-    """A server that the run starts. Its methods may be called from several threads."""
-
-    key_from = "that was made for it"
-
-    def __init__(self, options: ServerOptions, name: str) -> None:
-        self.name = name
-        self.server: ServerProcess | None = None
-        self._options = options
-        self._is_closed = False
-        self._changing = threading.Lock()
-
-    def start(self) -> None:
-        """See `ServerHost`."""
-        self.stop()
-        with self._changing:
-            if self._is_closed:
-                raise RunError(f"{self.name} is not wanted any more")
-            self.server = ServerProcess(self._options, self.name)
-            self.server.spawn()
-
-    def wait_until_ready(self) -> tuple[str, str]:
-        """See `ServerHost`."""
-        assert self.server is not None, "`start` first"
-        self.server.wait_until_ready()
-        return self.server.address, self.server.key
-
-    def stop(self) -> None:
-        """See `ServerHost`."""
-        with self._changing:
-            if self.server is not None:
-                self.server.stop()
-                self.server = None
-
-    def close(self) -> None:
-        """See `ServerHost`."""
-        self._is_closed = True
-        self.stop()
-
-
-class RunningServer:
-    """A server that somebody else has started. `key_variable`: the environment variable that has its key."""
-
-    def __init__(self, address: str, key: str, key_variable: str) -> None:
-        self.name = f"the vLLM server at {address}"
-        self.key_from = f"in the environment variable {key_variable}"
-        self._address, self._key = address, key
-
-    def start(self) -> None:
-        """Do nothing: the server runs, or its owner starts it again."""
-
-    def wait_until_ready(self) -> tuple[str, str]:
-        """See `ServerHost`. Whether it answers is asked by its instance."""
-        return self._address, self._key
-
-    def stop(self) -> None:
-        """Do nothing: the server is not ours to stop."""
-
-    def close(self) -> None:
-        """Do nothing: the server is not ours to stop."""
 
 
 class ServerHandle:
@@ -125,13 +39,15 @@ class ServerHandle:
         self,
         host: ServerHost,
         connect: Callable[[str, str], VllmClient],
+        bring_up: Call,
         *,
         num_slots: int,
         max_restarts: int,
         start_seconds: float,
         changed: Callable[[], None],
     ) -> None:
-        """`connect(address, key)`. `changed` is told when the server is to be had again, or is lost for good."""
+        """`connect(address, key)`. `bring_up(client)` brings a server that has just come to the current version. `changed` is told
+        when the server is to be had again, or is lost for good."""
         self.host = host
         self.num_slots = num_slots
         self.is_up = False
@@ -142,12 +58,12 @@ class ServerHandle:
         self.num_restarts = 0
         self.gate = asyncio.Event()  # open: samples may begin
         self.gate.set()
-        self._connect, self._changed = connect, changed
+        self._connect, self._bring_up, self._changed = connect, bring_up, changed
         self._max_restarts, self._start_seconds = max_restarts, start_seconds
         self._slots = asyncio.Semaphore(num_slots)
         self._lock = asyncio.Lock()
         self._asked: set[asyncio.Timeout] = set()  # of the calls under way
-        self._life = 0
+        self.life = 0  # number of starts of the server: a loss that was seen in an earlier one is no news
         self._client: VllmClient | None = None
         self._coming_back: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -187,10 +103,10 @@ class ServerHandle:
         finally:
             self._asked.discard(limit)
 
-    async def come_up(self, update: Call) -> None:
-        """Once the host has the server: connect, have it brought to the current weights by `update`, and use it.
+    async def come_up(self) -> None:
+        """Once the host has the server: connect, bring it to the current weights, and use it.
 
-        Raises `RunError` if it does not come, `UserError` if it does not take its key, and what `update` raises.
+        Raises `RunError` if it does not come, `UserError` if it does not take its key, and what `bring_up` raises.
         """
         address, key = await asyncio.to_thread(self.host.wait_until_ready)
         client = self._connect(address, key)
@@ -198,23 +114,23 @@ class ServerHandle:
         try:
             await self._until_it_answers(client)  # without the lock: an install on the other instances does not wait for this one
             async with self._lock:
-                await update(client)
+                await self._bring_up(client)
                 self._check_open()
                 if self._watching is not None:
                     self._watching.cancel()
                 unused, self._client = self._client, client
-                self._life += 1
+                self.life += 1
                 self.is_up = True
-                self._watching = asyncio.create_task(self._watch(client, self._life, update), name=f"watching {self.host.name}")
+                self._watching = asyncio.create_task(self._watch(client, self.life), name=f"watching {self.host.name}")
         finally:  # of the life before, or of one that did not come
             if unused is not None:
                 await unused.close()
 
-    async def _watch(self, client: VllmClient, life: int, update: Call) -> None:
+    async def _watch(self, client: VllmClient, life: int) -> None:
         """A front end whose engine has died answers some requests with an error, and others not at all; one that hangs, none."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if not self.is_up or life != self._life:  # the client may be closed by now
+            if not self.is_up or life != self.life:  # the client may be closed by now
                 return
             why: Exception = ServerLost("it does not answer, or its engine has died")
             try:
@@ -222,7 +138,7 @@ class ServerHandle:
                     continue
             except UserError as error:  # its owner has started it again, with another key
                 why = error
-            self.lost(life, why, update)
+            self.lost(life, why)
 
     async def _until_it_answers(self, client: VllmClient) -> None:
         loop = asyncio.get_running_loop()
@@ -245,22 +161,17 @@ class ServerHandle:
         if self._is_closed:
             raise RunError(f"{self.host.name} is not wanted any more")
 
-    @property
-    def life(self) -> int:
-        """Number of starts of the server: a loss that was seen in an earlier one is no news."""
-        return self._life
-
-    def lost(self, life: int, why: Exception, update: Call) -> None:
+    def lost(self, life: int, why: Exception) -> None:
         """The server is of no use any more, as was seen in its life number `life`. Has it brought back in the background."""
-        if not self.is_up or life != self._life or self._is_closed:
+        if not self.is_up or life != self.life or self._is_closed:
             return
         self.is_up = False
         asked, self._asked = self._asked, set()
         for limit in asked:
             limit.reschedule(asyncio.get_running_loop().time())
-        self._coming_back = asyncio.create_task(self._come_back(why, update), name=f"bringing back {self.host.name}")
+        self._coming_back = asyncio.create_task(self._come_back(why), name=f"bringing back {self.host.name}")
 
-    async def _come_back(self, why: Exception, update: Call) -> None:
+    async def _come_back(self, why: Exception) -> None:
         pause = RESTART_PAUSES_SECONDS[0]
         try:
             while self.num_restarts < self._max_restarts:
@@ -271,7 +182,7 @@ class ServerHandle:
                 pause = min(2 * pause, RESTART_PAUSES_SECONDS[1])
                 try:
                     await asyncio.to_thread(self.host.start)
-                    await self.come_up(update)
+                    await self.come_up()
                 except (RunError, UserError, ServerLost, RequestRefused) as error:
                     why = error
                 else:
@@ -297,10 +208,10 @@ class ServerHandle:
         """Context in which the server's state stays as it is."""
         return self._lock
 
-    async def change(self, call: Call, update: Call) -> None:
+    async def change(self, call: Call) -> None:
         """`call(client)` while nobody else changes the server's state; where it fails the server is lost.
 
-        Nothing happens while the server is not up: `update` brings it to what it should be.
+        Nothing happens while the server is not up: `bring_up` brings it to what it should be.
         """
         async with self._lock:
             if not self.is_up:
@@ -309,7 +220,7 @@ class ServerHandle:
                 async with self.until_lost() as client:
                     await call(client)
             except Exception as error:  # whatever it is: between start and finish a server computes nothing of use
-                self.lost(self._life, error, update)
+                self.lost(self.life, error)
 
     async def close(self) -> None:
         """Hang up; end the server, if it is the run's own."""
@@ -323,3 +234,106 @@ class ServerHandle:
             await asyncio.gather(coming_back, return_exceptions=True)
         if self._client is not None:
             await self._client.close()
+
+
+class ServerPool:
+    """The servers of one engine: which is to generate next, and what all are told at once."""
+
+    def __init__(
+        self,
+        hosts: Sequence[ServerHost],
+        connect: Callable[[str, str], VllmClient],
+        bring_up: Call,
+        *,
+        num_slots: int,
+        max_restarts: int,
+        start_seconds: float,
+    ) -> None:
+        """`num_slots`: of each. See `ServerHandle`."""
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self.instances = [
+            ServerHandle(
+                host,
+                connect,
+                bring_up,
+                num_slots=num_slots,
+                max_restarts=max_restarts,
+                start_seconds=start_seconds,
+                changed=self._wake,
+            )
+            for host in hosts
+        ]
+
+    def start(self) -> None:
+        """Start what is the run's to start, all at once, and wait for it; end all if one does not come."""
+        try:
+            for instance in self.instances:
+                instance.host.start()
+            for instance in self.instances:
+                instance.host.wait_until_ready()
+        except BaseException:
+            for instance in self.instances:
+                instance.host.stop()
+            raise
+
+    async def come_up(self) -> None:
+        """Connect to each, and bring it to the current version. Raises what doing so raises."""
+        await asyncio.gather(*(instance.come_up() for instance in self.instances))
+
+    async def everywhere(self, call: Callable[[ServerHandle, VllmClient], Awaitable[None]], *, opens: bool = False) -> None:
+        """`call(instance, client)` on each that is up, all at once. One on which it fails is lost, and the others go on.
+
+        `opens`: each has its gate opened as soon as it is done, whatever the others do.
+        """
+
+        async def one(instance: ServerHandle) -> None:
+            await instance.change(partial(call, instance))
+            if opens:
+                instance.gate.set()
+
+        await asyncio.gather(*(one(instance) for instance in self.instances))
+
+    @contextlib.asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """No server's state is changed meanwhile, and none is brought up."""
+        async with contextlib.AsyncExitStack() as stack:
+            for instance in self.instances:
+                await stack.enter_async_context(instance.unchanged())
+            yield
+
+    def close_gates(self) -> None:
+        """No sample begins, until each gate is opened."""
+        for instance in self.instances:
+            instance.gate.clear()
+
+    def open_gates(self) -> None:
+        """Samples begin."""
+        for instance in self.instances:
+            instance.gate.set()
+
+    async def least_loaded(self) -> ServerHandle:
+        """The instance with the fewest outstanding tokens, as soon as there is one.
+
+        Raises `RunError` when all are lost for good, and `RuntimeError` once they are closed.
+        """
+        while True:
+            if self._is_closed:
+                raise RuntimeError("the rollout engine is closed")
+            up = [instance for instance in self.instances if instance.is_up]
+            if up:
+                return min(up, key=lambda instance: instance.outstanding_tokens)
+            errors = [instance.error for instance in self.instances if instance.error is not None]
+            if len(errors) == len(self.instances):
+                raise errors[-1]
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """End those that the run has started, and hang up on the others."""
+        self._is_closed = True
+        self._wake()
+        await asyncio.gather(*(instance.close() for instance in self.instances))
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,87 @@
+"""Hosts of vLLM servers: those that the run starts, and starts again, and those that somebody else has started."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from asyncflow.engines.rollout.vllm.options import devices_of, is_cpu
+from asyncflow.engines.rollout.vllm.process import ServerOptions, ServerProcess
+from asyncflow.types import RunError, UserError
+
+
+class ServerHost:
+    """Host of a server that somebody else has started, and starts again.
+
+    `key_from`: where its key comes from, for a sentence. Its methods may be called from several threads.
+    """
+
+    def __init__(self, name: str, address: str, key: str, key_from: str) -> None:
+        self.name, self.key_from = name, key_from
+        self._address, self._key = address, key
+
+    def start(self) -> None:
+        """Have a server, without waiting for it. Raises `UserError` if there can be none."""
+
+    def wait_until_ready(self) -> tuple[str, str]:
+        """Its address and key. Blocks. Raises `RunError` if it does not come; whether it answers is asked by its handle."""
+        return self._address, self._key
+
+    def stop(self) -> None:
+        """End it, if it is this run's."""
+
+    def close(self) -> None:
+        """End it for good: it is not started again."""
+
+
+class OwnServer(ServerHost):
+    """Host of a server that the run starts."""
+
+    def __init__(self, options: ServerOptions, name: str) -> None:
+        super().__init__(name, "", "", "that was made for it")
+        self.server: ServerProcess | None = None
+        self._options = options
+        self._is_closed = False
+        self._changing = threading.Lock()
+
+    def start(self) -> None:
+        self.stop()
+        with self._changing:
+            if self._is_closed:
+                raise RunError(f"{self.name} is not wanted any more")
+            self.server = ServerProcess(self._options, self.name)
+            self.server.spawn()
+
+    def wait_until_ready(self) -> tuple[str, str]:
+        assert self.server is not None, "`start` first"
+        self.server.wait_until_ready()
+        return self.server.address, self.server.key
+
+    def stop(self) -> None:
+        with self._changing:
+            if self.server is not None:
+                self.server.stop()
+                self.server = None
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.stop()
+
+
+def own_hosts(options: ServerOptions, instances: int, devices: Sequence[Sequence[int]] | None) -> list[ServerHost]:
+    """Servers that the run starts with these options, but for `devices`: which ones, a list for each; None: one after another."""
+    chosen: Sequence[Sequence[int] | None] = devices_of(options.device, instances, options.tensor_parallel, devices)
+    if devices is None and (is_cpu(options.device) or (instances == 1 and ":" not in options.device)):
+        chosen = [None] * instances  # a single instance takes the first of those that it sees
+    return [OwnServer(replace(options, devices=these), f"vLLM {number}") for number, these in enumerate(chosen)]
+
+
+def given_hosts(addresses: Sequence[str], key_variable: str) -> list[ServerHost]:
+    """Servers that somebody else has started, who has put their key in that environment variable. Raises `UserError` if not."""
+    key = os.environ.get(key_variable)
+    if not key:
+        raise UserError(f"rollout.engine.addresses needs the servers' key in the environment variable {key_variable}: set it")
+    where = f"in the environment variable {key_variable}"
+    return [ServerHost(f"the vLLM server at {address}", address, key, where) for address in addresses]
