@@ -295,83 +295,11 @@ class LogProbEngine(Protocol):
         ...
 
 
-class CriticEngine(Protocol):
-    """Engine of a critic: a model of values, and its training. Methods without details here do what `TrainEngine`'s do."""
-
-    async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """Values (float32) before each token of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
-        ...
-
-    async def begin_step(self) -> None:
-        """See `TrainEngine.begin_step`."""
-        ...
-
-    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
-        """See `TrainEngine.forward_backward`. The micro-batches have `values`, and their `advantages` are returns."""
-        ...
-
-    async def optim_step(self, normaliser: int) -> OptimResult:
-        """See `TrainEngine.optim_step`."""
-        ...
-
-    async def discard(self) -> None:
-        """See `TrainEngine.discard`."""
-        ...
-
-    async def fingerprint(self) -> Mapping[str, str]:
-        """See `TrainEngine.fingerprint`."""
-        ...
-
-    async def save(self, path: Path) -> None:
-        """Write the model in Hugging Face format to the folder `path`, with the value head in a file beside it."""
-        ...
-
-    async def save_state(self, folder: Path) -> Awaitable[None]:
-        """See `TrainEngine.save_state`."""
-        ...
-
-    async def load_state(self, folder: Path) -> None:
-        """See `TrainEngine.load_state`."""
-        ...
-
-    async def close(self) -> None:
-        """Stop the compute thread."""
-        ...
-
-
-RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
-"""Environment variable with the URL where a train engine's processes find each other, in a form that torch.distributed takes."""
-RANKS_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables that name the network interface by which Gloo and NCCL connect these processes."""
-EXCHANGE_SECONDS: Final = 600.0
-"""Seconds that one of these processes waits for the others in one exchange. The death of a process is noticed at once."""
-
-
-class TrainEngine(LogProbEngine, Protocol):
-    """Engine that trains one model. The gradient of a step is the sum over its `forward_backward` calls, divided once.
-
-    An engine that is sharded over several processes (`Layout`) is one object in each process. In every data-parallel group one
-    process leads: a loop calls it, and all leaders get the same calls, at the same time and in the same order. The other processes
-    follow their leader.
-    """
-
-    device: str
-    data_parallel_rank: int | None  # the leader's, from 0; None in a process that follows
-
-    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Make the calls that the leader makes, until it closes. Each call runs inside the context `busy(name of the call)`."""
-        ...
+class ModelTraining(Protocol):
+    """Training of one model, a policy or a critic. The gradient of a step is the sum over its `forward_backward` calls."""
 
     async def begin_step(self) -> None:
         """Begin a step: the micro-batches that follow belong to it, and the present weights are its start."""
-        ...
-
-    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """Add the micro-batches' unnormalised gradients to the step's sums; return a result for each micro-batch.
-
-        If the engine has several data-parallel groups, all of them call at the same time, each with its own micro-batches. Their
-        numbers may differ, and a group may have none.
-        """
         ...
 
     async def optim_step(self, normaliser: int) -> OptimResult:
@@ -382,14 +310,6 @@ class TrainEngine(LogProbEngine, Protocol):
         """Clear the step's sums without a step."""
         ...
 
-    async def export_weights(self) -> WeightSource:
-        """Current weights. Every leader iterates over them to the end, before the next `optim_step` or `discard`.
-
-        If the engine gathers the weights during the iteration, the loop makes no call before `WeightSource.gathered` returns.
-        Otherwise it calls `begin_step` and `forward_backward` of the next step while the weights are read.
-        """
-        ...
-
     async def fingerprint(self) -> Mapping[str, str]:
         """SHA-256 of the bytes of each `weights/<name>` and `optimizer/<name>/<state>`, in hexadecimal, by these names.
 
@@ -398,7 +318,7 @@ class TrainEngine(LogProbEngine, Protocol):
         ...
 
     async def save(self, path: Path) -> None:
-        """Write the model in Hugging Face format to the folder `path`."""
+        """Write the model in Hugging Face format to the folder `path`; a critic's value head to a file beside it."""
         ...
 
     async def save_state(self, folder: Path) -> Awaitable[None]:
@@ -415,5 +335,61 @@ class TrainEngine(LogProbEngine, Protocol):
         """Restore the state that `save_state` wrote to `folder`, under any layout. Call it before the first step only.
 
         Raises `RunError` if the state belongs to another model.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop the compute thread."""
+        ...
+
+
+class CriticEngine(ModelTraining, Protocol):
+    """Engine of a critic: a model of values, and its training."""
+
+    async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """Values (float32) before each token of R responses (int64) to a prompt (int64 [Lp]), without gradient."""
+        ...
+
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
+        """See `TrainEngine.forward_backward`. The micro-batches have `values`, and their `advantages` are returns."""
+        ...
+
+
+RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
+"""Environment variable with the URL where a train engine's processes find each other, in a form that torch.distributed takes."""
+RANKS_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables that name the network interface by which Gloo and NCCL connect these processes."""
+EXCHANGE_SECONDS: Final = 600.0
+"""Seconds that one of these processes waits for the others in one exchange. The death of a process is noticed at once."""
+
+
+class TrainEngine(ModelTraining, LogProbEngine, Protocol):
+    """Engine that trains a policy.
+
+    An engine that is sharded over several processes (`Layout`) is one object in each process. In every data-parallel group one
+    process leads: a loop calls it, and all leaders get the same calls, at the same time and in the same order. The other processes
+    follow their leader.
+    """
+
+    device: str
+    data_parallel_rank: int | None  # the leader's, from 0; None in a process that follows
+
+    async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
+        """Make the calls that the leader makes, until it closes. Each call runs inside the context `busy(name of the call)`."""
+        ...
+
+    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        """Add the micro-batches' unnormalised gradients to the step's sums; return a result for each micro-batch.
+
+        If the engine has several data-parallel groups, all of them call at the same time, each with its own micro-batches. Their
+        numbers may differ, and a group may have none.
+        """
+        ...
+
+    async def export_weights(self) -> WeightSource:
+        """Current weights. Every leader iterates over them to the end, before the next `optim_step` or `discard`.
+
+        If the engine gathers the weights during the iteration, the loop makes no call before `WeightSource.gathered` returns.
+        Otherwise it calls `begin_step` and `forward_backward` of the next step while the weights are read.
         """
         ...

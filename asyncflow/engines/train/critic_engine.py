@@ -4,34 +4,40 @@ consumes: prompts with responses; micro-batches with returns and a loss; optimis
 waits for: the call before it (one compute thread, which is also the engine's lock)
 is unblocked by: each call as it comes
 
-    micro-batch -> pack (packing.py) -> model (value_model.py) -> values, loss -> backward -> gradient sums (accumulate.py) -> AdamW
+    micro-batch -> pack (packing.py) -> the model's layers -> hidden_TH -> . head_1H -> values_T -> loss -> as in one_rank.py
+
+The value before a response token comes from the same hidden state that predicts the token. A new head is zero, so the first values
+are all 0 and favour nothing. The language model's own output layer is not a part of it, unless it is tied to the embedding.
 
 Left out: a critic that is sharded over several devices.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.accumulate import make_accumulator, order_free_norm
-from asyncflow.engines.train.model.packing import pack_thrifty
-from asyncflow.engines.train.model.value_model import ValueModel
-from asyncflow.engines.train.optimizer import Optimizer
-from asyncflow.engines.train.state import EngineState, fingerprint_of
-from asyncflow.threads import ComputeThread
-from asyncflow.types import Array, Ragged, ValueBatch, ValueObjective
+from asyncflow.engines.train.leader_engine import TrainingEngine
+from asyncflow.engines.train.model.causal_model import CausalModel, PassOptions
+from asyncflow.engines.train.model.micro_step import float_tensor
+from asyncflow.engines.train.model.packing import Packed, pack_thrifty
+from asyncflow.engines.train.one_rank import OneModel
+from asyncflow.types import Array, Ragged, UserError, ValueBatch, ValueObjective
 
-# T response tokens, R rows.
+HEAD: Final = "value_head.weight"
+HEAD_FILE: Final = "value_head.safetensors"
+
+# T response tokens, R rows, H hidden elements.
 
 
-class TorchCritic:
+class TorchCritic(TrainingEngine["CriticTraining"]):
     """`CriticEngine` in plain PyTorch, on one device."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
@@ -42,67 +48,47 @@ class TorchCritic:
         """
         check_device(options.device, "train.critic.device")
         torch.manual_seed(options.seed)
-        self._device = options.device
-        dtype = getattr(torch, options.dtype)
-        self.model = ValueModel(model_path, device=options.device, dtype=dtype, recomputes=options.activation_checkpointing)
-        self._sums = make_accumulator(options.accumulate, self.model.parameters)
-        self._optimizer = Optimizer(self.model.parameters, options)
-        self._state = EngineState(self.model.parameters, self._optimizer)
-        self._thread = ComputeThread("critic-engine", setup=lambda: torch.set_num_threads(options.num_threads))
+        super().__init__(CriticTraining(model_path, options), options)
 
     async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `CriticEngine.values`."""
-        return await self._thread.run(self.model.response_values, prompt_ids, response_ids)
+        return await self._thread.run(self.training.values, prompt_ids, response_ids)
 
-    async def begin_step(self) -> None:
-        """See `TrainEngine.begin_step`."""
-        await self._thread.run(self._state.begin_step)
 
-    async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
+class CriticTraining(OneModel):
+    """`Training` of a model of values."""
+
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
+        """Load the model, see `TorchCritic`."""
+        self.model = ValueModel(model_path, PassOptions.of(options), device=options.device)
+        super().__init__(self.model.parameters, options)
+
+    @torch.no_grad()
+    def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `CriticEngine.values`. The layout is the same as in training, so that the bits are the same."""
+        packed = pack_thrifty(prompt_ids, response_ids, self._device)
+        return Ragged(self.model.values(packed).cpu().numpy(), response_ids.offsets)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
         """See `CriticEngine.forward_backward`. Raises `ValueError` for a micro-batch without values."""
-        return [await self._thread.run(self._forward_backward, micro_batch, objective) for micro_batch in micro_batches]
+        return [self._forward_backward(micro_batch, objective) for micro_batch in micro_batches]
 
-    async def optim_step(self, normaliser: int) -> OptimResult:
-        """See `TrainEngine.optim_step`. Raises `ValueError` if `normaliser` < 1."""
-        if normaliser < 1:
-            raise ValueError(f"a step cannot be divided by {normaliser}")
-        return await self._thread.run(self._optim_step, normaliser)
-
-    async def discard(self) -> None:
-        """See `TrainEngine.discard`."""
-        await self._thread.run(self._sums.clear)
-
-    async def fingerprint(self) -> Mapping[str, str]:
-        """See `TrainEngine.fingerprint`."""
-        return await self._thread.run(self._fingerprint)
-
-    async def save(self, path: Path) -> None:
-        """See `CriticEngine.save`."""
-        await self._thread.run(self.model.save, path)
-
-    async def save_state(self, folder: Path) -> Awaitable[None]:
-        """See `TrainEngine.save_state`."""
-        return asyncio.wrap_future(await self._thread.run(self._state.save, folder))
-
-    async def load_state(self, folder: Path) -> None:
-        """See `TrainEngine.load_state`."""
-        await self._thread.run(self._state.load, folder)
-
-    async def close(self) -> None:
-        """Stop the compute thread."""
-        self._thread.close()
+    def save(self, path: Path) -> None:
+        """Write the model in Hugging Face format to the folder `path`, and its head to `HEAD_FILE` there."""
+        self.model.module.save_pretrained(path)
+        save_file({HEAD: self.model.parameters[HEAD].detach().cpu().contiguous()}, path / HEAD_FILE)
 
     def _forward_backward(self, micro_batch: MicroBatch, objective: ValueObjective) -> MicroBatchResult:
         if micro_batch.values is None:
             raise ValueError(f"the micro-batch of row {micro_batch.indices[0]} has no values, which its returns were made from")
         packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device)
-        mask_T = self._tensor(micro_batch.loss_mask.values)
+        mask_T = float_tensor(micro_batch.loss_mask.values, packed)
         values_T = self.model.values(packed)
         sums = objective.loss(
             ValueBatch(
                 values_T=values_T,
-                old_values_T=self._tensor(micro_batch.values.values),
-                returns_T=self._tensor(micro_batch.token_advantages),
+                old_values_T=float_tensor(micro_batch.values.values, packed),
+                returns_T=float_tensor(micro_batch.token_advantages, packed),
                 mask_T=mask_T,
                 row_T=packed.row_T,
                 row_tokens_R=mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T),
@@ -113,8 +99,7 @@ class TorchCritic:
         numbers = [sums.loss.detach(), mask_T.sum(), is_finite, *sums.metrics.values()]
         loss_sum, loss_tokens, finite, *metrics = torch.stack([number.double() for number in numbers]).tolist()
         if finite:
-            torch.autograd.backward(sums.loss)
-            self._sums.add()
+            self._add(sums.loss)
         return MicroBatchResult(
             loss_sum=loss_sum,
             loss_tokens=int(loss_tokens),
@@ -123,17 +108,28 @@ class TorchCritic:
             is_finite=bool(finite),
         )
 
-    def _optim_step(self, normaliser: int) -> OptimResult:
-        gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
-        result = self._optimizer.update(gradients, order_free_norm(gradients))
-        self._sums.clear()
-        return result
 
-    def _fingerprint(self) -> Mapping[str, str]:
-        tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.model.parameters.items()}
-        tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
-        return fingerprint_of(tensors.items())
+class ValueModel(CausalModel):
+    """Causal language model with a value head, `HEAD` [1, H], instead of its output layer."""
 
-    def _tensor(self, values: Array) -> Tensor:
-        # Copied: what came off a wire may be read-only, which torch cannot express.
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+    def __init__(self, path: Path | str, passes: PassOptions, *, device: str) -> None:
+        """Load the model as `CausalModel` does, and its head from `HEAD_FILE` in the same folder, if that is there.
+
+        Raises `UserError` if there is no such model, if it cannot be trained here, or if the head has a wrong shape.
+        """
+        super().__init__(path, passes, device=device)
+        prefix = self.module.base_model_prefix + "."
+        self.parameters = {name: p for name, p in self.parameters.items() if name.startswith(prefix)}
+        size = self.module.config.hidden_size
+        self.parameters[HEAD] = nn.Parameter(torch.zeros(1, size, device=device))
+        if (file := Path(path) / HEAD_FILE).exists():
+            head_1H = load_file(file)[HEAD]
+            if head_1H.shape != (1, size):
+                raise UserError(f"{file} has a value head of shape {tuple(head_1H.shape)}, and the model needs (1, {size}).")
+            with torch.no_grad():
+                self.parameters[HEAD].copy_(head_1H)
+
+    def values(self, packed: Packed) -> Tensor:
+        """Values (float32 [T], with gradient) before the response tokens."""
+        hidden_TH = self._states(packed, self._cast())
+        return torch.nn.functional.linear(hidden_TH.float(), self.parameters[HEAD]).squeeze(-1)

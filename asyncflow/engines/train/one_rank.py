@@ -1,4 +1,4 @@
-"""Training on one device, as `TorchEngine` does it in its thread if there is one rank.
+"""Training on one device: of a critic (critic_engine.py), and of a policy if `TorchEngine` has one rank.
 
     micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
                                        +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks (log_probs.py)
@@ -11,13 +11,11 @@ consumes, waits for: each call's arguments, and nothing else
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncflow.devices import CPU
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
@@ -27,58 +25,64 @@ from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import CausalModel, FrozenModel, PassOptions
 from asyncflow.engines.train.model.check_sharing import check_sharing
 from asyncflow.engines.train.model.packing import pack_thrifty
-from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
+from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.state import EngineState, fingerprint_of
-from asyncflow.types import Array, HeldWeights, Objective, Ragged, TensorSpec, WeightSource
+from asyncflow.engines.train.training import PolicyTraining, Training
+from asyncflow.types import Array, HeldWeights, Objective, Ragged, WeightSource
 
 
-class OneRank:
-    """`Training` in plain PyTorch, on one device."""
+class OneModel(Training):
+    """`Training` of one model on one device: its gradient sums, its optimiser, and the state of both."""
 
-    data_parallel_rank: int | None = 0
+    def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainEngineOptions, old: FrozenModel | None = None) -> None:
+        """`parameters`: float32, tied ones once. `old`: the old policy, if it is a separate model."""
+        self._parameters, self._device = parameters, options.device
+        self._sums = make_accumulator(options.accumulate, parameters)
+        self._optimizer = Optimizer(parameters, options)
+        self._state = EngineState(parameters, self._optimizer, None if old is None else old.parameters)
 
-    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
-        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here."""
-        self._chunk_tokens = options.log_prob_chunk_tokens
-        self._is_to_check = options.check_shared_prompt
-        self._device = options.device
-        dtype, frozen_dtype = (getattr(torch, name) for name in (options.dtype, options.frozen_dtype or options.dtype))
-        passes = PassOptions(dtype, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
-        self.policy = CausalModel(model_path, passes, device=options.device)
-        passes = replace(passes, dtype=frozen_dtype, recomputes=False)
-        frozen = partial(FrozenModel, model_path, passes, device=options.device, offload=options.offload)
-        old_model = frozen() if options.old in OLD_MODELS else None
-        reference = frozen() if options.has_reference else None
-        self.models = TriModel(self.policy, options.old, old_model, reference, is_corrected=options.is_corrected)
-        self._sums = make_accumulator(options.accumulate, self.policy.parameters)
-        self._optimizer = Optimizer(self.policy.parameters, options)
-        self._state = EngineState(self.policy.parameters, self._optimizer, None if old_model is None else old_model.parameters)
+    def fingerprint(self) -> Mapping[str, str]:
+        tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self._parameters.items()}
+        tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
+        return fingerprint_of(tensors.items())
 
-    def begin_step(self) -> None:
-        """See `TrainEngine.begin_step`."""
-        self._state.begin_step()
-        self.models.begin_step()
+    def _add(self, loss: Tensor) -> None:
+        """Run a finite loss backward, and add the gradients to the step's sums."""
+        torch.autograd.backward(loss)
+        self._sums.add()
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
-        """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt changes the numbers."""
-        return [self._forward_backward(micro_batch, objective) for micro_batch in micro_batches]
-
-    def optim_step(self, normaliser: int) -> OptimResult:
-        """See `TrainEngine.optim_step`."""
-        self.models.before_update()
+    def _update(self, normaliser: int) -> OptimResult:
         gradients = self._sums.gradients(normaliser)  # empty if no micro-batch was finite
         result = self._optimizer.update(gradients, order_free_norm(gradients))
         self._sums.clear()
         return result
 
-    def discard(self) -> None:
-        """See `TrainEngine.discard`."""
-        self.models.before_update()  # the version rises all the same
+    def _clear(self) -> None:
         self._sums.clear()
 
+
+class OneRank(OneModel, PolicyTraining):
+    """`PolicyTraining` in plain PyTorch, on one device."""
+
+    models: TriModel[FrozenModel]
+
+    def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
+        """Load the model at `model_path` (Hugging Face format). Raises `UserError` when it cannot be trained here."""
+        self._chunk_tokens = options.log_prob_chunk_tokens
+        self._is_to_check = options.check_shared_prompt
+        self.policy = CausalModel(model_path, PassOptions.of(options), device=options.device)
+        passes = PassOptions.of_frozen(options)
+        frozen = partial(FrozenModel, model_path, passes, device=options.device, offload=options.offload)
+        self.models = TriModel(self.policy, options, frozen)
+        super().__init__(self.policy.parameters, options, self.models.old_model)
+        self.specs = HeldWeights(self.policy.parameters).specs
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
+        """See `TrainEngine.forward_backward`. Raises `RunError` when sharing the prompt changes the numbers."""
+        return [self._forward_backward(micro_batch, objective) for micro_batch in micro_batches]
+
     def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """See `LogProbEngine.log_probs`."""
         return self.policy.response_log_probs(prompt_ids, response_ids)
 
     def weights(self) -> WeightSource:
@@ -88,32 +92,11 @@ class OneRank:
             return HeldWeights(self.policy.parameters)
         return DeviceWeights(self.policy.parameters, CopyStream(device))
 
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """See `Training.specs`."""
-        return HeldWeights(self.policy.parameters).specs
-
     def gather(self, name: str) -> Tensor:
-        """See `Training.gather`."""
         return self.policy.parameters[name].detach().cpu().contiguous()
 
-    def fingerprint(self) -> Mapping[str, str]:
-        """See `TrainEngine.fingerprint`."""
-        tensors: dict[str, Tensor] = {f"weights/{name}": parameter for name, parameter in self.policy.parameters.items()}
-        tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
-        return fingerprint_of(tensors.items())
-
     def save(self, path: Path) -> None:
-        """See `TrainEngine.save`."""
         self.policy.module.save_pretrained(path)
-
-    def save_state(self, folder: Path) -> Future[None]:
-        """See `EngineState.save`."""
-        return self._state.save(folder)
-
-    def load_state(self, folder: Path) -> None:
-        """See `EngineState.load`."""
-        self._state.load(folder)
 
     def _forward_backward(self, micro_batch: MicroBatch, objective: Objective) -> MicroBatchResult:
         packed = pack_thrifty(micro_batch.prompt_ids, micro_batch.response_ids, self._device)
@@ -124,6 +107,5 @@ class OneRank:
         hidden_TH, head_VH = self.policy.hidden(packed)
         micro_loss = micro_step.loss(known, objective, hidden_TH, head_VH, chunk_tokens=self._chunk_tokens)
         if micro_loss.result.is_finite:
-            torch.autograd.backward(micro_loss.total)
-            self._sums.add()
+            self._add(micro_loss.total)
         return micro_loss.result

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +19,6 @@ from asyncflow.engines.base import OptimResult, TrainEngineOptions
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 PIECE_ELEMENTS: Final = 2**26
 """Parameters whose state is on the device at the same time, if it is kept in host memory: half a GiB of state."""
-
-
-class UpdateState(Protocol):
-    """State of an optimiser, as a checkpoint saves and restores it."""
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates that were made."""
-        ...
-
-    def make_states(self, num_updates: int) -> None:
-        """Set the state to that after `num_updates` updates, with moments that the caller fills in through `states`."""
-        ...
-
-    def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Triples (parameter's name, kind of state, tensor) for every parameter that was ever updated."""
-        ...
 
 
 class Optimizer:
@@ -84,7 +67,7 @@ class Optimizer:
         return OptimResult(grad_norm=grad_norm, learning_rate=learning_rate)
 
     def make_states(self, num_updates: int) -> None:
-        """See `UpdateState.make_states`. The moments are zeros until the caller fills them in."""
+        """Set the state to that after `num_updates` updates, with zeros for moments; the caller fills them in through `states`."""
         self.num_updates = num_updates
         self.adamw.state.clear()
         for parameter in self._parameters.values() if num_updates else ():
@@ -115,7 +98,7 @@ class Optimizer:
         return self._host[parameter, kind].copy_(state)
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """See `UpdateState.states`."""
+        """Triples (parameter's name, kind of state, tensor) for every parameter that was ever updated."""
         for name, parameter in self._parameters.items():
             for kind, state in self.adamw.state[parameter].items():
                 yield name, kind, state

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from asyncflow.engines.train.optimizer import UpdateState
+from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.types import RunError
 
 FILE_BYTES: Final = 1 << 30
@@ -49,20 +49,22 @@ class EngineState:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        optimizer: UpdateState,
+        optimizer: Optimizer,
         old: Mapping[str, Tensor] | None = None,
         *,
+        names: Mapping[str, str] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
-        is_first: bool = True,
     ) -> None:
         """Take references to the tensors that are saved and restored.
 
         `parameters` and `old`: this rank's, by Hugging Face names, tied ones once; DTensors if they are sharded over ranks. `old`:
-        weights of the old policy, if it is a separate model. `is_first`: see `StateWriter.begin`.
+        weights of the old policy, if it is a separate model. `names`: the parameters that are saved, with their names in the
+        state; None: all, by their own.
         """
         self._parameters, self._optimizer, self._old = parameters, optimizer, old or {}
-        self._rank, self._is_first = rank, is_first
+        self._names = {name: name for name in parameters} if names is None else names
+        self._rank = rank
         self._writer = StateWriter(rank, num_ranks)
         self._random = _random_states()
 
@@ -74,7 +76,7 @@ class EngineState:
         """Write this rank's part of the state to `folder`, see `StateWriter.begin`. Accumulated gradients are not saved."""
         tensors = self._tensors() | {"updates": torch.tensor([self._optimizer.num_updates])}
         own = {f"random/{self._rank}/{kind}": state for kind, state in self._random.items()}
-        return self._writer.begin(tensors, folder, own=own, is_first=self._is_first)
+        return self._writer.begin(tensors, folder, own=own, is_first=not self._rank)
 
     def load(self, folder: Path) -> None:
         """Restore the state that was saved in `folder`. Raises `RunError` if it belongs to another model."""
@@ -92,10 +94,12 @@ class EngineState:
         self.begin_step()
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = {f"weights/{name}": parameter.detach() for name, parameter in self._parameters.items()}
-        tensors |= {f"old/{name}": parameter.detach() for name, parameter in self._old.items()}
-        kinds = self._optimizer.states()
-        return tensors | {f"optimizer/{name}/{kind}": state for name, kind, state in kinds if kind != "step"}
+        tensors = {f"weights/{known}": self._parameters[name].detach() for name, known in self._names.items()}
+        tensors |= {f"old/{known}": self._old[name].detach() for name, known in self._names.items() if self._old}
+        for name, kind, state in self._optimizer.states():
+            if name in self._names and kind != "step":
+                tensors[f"optimizer/{self._names[name]}/{kind}"] = placed_like(state, self._parameters[name])
+        return tensors
 
 
 class StateWriter:
@@ -237,11 +241,17 @@ def _writes(tensor: Tensor, is_first: bool) -> bool:
 def _copy(tensor: Tensor) -> Tensor:
     """Copy in host memory, contiguous. The copy of a DTensor is a DTensor with the same place in the whole."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    local = tensor.to_local().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    whole: Any = DTensor  # its `from_local` would bring the part back to the mesh's device
-    return cast(Tensor, whole(local, tensor._spec, requires_grad=False))
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return placed_like(local.to("cpu", copy=True, memory_format=torch.contiguous_format), tensor)
+
+
+def placed_like(part: Tensor, whole: Tensor) -> Tensor:
+    """Part of a whole in the place that this rank's part of the DTensor `whole` has; `part` itself if `whole` is a plain tensor."""
+    if not isinstance(whole, DTensor):
+        return part
+    kind: Any = DTensor  # its `from_local` would bring the part back to the mesh's device
+    placed: Tensor = kind(part, whole._spec, requires_grad=False)
+    return placed
 
 
 def _cause(error: BaseException) -> BaseException:

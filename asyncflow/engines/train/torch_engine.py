@@ -8,18 +8,15 @@ Parameters, gradient sums and optimiser state are float32 or wider, whatever `dt
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.leader_engine import LeaderEngine, Training
+from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import WeightSource
-
-if TYPE_CHECKING:
-    from asyncflow.engines.train.parallel.ranks import Ranks
 
 
 class TorchEngine(LeaderEngine):
@@ -34,16 +31,14 @@ class TorchEngine(LeaderEngine):
         """
         check_device(options.device, "train.device")
         torch.manual_seed(options.seed)
-        ranks: Ranks | None = None
-        training: Training
+        training: PolicyTraining
         if options.layout.size == 1:
             training = OneRank(model_path, options)
         else:
             from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 
-            training = many = ManyRanks(model_path, options)
-            ranks = many.ranks
-        super().__init__(training, options, ranks)
+            training = ManyRanks(model_path, options)
+        super().__init__(training, options)
 
     async def export_weights(self) -> WeightSource:
         """See `TrainEngine.export_weights`. The weights are float32. With one rank nothing is gathered or, on the CPU, copied."""

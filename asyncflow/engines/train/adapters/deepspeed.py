@@ -24,10 +24,8 @@ import importlib
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,20 +38,16 @@ from torch import Tensor, nn
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.adapters.checks import check_deepspeed
-from asyncflow.engines.train.adapters.gathered_state import GatheredState, loaded
-from asyncflow.engines.train.adapters.single_rank import joined
+from asyncflow.engines.train.adapters.gathered import GatheredTraining, loaded
 from asyncflow.engines.train.checks import model_fields
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions, load_module, recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
-from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
-from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
+from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
-from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.engines.train.state import fingerprint_of
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
 
 # T response tokens, H hidden elements, V tokens of the vocabulary.
@@ -74,40 +68,29 @@ class DeepSpeedEngine(LeaderEngine):
         """
         check_deepspeed(options, model_fields(model_path), stage=stage)
         check_device(options.device, "train.device")
-        ranks = joined(options.layout, options.device)
-        training = DeepSpeedTraining(Path(model_path), options, ranks, stage, zero or {})
-        super().__init__(training, options, ranks if ranks.size > 1 else None)
+        super().__init__(DeepSpeedTraining(Path(model_path), options, stage, zero or {}), options)
 
 
-class DeepSpeedTraining:
-    """`Training` with DeepSpeed. Every process makes every call at the same time."""
+class DeepSpeedTraining(GatheredTraining):
+    """`PolicyTraining` with DeepSpeed. Every process makes every call at the same time."""
 
-    def __init__(self, model_path: Path, options: TrainEngineOptions, ranks: Ranks, stage: int, zero: Mapping[str, Any]) -> None:
+    def __init__(self, model_path: Path, options: TrainEngineOptions, stage: int, zero: Mapping[str, Any]) -> None:
         """Load the model and hand it to DeepSpeed; the arguments are those of `DeepSpeedEngine`."""
-        self._options, self._model_path, self._ranks = options, model_path, ranks
-        self._device, self.data_parallel_rank = str(ranks.device), ranks.dp_rank
+        super().__init__(model_path, options)
+        self._device = str(self._ranks.device)
         self._is_to_check = options.check_shared_prompt
         torch.manual_seed(options.seed)
         self._policy = _Policy(load_module(model_path, torch.float32), options)
         self.specs = {name: TensorSpec.of(parameter) for name, parameter in sorted(self._policy.parameters_by_name.items())}
         self._optimizer = Optimizer(self._policy.parameters_by_name, options)
-        arguments = (self._policy, self._policy.parameters_by_name, self._optimizer.adamw, options, ranks.device, stage)
+        arguments = (self._policy, self._policy.parameters_by_name, self._optimizer.adamw, options, self._ranks.device, stage)
         self._zero = Zero(*arguments, zero)
         self._weights = _Weights(self._zero, list(self.specs))
-        self._state = GatheredState(is_writer=ranks.rank == 0)
         self._num_added = self._fill_tokens = 0
 
-        frozen_dtype = getattr(torch, options.frozen_dtype or options.dtype)
-        passes = PassOptions(frozen_dtype, options.temperature, options.log_prob_chunk_tokens)
+        passes = PassOptions.of_frozen(options)
         frozen = partial(FrozenModel, model_path, passes, device=self._device, offload=options.offload)
-        old_model = frozen() if options.old in OLD_MODELS else None
-        reference = frozen() if options.has_reference else None
-        self._models = TriModel(self._weights, options.old, old_model, reference, is_corrected=options.is_corrected)
-
-    def begin_step(self) -> None:
-        """See `TrainEngine.begin_step`."""
-        self._state.begin_step()
-        self._models.begin_step()
+        self.models = TriModel(self._weights, options, frozen)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`.
@@ -120,9 +103,7 @@ class DeepSpeedTraining:
         results = [self._forward_backward(micro_batch, objective) for micro_batch in padded]
         return [result for result in results if result is not None]
 
-    def optim_step(self, normaliser: int) -> OptimResult:
-        """See `TrainEngine.optim_step`."""
-        self._models.before_update()
+    def _update(self, normaliser: int) -> OptimResult:
         learning_rate = self._optimizer.learning_rate
         (fill_tokens,) = self._ranks.total([self._fill_tokens])
         self._fill_tokens = 0
@@ -133,9 +114,7 @@ class DeepSpeedTraining:
         self._optimizer.num_updates += is_done
         return OptimResult(grad_norm, learning_rate, skipped=not is_done, fill_tokens=fill_tokens)
 
-    def discard(self) -> None:
-        """See `TrainEngine.discard`."""
-        self._models.before_update()  # the version rises all the same
+    def _clear(self) -> None:
         self._num_added = self._fill_tokens = 0
         self._zero.forget()
 
@@ -145,41 +124,16 @@ class DeepSpeedTraining:
         packed = pack_thrifty(prompt_ids, response_ids, self._device)
         return Ragged(self._policy_log_probs(packed).cpu().numpy(), response_ids.offsets)
 
-    def gather(self, name: str) -> Tensor | None:
-        """See `Training.gather`."""
-        tensor = self._weights[name]
-        return tensor.detach().cpu().contiguous() if self.data_parallel_rank == 0 else None
+    def _weight(self, name: str) -> Tensor:
+        return self._weights[name]
 
-    def fingerprint(self) -> Mapping[str, str]:
-        """See `TrainEngine.fingerprint`."""
-        step = torch.tensor(float(self._optimizer.num_updates))
-        steps = {f"optimizer/{name}/step": step for name in self.specs if step}
-        of_state = (pair for pair in self._everything() if not pair[0].startswith("old/"))
-        hashes = fingerprint_of(chain(steps.items(), of_state))
-        return hashes if self.data_parallel_rank == 0 else {}
-
-    def save(self, path: Path) -> None:
-        """See `TrainEngine.save`."""
-        tensors = ((name, self._weights[name]) for name in self.specs)
-        if self.data_parallel_rank == 0:
-            write_model(path, self._model_path, tensors)
-        else:
-            for _ in tensors:
-                pass  # takes part in gathering
-
-    def save_state(self, folder: Path) -> Future[None]:
-        """See `TrainEngine.save_state`: rank 0 writes, see gathered_state.py."""
-        return self._state.save(self._everything(), self._optimizer.num_updates, folder)
-
-    @torch.no_grad()
-    def load_state(self, folder: Path) -> None:
-        """See `TrainEngine.load_state`."""
-        self._optimizer.num_updates = count = self._state.load(folder)
-        self._zero.make_states(count)
-        old = self._models.old_model
+    def _load(self, num_updates: int, folder: Path) -> None:
+        self._optimizer.num_updates = num_updates
+        self._zero.make_states(num_updates)
+        old = self.models.old_model
         for name, spec in self.specs.items():
             self._zero.set(name, loaded(f"weights/{name}", spec.shape, torch.float32, folder))
-            for kind in MOMENTS if count else ():
+            for kind in MOMENTS if num_updates else ():
                 self._zero.set(name, loaded(f"optimizer/{name}/{kind}", spec.shape, torch.float32, folder), kind)
             if old is not None:
                 old.parameters[name].copy_(loaded(f"old/{name}", spec.shape, old.parameters[name].dtype, folder))
@@ -201,7 +155,7 @@ class DeepSpeedTraining:
         if self._is_to_check and packed.layout.has_prompt and self._ranks.size == 1:
             check_shared_log_probs(self._policy_log_probs, micro_batch, self._device, self._policy.dtype)
             self._is_to_check = False
-        known = micro_step.given(self._models, packed, micro_batch)
+        known = micro_step.given(self.models, packed, micro_batch)
         results: list[MicroBatchResult] = []
 
         def loss(hidden_TH: Tensor, head_VH: Tensor) -> Tensor:
@@ -231,8 +185,7 @@ class DeepSpeedTraining:
         return self._zero(packed, of_targets)
 
     def _everything(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors of the engine's state by name, each gathered when the iteration comes to it."""
-        old = self._models.old_model
+        old = self.models.old_model
         for name in self.specs:
             yield f"weights/{name}", self._zero.get(name)
             for kind in MOMENTS if self._optimizer.num_updates else ():

@@ -21,10 +21,9 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -40,22 +39,18 @@ from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, Tr
 from asyncflow.engines.decoder_config import DecoderConfig, rope_frequencies
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.adapters.checks import check_megatron
-from asyncflow.engines.train.adapters.gathered_state import GatheredState, loaded
-from asyncflow.engines.train.adapters.single_rank import joined
+from asyncflow.engines.train.adapters.gathered import GatheredTraining, loaded
 from asyncflow.engines.train.checks import model_fields
 from asyncflow.engines.train.leader_engine import LeaderEngine
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.attention import packed_attention
 from asyncflow.engines.train.model.causal_model import recompute_activations
 from asyncflow.engines.train.model.check_sharing import check_shared_log_probs
-from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
 from asyncflow.engines.train.model.packing import Packed, filled_alike, pack_thrifty
-from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
+from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
-from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.engines.train.state import fingerprint_of
 from asyncflow.types import Array, Layout, Objective, Ragged, TensorSpec, UserError
 
 # P packed tokens, T response tokens, H hidden elements or heads, V rows of the vocabulary that a rank has, D elements of a head.
@@ -73,43 +68,34 @@ class MegatronEngine(LeaderEngine):
         check_device(options.device, "train.device")
         fields = model_fields(model_path)
         check_megatron(options, fields)
-        ranks = joined(options.layout, options.device)
-        training = MegatronTraining(Path(model_path), fields, options, ranks)
-        super().__init__(training, options, ranks if ranks.size > 1 else None)
+        super().__init__(MegatronTraining(Path(model_path), fields, options), options)
 
 
-class MegatronTraining:
-    """`Training` with Megatron-Core, as one process of the layout makes it."""
+class MegatronTraining(GatheredTraining):
+    """`PolicyTraining` with Megatron-Core. The first data-parallel group exports and saves, since all have the same weights."""
 
-    def __init__(self, model_path: Path, fields: Mapping[str, Any], options: TrainEngineOptions, ranks: Ranks) -> None:
+    def __init__(self, model_path: Path, fields: Mapping[str, Any], options: TrainEngineOptions) -> None:
         """Load this process's part of the model. `fields`: the model's config.json. Raises `UserError` as `MegatronEngine`."""
-        self._options, self._model_path, self._ranks = options, model_path, ranks
-        self._device, self.data_parallel_rank = ranks.device, ranks.dp_rank if ranks.is_leader else None
+        super().__init__(model_path, options)
+        self._device, self._gathers = self._ranks.device, self._ranks.dp_rank == 0
         try:
             config = DecoderConfig.from_fields(fields)
         except ValueError as error:
             raise UserError(f"The megatron engine cannot train the model at {model_path}: {error}.") from error
         self._padding_id = fields.get("pad_token_id")
-        self._core = Core(options.layout, ranks.device)
+        self._core = Core(options.layout, self._device)
         torch.manual_seed(options.seed)
         files = WeightFiles(model_path)
         self._policy = self._stage(config, files, is_trained=True)
-        old_model = self._stage(config, files, is_trained=False) if options.old in OLD_MODELS else None
-        reference = self._stage(config, files, is_trained=False) if options.has_reference else None
-        self._models = TriModel(self._policy, options.old, old_model, reference, is_corrected=options.is_corrected)
+        self.models = TriModel(self._policy, options, partial(self._stage, config, files, is_trained=False))
         self._masters = {name: self._master(name, files) for name in self._policy.weights}
         self._optimizer = Optimizer(self._masters, options)
-        self._tensors = StageTensors(self._policy, self._masters, self._optimizer, old_model, options.layout, files.shapes)
+        old = self.models.old_model
+        self._tensors = StageTensors(self._policy, self._masters, self._optimizer, old, options.layout, files.shapes)
         self.specs = self._tensors.specs
-        self._state = GatheredState(is_writer=ranks.rank == 0)
         self._is_to_check = options.check_shared_prompt
         self._has_gradient = self._is_broken = False
         self._fill_tokens = 0
-
-    def begin_step(self) -> None:
-        """See `TrainEngine.begin_step`."""
-        self._state.begin_step()
-        self._models.begin_step()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`.
@@ -127,7 +113,7 @@ class MegatronTraining:
         if self._options.layout.pp > 1:
             batches = filled_alike(batches, self._options.pipeline_fill)
             self._fill_tokens += sum(packed.fill_tokens for packed in batches)
-        known = [micro_step.given(self._models, packed, batch) for packed, batch in zip(batches, micro_batches, strict=True)]
+        known = [micro_step.given(self.models, packed, batch) for packed, batch in zip(batches, micro_batches, strict=True)]
         results: dict[int, MicroBatchResult] = {}
 
         def loss(number: int, hidden_P1H: Tensor) -> Tensor:
@@ -144,9 +130,7 @@ class MegatronTraining:
         self._is_broken |= self._options.layout.pp > 1 and not all(result.is_finite for result in told)
         return told
 
-    def optim_step(self, normaliser: int) -> OptimResult:
-        """See `TrainEngine.optim_step`."""
-        self._models.before_update()
+    def _update(self, normaliser: int) -> OptimResult:
         has_gradient, is_broken = self._ranks.largest([self._has_gradient, self._is_broken], of="dp")
         (fill_tokens,) = self._ranks.total([self._fill_tokens], of="dp")
         if is_broken or not has_gradient:  # a broken pipeline step, or no micro-batch was finite
@@ -159,11 +143,6 @@ class MegatronTraining:
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def discard(self) -> None:
-        """See `TrainEngine.discard`."""
-        self._models.before_update()  # the version rises all the same
-        self._clear()
-
     def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `LogProbEngine.log_probs`."""
         packed = pack_thrifty(prompt_ids, response_ids, self._device)
@@ -172,48 +151,16 @@ class MegatronTraining:
         dist.broadcast(log_probs_T, last, group=self._core.pp_group)
         return Ragged(log_probs_T.cpu().numpy(), response_ids.offsets)
 
-    def gather(self, name: str) -> Tensor | None:
-        """See `Training.gather`."""
-        if not self._is_first_group:
-            return None
-        tensor = self._tensors.weight(name)
-        return tensor if self._ranks.is_leader else None
+    def _weight(self, name: str) -> Tensor:
+        return self._tensors.weight(name)
 
-    def fingerprint(self) -> Mapping[str, str]:
-        """See `TrainEngine.fingerprint`."""
-        if not self._is_first_group:
-            return {}
-        step = torch.tensor(float(self._optimizer.num_updates))
-        steps = {f"optimizer/{name}/step": step for name in self.specs if step}
-        of_state = (pair for pair in self._tensors.everything() if not pair[0].startswith("old/"))
-        return fingerprint_of(chain(steps.items(), of_state))
+    def _everything(self) -> Iterator[tuple[str, Tensor]]:
+        return self._tensors.everything()
 
-    def save(self, path: Path) -> None:
-        """See `TrainEngine.save`."""
-        if not self._is_first_group:
-            return
-        tensors = ((name, self._tensors.weight(name)) for name in self.specs)
-        if self._ranks.is_leader:
-            write_model(path, self._model_path, tensors)
-        else:
-            for _ in tensors:
-                pass  # takes part in gathering
-
-    def save_state(self, folder: Path) -> Future[None]:
-        """See `TrainEngine.save_state`: rank 0 writes, see gathered_state.py."""
-        tensors = self._tensors.everything() if self._is_first_group else ()
-        return self._state.save(tensors, self._optimizer.num_updates, folder)
-
-    def load_state(self, folder: Path) -> None:
-        """See `TrainEngine.load_state`."""
-        self._optimizer.make_states(self._state.load(folder))
+    def _load(self, num_updates: int, folder: Path) -> None:
+        self._optimizer.make_states(num_updates)
         self._tensors.load(folder)
         self._narrow()
-
-    @property
-    def _is_first_group(self) -> bool:
-        """Whether this is the first data-parallel group. Only it exports and saves, since all have the same weights and state."""
-        return self._ranks.dp_rank == 0
 
     def _stage(self, config: DecoderConfig, files: WeightFiles, *, is_trained: bool) -> MegatronStage:
         stage = MegatronStage(self._core, config, self._options, is_trained=is_trained, padding_id=self._padding_id)

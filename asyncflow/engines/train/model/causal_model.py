@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.families import check_family
 from asyncflow.engines.train.model.attention import ATTENTION_NAME
 from asyncflow.engines.train.model.log_probs import log_probs_and_entropy
@@ -45,6 +46,18 @@ class PassOptions:
     """Rows of logits that exist at a time, at most."""
     recomputes: bool = False
     """Whether each layer's activations are computed again in the backward pass."""
+
+    @classmethod
+    def of(cls, options: TrainEngineOptions) -> PassOptions:
+        """Options of the policy's passes."""
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        return cls(dtype, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
+
+    @classmethod
+    def of_frozen(cls, options: TrainEngineOptions) -> PassOptions:
+        """Options of the passes of the old policy and the reference."""
+        dtype: torch.dtype = getattr(torch, options.frozen_dtype or options.dtype)
+        return cls(dtype, options.temperature, options.log_prob_chunk_tokens)
 
 
 class CausalModel:

@@ -73,8 +73,9 @@ def given_frozen(
     `old_T`, `ref_T`: of old model and reference; None if there is no such model, or if its log-probs are not needed.
     """
     if micro_batch.ref_logprobs is not None:
-        ref_T = _tensor(micro_batch.ref_logprobs.values, packed)
-    rollout_T, mask_T = _tensor(micro_batch.rollout_logprobs.values, packed), _tensor(micro_batch.loss_mask.values, packed)
+        ref_T = float_tensor(micro_batch.ref_logprobs.values, packed)
+    columns = micro_batch.rollout_logprobs.values, micro_batch.loss_mask.values, micro_batch.token_advantages
+    rollout_T, mask_T, advantages_T = (float_tensor(values, packed) for values in columns)
     is_policy = models.is_policy(micro_batch)
     is_policy_T = torch.from_numpy(is_policy).to(packed.row_T.device)[packed.row_T]
     if is_policy.all():
@@ -82,7 +83,6 @@ def given_frozen(
     elif models.old_model is None:
         old_T = rollout_T
     is_fresh_T = torch.from_numpy(micro_batch.staleness == 0).to(packed.row_T.device)[packed.row_T]
-    advantages_T = _tensor(micro_batch.token_advantages, packed)
     row_tokens_R = mask_T.new_zeros(len(micro_batch.indices)).index_add(0, packed.row_T, mask_T)
     return Given(packed, rollout_T, mask_T, advantages_T, row_tokens_R, old_T, is_policy_T, is_fresh_T, ref_T)
 
@@ -158,6 +158,7 @@ def _result(known: Given, total: Tensor, metrics: Mapping[str, Tensor], logprobs
     )
 
 
-def _tensor(values: Array, packed: Packed) -> Tensor:
+def float_tensor(values: Array, packed: Packed) -> Tensor:
+    """Column of a micro-batch, float32, on the device of `packed`."""
     # Copied: what came off a wire may be read-only, which torch cannot express.
     return torch.tensor(values, dtype=torch.float32, device=packed.row_T.device)

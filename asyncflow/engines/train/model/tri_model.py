@@ -25,17 +25,15 @@ each of these is right for any staleness: `current` and `step_start` are then th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from asyncflow.engines.base import MicroBatch
-from asyncflow.types import SAMPLED_UP_TO, Array, Old
+from asyncflow.engines.base import MicroBatch, TrainEngineOptions
+from asyncflow.types import SAMPLED_UP_TO, Array
 
 # R rows.
-
-OLD_MODELS: tuple[Old, ...] = ("step_start", "previous")
-"""Values of `train.old` that need a second model."""
 
 
 class Weights(Protocol):
@@ -55,21 +53,11 @@ class TriModel(Generic[Model]):
     The engine calls `begin_step` and `before_update`, which copy the policy's weights to the old model when `old` asks for it.
     """
 
-    def __init__(
-        self,
-        policy: object,
-        old: Old,
-        old_model: Model | None,
-        reference: Model | None,
-        *,
-        is_corrected: bool = False,
-    ) -> None:
-        """Take the models. `old_model`: only if `old` is one of `OLD_MODELS`. `reference`: None if no loss needs it.
-
-        `is_corrected`: the loss corrects for staleness, so rows may be staler than `old` alone is right for.
-        """
-        self.policy, self.old, self.old_model, self.reference = policy, old, old_model, reference
-        self.is_corrected = is_corrected
+    def __init__(self, policy: object, options: TrainEngineOptions, frozen: Callable[[], Model]) -> None:
+        """`frozen` makes a model with the policy's first weights: the old policy if `options.old` needs one, and the reference."""
+        self.policy, self.old, self.is_corrected = policy, options.old, options.is_corrected
+        self.old_model = frozen() if self.old in ("step_start", "previous") else None
+        self.reference = frozen() if options.has_reference else None
 
     def begin_step(self) -> None:
         """Note that a step begins: with `step_start`, copy the policy's weights to the old model."""

@@ -1,14 +1,14 @@
 """Calls that the leader of a data-parallel group sends to the ranks that follow it: the engine's own, as bytes with a closed
 schema.
 
-the engine's method and arguments -> one of `Call` -> encode -> bytes -> decode -> the same method on every follower
+method and arguments -> encode -> bytes -> decode, by `ARGUMENTS` -> the same method on every follower
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,62 +16,27 @@ import numpy as np
 from asyncflow.engines.base import MicroBatch
 from asyncflow.types import ARRAY_DTYPES, Array, Ragged, RunError
 
-
-class BeginStep(msgspec.Struct, tag="begin_step"):
-    """See `TrainEngine`, as for all that follow."""
-
-
-class ForwardBackward(msgspec.Struct, tag="forward_backward"):
-    micro_batches: list[MicroBatch]
-
-
-class OptimStep(msgspec.Struct, tag="optim_step"):
-    normaliser: int
-
-
-class Discard(msgspec.Struct, tag="discard"):
-    pass
-
-
-class LogProbs(msgspec.Struct, tag="log_probs"):
-    prompt_ids: Array
-    response_ids: Ragged
+ARGUMENTS: Final[dict[str, Any]] = {
+    "begin_step": tuple[()],
+    "forward_backward": tuple[list[MicroBatch]],
+    "optim_step": tuple[int],
+    "discard": tuple[()],
+    "log_probs": tuple[Array, Ragged],
+    "gather": tuple[str],
+    "fingerprint": tuple[()],
+    "save": tuple[Path],
+    "save_state": tuple[Path],
+    "load_state": tuple[Path],
+    "close": tuple[()],
+}
+"""Arguments of each method of `Training`, without the objective, which every rank has. After `close` there are no more calls."""
 
 
-class Gather(msgspec.Struct, tag="gather"):
-    """The next of the weights that are exported."""
+class Call(NamedTuple):
+    """Call of a method of `Training`."""
 
-    name: str
-
-
-class Fingerprint(msgspec.Struct, tag="fingerprint"):
-    pass
-
-
-class Save(msgspec.Struct, tag="save"):
-    path: Path
-
-
-class SaveState(msgspec.Struct, tag="save_state"):
-    folder: Path
-
-
-class LoadState(msgspec.Struct, tag="load_state"):
-    folder: Path
-
-
-class Close(msgspec.Struct, tag="close"):
-    pass
-
-
-Call = (
-    BeginStep | ForwardBackward | OptimStep | Discard | LogProbs | Gather | Fingerprint | Save | SaveState | LoadState | Close
-)  # fmt: skip
-
-
-def name_of(call: Call) -> str:
-    """Name of a call, for the lane of a follower."""
-    return str(call.__struct_config__.tag)
+    method: str
+    arguments: tuple[Any, ...] = ()
 
 
 def encode(call: Call) -> bytes:
@@ -82,8 +47,9 @@ def encode(call: Call) -> bytes:
 def decode(content: bytes | memoryview) -> Call:
     """The call. Raises `RunError` for what is none."""
     try:
-        return _DECODER.decode(content)
-    except msgspec.MsgspecError as error:
+        method, arguments = _CALL.decode(content)
+        return Call(method, _DECODERS[method].decode(arguments))
+    except (msgspec.MsgspecError, KeyError) as error:
         raise RunError(f"a data-parallel group's leader sent what is no call of a train engine: {error}") from error
 
 
@@ -112,4 +78,5 @@ def _decode_hook(kind: type, value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
-_DECODER: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call, dec_hook=_decode_hook)
+_CALL = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+_DECODERS = {name: msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook) for name, kind in ARGUMENTS.items()}

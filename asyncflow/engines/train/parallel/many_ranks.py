@@ -15,8 +15,7 @@ turn. What a rank alone finds out later (a loss that is not finite) changes valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,15 +31,16 @@ from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import PassOptions
 from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_alike, pack_inert, pack_thrifty
-from asyncflow.engines.train.model.tri_model import OLD_MODELS, TriModel
+from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.engines.train.parallel.fsdp import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
-from asyncflow.engines.train.parallel.sharded_model import ShardedModel, placed_like
+from asyncflow.engines.train.parallel.sharded_model import ShardedModel
 from asyncflow.engines.train.parallel.sharing_check import SharingCheck
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
-from asyncflow.engines.train.state import EngineState, fingerprint_of
+from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
+from asyncflow.engines.train.training import PolicyTraining
 from asyncflow.types import Array, Objective, Ragged, TensorSpec
 
 # P packed tokens, T response tokens, H hidden elements.
@@ -48,8 +48,11 @@ from asyncflow.types import Array, Objective, Ragged, TensorSpec
 STATES: Final = ("step", *MOMENTS)
 
 
-class ManyRanks:
-    """Implements `Training`."""
+class ManyRanks(PolicyTraining):
+    """`PolicyTraining` of one rank."""
+
+    ranks: Ranks
+    models: TriModel[ShardedModel]
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Join the other ranks, and load this one's part of the model; waits for all of them. Raises `UserError`, `RunError`."""
@@ -59,11 +62,6 @@ class ManyRanks:
         except BaseException:
             self.ranks.leave()
             raise
-
-    def begin_step(self) -> None:
-        """See `TrainEngine.begin_step`."""
-        self._state.begin_step()
-        self.models.begin_step()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[MicroBatchResult]:
         """See `TrainEngine.forward_backward`: one round."""
@@ -109,9 +107,8 @@ class ManyRanks:
         self._num_added += sum(result.is_finite for result in told)
         return told
 
-    def optim_step(self, normaliser: int) -> OptimResult:
-        """See `TrainEngine.optim_step`. The norm is over all ranks' gradients, each counted once."""
-        self.models.before_update()
+    def _update(self, normaliser: int) -> OptimResult:
+        """The norm is over all ranks' gradients, each counted once."""
         gradients = self._sums.gradients(normaliser)
         if (tied := self._policy.stage.tied_name) is not None and gradients:
             gradient = self._policy.parts[tied].grad
@@ -126,11 +123,6 @@ class ManyRanks:
         self._clear()
         return replace(result, fill_tokens=fill_tokens)
 
-    def discard(self) -> None:
-        """See `TrainEngine.discard`."""
-        self.models.before_update()  # the version rises all the same
-        self._clear()
-
     def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `LogProbEngine.log_probs`. The layout is the one that training takes, so that the bits are the same."""
         packed = pack_thrifty(prompt_ids, response_ids, self.ranks.device)
@@ -139,23 +131,22 @@ class ManyRanks:
         return Ragged(log_probs_T.numpy(), response_ids.offsets)
 
     def gather(self, name: str) -> Tensor | None:
-        """A parameter, whole, on the CPU of rank 0; None on the others."""
         return self._to_first(name, self._policy.parameters.get(name), self.specs[name].shape, torch.float32)
 
     def fingerprint(self) -> Mapping[str, str]:
-        """See `TrainEngine.fingerprint`: on rank 0."""
         hashes: dict[str, str] = {}
-        states = {(name, kind): state for name, kind, state in _Placed(self._optimizer, self._policy).states()}
+        states = {(name, kind): state for name, kind, state in self._optimizer.states()}
         for name, spec in self.specs.items():
             found = {f"weights/{name}": self.gather(name)}
             for kind in STATES if self._optimizer.num_updates else ():
-                shape = () if kind == "step" else spec.shape
-                found[f"optimizer/{name}/{kind}"] = self._to_first(name, states.get((name, kind)), shape, torch.float32)
+                state, shape = states.get((name, kind)), () if kind == "step" else spec.shape
+                if state is not None and kind != "step":
+                    state = placed_like(state, self._policy.parameters[name])
+                found[f"optimizer/{name}/{kind}"] = self._to_first(name, state, shape, torch.float32)
             hashes |= fingerprint_of((key, tensor) for key, tensor in found.items() if tensor is not None)
         return hashes
 
     def save(self, path: Path) -> None:
-        """Write config, generation config and float32 weights, on rank 0; the tokenizer's files are the caller's to copy."""
         tensors = ((name, tensor) for name in self.specs if (tensor := self.gather(name)) is not None)
         if self.ranks.rank == 0:
             write_model(path, self._model_path, tensors)
@@ -163,19 +154,14 @@ class ManyRanks:
             for _ in tensors:
                 pass
 
-    def save_state(self, folder: Path) -> Future[None]:
-        """See `EngineState.save`."""
-        return self._state.save(folder)
-
     def load_state(self, folder: Path) -> None:
-        """See `EngineState.load`."""
         copy = self._policy.stage.copy_name
         if copy is None:
-            self._state.load(folder)
+            super().load_state(folder)
             return
         # The last stage's copy comes from what the first stage has saved.
         original = next(name for name, index in self._stage_of.items() if index == 0 and name.endswith("embed_tokens.weight"))
-        self._engine_state({(original if name == copy else name): name for name in self._policy.parts}).load(folder)
+        self._engine_state({name: original if name == copy else name for name in self._policy.parts}).load(folder)
         self._state.begin_step()
 
     def close(self) -> None:
@@ -186,25 +172,21 @@ class ManyRanks:
         self.data_parallel_rank = self.ranks.dp_rank if self.ranks.is_leader else None
         self._model_path, self._chunk_tokens = model_path, options.log_prob_chunk_tokens
         self._is_to_check = options.check_shared_prompt
-        dtype, frozen_dtype = (getattr(torch, name) for name in (options.dtype, options.frozen_dtype or options.dtype))
-        passes = PassOptions(dtype, options.temperature, options.log_prob_chunk_tokens, options.activation_checkpointing)
         cut = partial(ShardedModel, model_path, self.ranks)
         is_exact = options.accumulate == "exact"
-        self._policy = cut(passes, reduce_dtype=torch.float64 if is_exact and options.layout.dp > 1 else torch.float32)
-        passes = replace(passes, dtype=frozen_dtype, recomputes=False)
-        frozen = partial(cut, passes, weights_dtype=frozen_dtype, is_offloaded=options.offload)
-        old_model = frozen() if options.old in OLD_MODELS else None
-        reference = frozen() if options.has_reference else None
-        self.models = TriModel(self._policy, options.old, old_model, reference, is_corrected=options.is_corrected)
-        stage, timeout = self._policy.stage, EXCHANGE_SECONDS
+        reduce_dtype = torch.float64 if is_exact and options.layout.dp > 1 else torch.float32
+        self._policy = policy = cut(PassOptions.of(options), reduce_dtype=reduce_dtype)
+        passes = PassOptions.of_frozen(options)
+        frozen = partial(cut, passes, weights_dtype=passes.dtype, is_offloaded=options.offload)
+        self.models = TriModel(policy, options, frozen)
+        stage = policy.stage
         self._pipeline = Pipeline(
             self.ranks.group("pp"),
             stage,
-            hidden_size=self._policy.hidden_size,
+            hidden_size=policy.hidden_size,
             device=self.ranks.device,
-            timeout_seconds=timeout,
+            timeout_seconds=EXCHANGE_SECONDS,
         )
-        policy = self._policy
         self._sums = make_sums(options.accumulate, policy.parameters, policy.parts, policy.units, self.ranks)
         self._optimizer = Optimizer(policy.parts, options)
         self._counted = {
@@ -249,36 +231,7 @@ class ManyRanks:
             return arrived
 
     def _engine_state(self, names: Mapping[str, str]) -> EngineState:
-        """`names`: those of this rank's parameters by what a checkpoint calls them."""
-        optimizer, old_model = _Placed(self._optimizer, self._policy, names), self.models.old_model
-        of_old = {} if old_model is None else old_model.parameters
-        return EngineState(
-            {known: self._policy.parameters[name] for known, name in names.items()},
-            optimizer,
-            {known: of_old[name] for known, name in names.items()} if of_old else None,
-            rank=self.ranks.rank,
-            num_ranks=self.ranks.size,
-            is_first=self.ranks.rank == 0,
-        )
-
-
-class _Placed:
-    """An optimiser's state, each tensor as a part of its whole, under a checkpoint's names."""
-
-    def __init__(self, optimizer: Optimizer, policy: ShardedModel, names: Mapping[str, str] | None = None) -> None:
-        self._optimizer, self._parameters = optimizer, policy.parameters
-        self._known = {name: known for known, name in names.items()} if names is not None else {n: n for n in policy.parts}
-
-    @property
-    def num_updates(self) -> int:
-        return self._optimizer.num_updates
-
-    def make_states(self, num_updates: int) -> None:
-        """See `Optimizer.make_states`."""
-        self._optimizer.make_states(num_updates)
-
-    def states(self) -> Iterator[tuple[str, str, Tensor]]:
-        """See `Optimizer.states`."""
-        for name, kind, state in self._optimizer.states():
-            if name in self._known:
-                yield self._known[name], kind, placed_like(state, self._parameters[name]) if kind != "step" else state
+        """`names`: those of this rank's parameters that are saved, with their names in a checkpoint."""
+        old = None if self.models.old_model is None else self.models.old_model.parameters
+        place = {"rank": self.ranks.rank, "num_ranks": self.ranks.size}
+        return EngineState(self._policy.parameters, self._optimizer, old, names=names, **place)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from asyncflow.engines.train.model.causal_model import PassOptions, compute_buffers, empty_module, recompute_activations
 from asyncflow.engines.train.model.log_probs import VocabularyShard, log_probs_and_entropy
@@ -176,12 +175,3 @@ def _units(root: _Passes, layers: list[Any]) -> list[Unit]:
     known = {name for unit in units for name in unit.shapes}
     left: Mapping[str, Tensor] = {name: p for name, p in root.module.named_parameters() if name not in known}
     return [*units, Unit(root, left)]
-
-
-def placed_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor that is a part of a whole as `parameter`'s is of the parameter."""
-    if not isinstance(parameter, DTensor):
-        return part
-    kind: Any = DTensor  # torch has no types for it
-    placed: Tensor = kind(part, parameter._spec, requires_grad=False)
-    return placed  # `from_local` would bring it back to the mesh's device

@@ -15,8 +15,7 @@ from transformers import AutoModel
 
 from asyncflow.algorithms.ppo import PPO
 from asyncflow.engines.base import MicroBatch
-from asyncflow.engines.train.critic_engine import TorchCritic
-from asyncflow.engines.train.model.value_model import HEAD, HEAD_FILE
+from asyncflow.engines.train.critic_engine import HEAD, HEAD_FILE, TorchCritic
 from asyncflow.types import Ragged, RunError, UserError
 from tests.unit.engines.train.training import MakeMicroBatch, ModelPath, train_options
 
@@ -59,7 +58,7 @@ async def test_values_and_gradient_are_those_of_each_response_alone(
     engine, batch = critic(path), of_critic(make_micro_batch(lengths=lengths, num_prompt_tokens=30))
     head_H = torch.linspace(-1, 1, 128)
     with torch.no_grad():
-        engine.model.parameters[HEAD].copy_(head_H[None])
+        engine.training.model.parameters[HEAD].copy_(head_H[None])
     plain = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
     loss, values = torch.zeros(()), []
     for i, response in enumerate(batch.response_ids):
@@ -76,7 +75,7 @@ async def test_values_and_gradient_are_those_of_each_response_alone(
     computed = await engine.values(batch.prompt_ids, batch.response_ids)
     torch.testing.assert_close(torch.tensor(computed.values), torch.cat(values), rtol=1e-4, atol=1e-4)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(engine.model.parameters[f"model.{name}"].grad, parameter.grad, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(engine.training.model.parameters[f"model.{name}"].grad, parameter.grad, rtol=1e-3, atol=1e-3)
     await engine.close()
 
 
@@ -142,7 +141,7 @@ async def test_bfloat16_and_recomputed_activations(model_path: ModelPath, make_m
     for options in variants:
         engine = critic(model_path("qwen2-tiny"), **options)
         with torch.no_grad():
-            engine.model.parameters[HEAD].fill_(0.05)
+            engine.training.model.parameters[HEAD].fill_(0.05)
         await engine.forward_backward([batch], CRITIC)
         norms.append((await engine.optim_step(20)).grad_norm)
         await engine.close()

@@ -7,7 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncflow.engines.train.parallel import calls
+from asyncflow.engines.train.leader_engine import LeaderEngine
+from asyncflow.engines.train.one_rank import OneRank
+from asyncflow.engines.train.parallel.calls import ARGUMENTS, Call, decode, encode
+from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 from asyncflow.types import Ragged, RunError
 from tests.unit.engines.train.parallel.training_ranks import make_batch
 
@@ -17,10 +20,10 @@ def test_a_turn_arrives_as_it_was_sent() -> None:
     with_reference = replace(batch, ref_logprobs=Ragged(batch.rollout_logprobs.values[::-1], batch.rollout_logprobs.offsets))
     for column in (batch.prompt_ids, batch.response_ids.values):
         column.flags.writeable = False  # as they come out of a received frame
-    sent = calls.ForwardBackward([batch, with_reference])
-    call = calls.decode(calls.encode(sent))
-    assert isinstance(call, calls.ForwardBackward) and calls.name_of(call) == "forward_backward"
-    for theirs, ours in zip(sent.micro_batches, call.micro_batches, strict=True):
+    sent = [batch, with_reference]
+    call = decode(encode(Call("forward_backward", (sent,))))
+    assert call.method == "forward_backward"
+    for theirs, ours in zip(sent, call.arguments[0], strict=True):
         for field in fields(theirs):
             one, other = getattr(theirs, field.name), getattr(ours, field.name)
             if isinstance(one, Ragged):
@@ -31,10 +34,16 @@ def test_a_turn_arrives_as_it_was_sent() -> None:
 
 def test_the_other_calls_arrive_with_their_arguments() -> None:
     nothing = np.empty(0, np.int64)
-    for call in (calls.BeginStep(), calls.OptimStep(7), calls.Gather("a.weight"), calls.Save(Path("/a/b")), calls.Close()):
-        assert calls.decode(calls.encode(call)) == call
-    log_probs = calls.decode(calls.encode(calls.LogProbs(nothing, Ragged(nothing, np.zeros(1, np.int64)))))
-    assert isinstance(log_probs, calls.LogProbs) and len(log_probs.prompt_ids) == 0 and len(log_probs.response_ids) == 0
+    for call in (Call("begin_step"), Call("optim_step", (7,)), Call("gather", ("a.weight",)), Call("save", (Path("/a/b"),))):
+        assert decode(encode(call)) == call
+    method, (prompt_ids, response_ids) = decode(encode(Call("log_probs", (nothing, Ragged(nothing, np.zeros(1, np.int64))))))
+    assert method == "log_probs" and len(prompt_ids) == 0 and len(response_ids) == 0
+
+
+@pytest.mark.parametrize("training", [OneRank, ManyRanks])
+def test_each_call_is_a_method(training: type) -> None:
+    assert all(callable(getattr(training, method, None)) for method in ARGUMENTS.keys() - {"close"})
+    assert callable(LeaderEngine.close)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +51,14 @@ def test_the_other_calls_arrive_with_their_arguments() -> None:
     [
         b"",
         b"\xc1",
-        msgspec.msgpack.encode({"type": "evaluate", "code": "1"}),
-        msgspec.msgpack.encode({"type": "optim_step", "normaliser": "all"}),
-        msgspec.msgpack.encode({"type": "log_probs", "prompt_ids": ["object", [1], b"12345678"], "response_ids": []}),
-        msgspec.msgpack.encode(
-            {"type": "log_probs", "prompt_ids": ["int64", [2], b"12345678"], "response_ids": [["int64", [0], b""]] * 2}
-        ),
+        msgspec.msgpack.encode(["evaluate", ["1"]]),
+        msgspec.msgpack.encode(["optim_step", ["all"]]),
+        msgspec.msgpack.encode(["optim_step", []]),
+        msgspec.msgpack.encode(["log_probs", [["object", [1], b"12345678"], []]]),
+        msgspec.msgpack.encode(["log_probs", [["int64", [2], b"12345678"], [["int64", [0], b""]] * 2]]),
     ],
-    ids=["nothing", "no msgpack", "no call", "no number", "no dtype", "too short"],
+    ids=["nothing", "no msgpack", "no call", "no number", "no argument", "no dtype", "too short"],
 )
 def test_what_is_no_call_is_refused(content: bytes) -> None:
     with pytest.raises(RunError, match="sent what is no call of a train engine"):
-        calls.decode(content)
+        decode(content)

@@ -26,7 +26,7 @@ from asyncflow.engines.train.one_rank import OneRank
 from asyncflow.engines.train.parallel import sharing_check
 from asyncflow.engines.train.parallel.fsdp import ExactSums, HandedSums
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
-from asyncflow.engines.train.parallel.sharded_model import placed_like
+from asyncflow.engines.train.state import placed_like
 from asyncflow.engines.train.torch_engine import TorchEngine
 from asyncflow.types import Array, Layout, LossSums, Objective, Ragged, TokenBatch, UserError
 from tests.unit.engines.train.parallel.processes import end_itself

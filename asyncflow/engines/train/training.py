@@ -1,0 +1,99 @@
+"""Training of a model in its engine's compute thread: the calls of `TrainEngine`, which documents them, without coroutines.
+
+begin_step -> forward_backward, any number of times -> optim_step or discard
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult
+from asyncflow.engines.train.model.tri_model import TriModel
+from asyncflow.engines.train.state import EngineState
+from asyncflow.types import Array, Ragged, TensorSpec
+
+if TYPE_CHECKING:
+    from asyncflow.engines.train.parallel.ranks import Ranks
+
+
+class Training(ABC):
+    """Training of a policy, or of a critic.
+
+    On several ranks every method is called on all ranks of a data-parallel group, and by all groups alike.
+    """
+
+    ranks: Ranks | None = None
+    """Ranks that the model is sharded over; None if there is only one."""
+    data_parallel_rank: int | None = 0
+    """Rank of the data-parallel group, from 0, in its leader; None in a rank that follows."""
+    models: TriModel[Any] | None = None
+    """The policy with its frozen models; None for a critic."""
+    _state: EngineState
+    """State in a checkpoint. Who keeps another one overrides the three methods that use it."""
+
+    def begin_step(self) -> None:
+        """See `TrainEngine.begin_step`."""
+        self._state.begin_step()
+        if self.models is not None:
+            self.models.begin_step()
+
+    @abstractmethod
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Any) -> list[MicroBatchResult]:
+        """See `TrainEngine.forward_backward`."""
+
+    def optim_step(self, normaliser: int) -> OptimResult:
+        """See `TrainEngine.optim_step`."""
+        if self.models is not None:
+            self.models.before_update()
+        return self._update(normaliser)
+
+    def discard(self) -> None:
+        """See `TrainEngine.discard`."""
+        if self.models is not None:
+            self.models.before_update()  # the version rises all the same
+        self._clear()
+
+    @abstractmethod
+    def fingerprint(self) -> Mapping[str, str]:
+        """See `TrainEngine.fingerprint`."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """See `TrainEngine.save`."""
+
+    def save_state(self, folder: Path) -> Future[None]:
+        """See `EngineState.save`."""
+        return self._state.save(folder)
+
+    def load_state(self, folder: Path) -> None:
+        """See `EngineState.load`."""
+        self._state.load(folder)
+
+    @abstractmethod
+    def _update(self, normaliser: int) -> OptimResult:
+        """Update the weights by the step's sums, divided by `normaliser`, and clear the sums."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Clear the step's sums."""
+
+
+class PolicyTraining(Training):
+    """`Training` of a policy. `specs`: shapes and dtypes of its weights by Hugging Face name, in the order of gathering."""
+
+    models: TriModel[Any]
+    specs: Mapping[str, TensorSpec]
+
+    @abstractmethod
+    def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
+        """See `LogProbEngine.log_probs`."""
+
+    @abstractmethod
+    def gather(self, name: str) -> Tensor | None:
+        """Whole weight of that name, on the CPU, contiguous; None on all ranks but rank 0."""
