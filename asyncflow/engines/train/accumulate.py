@@ -1,9 +1,5 @@
 """Sums of a step's gradients over its micro-batches, and their norm; neither depends on the order of addition.
 
-consumes: `p.grad`, after the backward pass of each micro-batch
-waits for: nothing (called in the engine's compute thread)
-is unblocked by: each call as it comes
-
     p.grad --round to the grid--> float64 sums --/ normaliser, once--> p.grad, float32 --> order_free_norm --> clip, optimiser
 
 Floating-point addition is not associative, so the order in which micro-batches arrive shows in the last bits of a plain sum. On a
@@ -16,10 +12,11 @@ Left out: parameters that are not float32, and sparse gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -70,64 +67,60 @@ second moment: an update is off by less than a thousandth of the learning rate, 
 """
 
 
-class Accumulator(Protocol):
+class Accumulator(ABC):
     """Gradient sums of one step. An exception leaves them unusable until `clear`."""
 
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        """`parameters`: by name, float32, all on one device, tied ones once."""
+        self._parameters = parameters
+
+    @abstractmethod
     def add(self) -> None:
         """Add the gradients of one micro-batch, which `p.grad` holds, to the sums.
 
         A gradient that is not finite makes its sum not finite. Raises `RangeError` if a finite one cannot be added exactly.
         """
-        ...
 
+    @abstractmethod
     def gradients(self, normaliser: int) -> list[Tensor]:
         """Sums divided by `normaliser`, float32, in the order of the parameters; `p.grad` holds the same tensors from now on.
 
         Parameters that got no gradient are left out. The call uses up the sums; `clear` ends the step.
         """
-        ...
 
     def clear(self) -> None:
         """Drop the sums, and what `p.grad` holds."""
-        ...
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
 
 def make_accumulator(kind: Literal["exact", "fp32"], parameters: Mapping[str, Tensor]) -> Accumulator:
-    """Make an accumulator for `parameters` (by name, float32, all on one device, tied ones once).
+    """Make an accumulator for `parameters`.
 
     `exact`: the bits of the sums do not depend on the order of micro-batches; 8 bytes a parameter. `fp32`: plain sums; 4 bytes a
     parameter.
     """
-    kinds: dict[str, Callable[[Mapping[str, Tensor]], Accumulator]] = {"exact": ExactAccumulator, "fp32": PlainAccumulator}
-    return kinds[kind](parameters)
+    return ExactAccumulator(parameters) if kind == "exact" else PlainAccumulator(parameters)
 
 
-class PlainAccumulator:
-    """`Accumulator` of plain sums: autograd itself adds up in `p.grad`, float32, in the order of arrival."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = list(parameters.values())
+class PlainAccumulator(Accumulator):
+    """Plain sums: autograd itself adds up in `p.grad`, float32, in the order of arrival."""
 
     def add(self) -> None:
-        """See `Accumulator.add`. Does nothing: the backward pass has added already."""
+        """Do nothing: the backward pass has added already."""
 
     def gradients(self, normaliser: int) -> list[Tensor]:
-        """See `Accumulator.gradients`."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, float(normaliser))
         return gradients
 
-    def clear(self) -> None:
-        """See `Accumulator.clear`."""
-        _drop_gradients(self._parameters)
 
-
-class ExactAccumulator:
-    """`Accumulator` of exact sums, float64, of the gradients rounded to `GRADIENT_GRID`."""
+class ExactAccumulator(Accumulator):
+    """Exact sums, float64, of the gradients rounded to `GRADIENT_GRID`."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._parameters = parameters
+        super().__init__(parameters)
         self._sums: dict[str, Tensor] = {}
         self._bounds: dict[str, int] = {}  # no partial sum, in any order, has more steps of the grid in an element
 
@@ -153,10 +146,9 @@ class ExactAccumulator:
         return gradients
 
     def clear(self) -> None:
-        """See `Accumulator.clear`."""
         self._sums.clear()
         self._bounds.clear()
-        _drop_gradients(self._parameters.values())
+        super().clear()
 
     def _check_range(self, extremes: Mapping[str, Sequence[Tensor]]) -> None:
         grid = GRADIENT_GRID
@@ -271,8 +263,3 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     if not tensor.numel():
         return ()
     return torch.split(tensor.detach().reshape(-1), CHUNK_ELEMENTS if tensor.device.type == "cpu" else LARGEST_CHUNK)
-
-
-def _drop_gradients(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,20 +23,8 @@ from torch import Tensor
 from asyncflow.types import TensorSpec
 
 
-class Copies(Protocol):
-    """Way to copy tensors to the host."""
-
-    def memory(self, num_bytes: int) -> Tensor:
-        """Host memory to copy to: uint8 [num_bytes]."""
-        ...
-
-    def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """Begin to copy `source` to `target`. Returns a function that waits until the copy is complete."""
-        ...
-
-
 class CopyStream:
-    """`Copies` on a separate stream of an accelerator."""
+    """Copies of tensors to the host, on a separate stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         """Make the stream. Its copies wait for all work that is on the calling thread's stream at this moment."""
@@ -45,11 +32,11 @@ class CopyStream:
         self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def memory(self, num_bytes: int) -> Tensor:
-        """See `Copies.memory`. The memory is pinned."""
+        """Pinned host memory to copy to: uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def begin(self, target: Tensor, source: Tensor) -> Callable[[], None]:
-        """See `Copies.begin`."""
+        """Begin to copy `source` to `target`. Returns a function that waits until the copy is complete."""
         with self._stream:
             target.copy_(source, non_blocking=True)
         return self._stream.record_event().synchronize
@@ -60,7 +47,7 @@ class DeviceWeights:
 
     are_lasting = False
 
-    def __init__(self, tensors: Mapping[str, Tensor], copies: Copies) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], copies: CopyStream) -> None:
         self._tensors = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
         self._copies = copies

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.devices import check_device
-from asyncflow.engines.train.model.hf_files import write_model
+from asyncflow.engines.train.model.weight_files import write_model
 from asyncflow.engines.train.optimizer import Optimizer
 from asyncflow.engines.train.parallel.ranks import Ranks, backend_of, stay_on_loopback
 from asyncflow.engines.train.state import StateWriter, fingerprint_of, load_tensors_into

@@ -1,14 +1,16 @@
-"""Weights of a model in its safetensors files, read one at a time or in parts, so that no more is read than is needed."""
+"""A model's files: its weights, read one at a time or in parts, so that no more is read than is needed, and written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
 
 from asyncflow.model_folder import weight_files
 from asyncflow.types import UserError
@@ -64,3 +66,19 @@ class WeightFiles(Mapping[str, Tensor]):
         if part.numel():
             where = tuple(slice(at, at + size) for at, size in zip(begin, part.shape, strict=True))
             part.copy_(self._files[name].get_slice(name)[where])
+
+
+def write_model(path: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a model in Hugging Face format: config, generation config (those of the model at `source`) and weights, to `path`.
+
+    `tensors`: (Hugging Face name, tensor on any device), tied ones once, all of one dtype, which is written to the config. All
+    tensors are kept in host memory until the last one has come.
+    """
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+    config = AutoConfig.from_pretrained(source)
+    config.dtype = next((tensor.dtype for tensor in held.values()), torch.float32)
+    path.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(path)
+    if (source / "generation_config.json").is_file():
+        GenerationConfig.from_pretrained(source).save_pretrained(path)
+    save_file(held, path / "model.safetensors", metadata={"format": "pt"})

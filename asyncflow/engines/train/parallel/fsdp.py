@@ -16,8 +16,9 @@ others, so that nobody waits, and counts as zeros.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from asyncflow.engines.train.accumulate import CHUNK_ELEMENTS, GRADIENT_GRID, LARGEST_CHUNK, check_range, divided, make_accumulator
+from asyncflow.engines.train.accumulate import (
+    CHUNK_ELEMENTS,
+    GRADIENT_GRID,
+    LARGEST_CHUNK,
+    Accumulator,
+    check_range,
+    divided,
+    make_accumulator,
+)
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.types import UserError
 
@@ -88,86 +97,85 @@ def local_part(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-class Sums(Protocol):
+class Sums(ABC):
     """This rank's part of a step's gradient sums. An exception leaves them unusable until `clear`."""
 
+    def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]) -> None:
+        """`parameters` as FSDP2 has them, `parts` this rank's own, in the same memory, named alike."""
+        self._parameters, self._parts = parameters, parts
+
+    @abstractmethod
     def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
         """Begin the backward pass of a micro-batch, on all ranks. `is_aside`: not for the sums, `take` follows and not `add`."""
-        ...
 
+    @abstractmethod
     def add(self) -> None:
         """End the backward pass, and add its gradients to the sums."""
-        ...
 
     def take(self) -> dict[str, Tensor]:
         """End the backward pass. Returns its gradients, this rank's parts, summed over data-parallel ranks, by name."""
-        ...
+        gradients = {name: local_part(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return gradients
 
+    @abstractmethod
     def gradients(self, normaliser: int) -> list[Tensor]:
         """This rank's parts of the sums, divided by `normaliser`, float32, which are what the `.grad` of its parts of the
         parameters holds from now on. All ranks alike. Raises `RangeError` where the sums are not exact."""
-        ...
 
+    @abstractmethod
     def clear(self) -> None:
         """Forget the step."""
-        ...
 
 
 def make_sums(
-    kind: str, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter], units: Sequence[Unit], ranks: Ranks
+    kind: Literal["exact", "fp32"],
+    parameters: Mapping[str, nn.Parameter],
+    parts: Mapping[str, nn.Parameter],
+    units: Sequence[Unit],
+    ranks: Ranks,
 ) -> Sums:
-    """`kind` as in accumulate.py. `parameters` as FSDP2 has them, `parts` this rank's own, in the same memory, named alike."""
+    """`kind` as in accumulate.py, `parameters` and `parts` as in `Sums`."""
     units = [unit for unit in units if unit.shapes]  # a stage in the middle has nothing of its own but layers
     if kind == "exact" and ranks.layout.dp > 1:
         return ExactSums(parameters, parts, units, ranks)
-    return HandedSums(kind, parameters, parts, units, ranks)
+    return HandedSums(parameters, parts, units, make_accumulator(kind, parts), ranks)
 
 
-class HandedSums:
-    """Implements `Sums` by the accumulators of one process, over what FSDP2 has reduced."""
+class HandedSums(Sums):
+    """Sums by the accumulator of one process, over what FSDP2 has reduced."""
 
     def __init__(
         self,
-        kind: Any,
         parameters: Mapping[str, nn.Parameter],
         parts: Mapping[str, nn.Parameter],
         units: Sequence[Unit],
+        accumulator: Accumulator,
         ranks: Ranks,
     ) -> None:
-        self._parameters, self._parts = parameters, parts
-        self._accumulator = make_accumulator(kind, parts)
-        self._adds_up_in_place, self._is_alone = kind == "fp32", ranks.layout.dp == 1
+        super().__init__(parameters, parts)
+        self._accumulator, self._is_alone = accumulator, ranks.layout.dp == 1
         self._is_muted = False
         for unit in units:
             _reduce_by(unit, _Reduction(self._mute))
 
     def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
-        """See `Sums.before_backward`."""
         self._is_muted = is_muted
 
     def add(self) -> None:
-        """See `Sums.add`."""
-        made = _taken(self._parameters)
+        made = self.take()
         if not (self._is_muted and self._is_alone):  # alone, nothing is reduced, so nothing was muted
             for name, part in self._parts.items():
-                if (of_part := made.pop(name, None)) is None:
-                    continue
-                if self._adds_up_in_place and part.grad is not None:
-                    part.grad += of_part
-                else:
-                    part.grad = of_part
+                if (of_part := made.pop(name, None)) is not None:
+                    # An exact accumulator has taken what was there; the sums of a plain one are there.
+                    part.grad = of_part if part.grad is None else part.grad.add_(of_part)
         self._accumulator.add()
 
-    def take(self) -> dict[str, Tensor]:
-        """See `Sums.take`."""
-        return _taken(self._parameters)
-
     def gradients(self, normaliser: int) -> list[Tensor]:
-        """See `Sums.gradients`."""
         return self._accumulator.gradients(normaliser)
 
     def clear(self) -> None:
-        """See `Sums.clear`."""
         self._accumulator.clear()
 
     def _mute(self, addend_RE: Tensor) -> None:
@@ -175,30 +183,25 @@ class HandedSums:
             addend_RE.zero_()
 
 
-class ExactSums:
-    """Implements `Sums`: the sum over ranks and micro-batches of what `GRADIENT_GRID` keeps of each gradient, float64."""
+class ExactSums(Sums):
+    """Sums over ranks and micro-batches of what `GRADIENT_GRID` keeps of each gradient, float64."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter], units: Sequence[Unit], ranks: Ranks
     ) -> None:
-        self._parameters, self._parts, self._ranks = parameters, parts, ranks
+        super().__init__(parameters, parts)
+        self._ranks = ranks
         self._units = [_ExactUnit(unit, ranks.layout.dp) for unit in units]
 
     def before_backward(self, *, is_muted: bool, is_aside: bool = False) -> None:
-        """See `Sums.before_backward`."""
         for unit in self._units:
             unit.is_muted, unit.is_aside = is_muted, is_aside
 
     def add(self) -> None:
         """See `Sums.add`: they were added where they were reduced. What FSDP2 has made of them is let go."""
-        _taken(self._parameters)
-
-    def take(self) -> dict[str, Tensor]:
-        """See `Sums.take`."""
-        return _taken(self._parameters)
+        self.take()
 
     def gradients(self, normaliser: int) -> list[Tensor]:
-        """See `Sums.gradients`."""
         self._check_range()
         gradients = []
         for unit in self._units:
@@ -212,12 +215,11 @@ class ExactSums:
         return gradients
 
     def clear(self) -> None:
-        """See `Sums.clear`."""
         for unit in self._units:
             unit.clear()
         for part in self._parts.values():
             part.grad = None
-        self.add()
+        self.take()
 
     def _check_range(self) -> None:
         """Over all micro-batches of the step and all ranks' gradients, so that they all come to the same."""
@@ -271,14 +273,6 @@ class _ExactUnit:
             self.sums_E = sum_E.clone()
         else:
             self.sums_E += sum_E
-
-
-def _taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """This rank's parts of what `.grad` holds, by name, which holds nothing any more."""
-    gradients = {name: local_part(parameter.grad) for name, parameter in parameters.items() if parameter.grad is not None}
-    for parameter in parameters.values():
-        parameter.grad = None
-    return gradients
 
 
 # Its name up to torch 2.12.

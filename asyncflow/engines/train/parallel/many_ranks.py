@@ -29,9 +29,9 @@ from asyncflow.engines.base import EXCHANGE_SECONDS, MicroBatch, MicroBatchResul
 from asyncflow.engines.train.accumulate import largest_magnitude, norm_of, sum_of_squares
 from asyncflow.engines.train.model import micro_step
 from asyncflow.engines.train.model.causal_model import PassOptions
-from asyncflow.engines.train.model.hf_files import write_model
 from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_alike, pack_inert, pack_thrifty
 from asyncflow.engines.train.model.tri_model import TriModel
+from asyncflow.engines.train.model.weight_files import write_model
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
 from asyncflow.engines.train.parallel.fsdp import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
