@@ -1,9 +1,12 @@
 """The loops: coroutines that see a queue client, the ledger, the versions and one engine, and nothing else.
 
-    feed --put--> [transfer queue] --lease--> rollout --complete--> [transfer queue] --lease--> train
+    feed --put--> [transfer queue] --lease--> rollout --complete--> [transfer queue] --lease--> taking
       ^                                          ^                                                |
-      +-- ledger: what belongs to which step <---|------ consume, commit -------------------------+
-                policy versions                  <----- publish ---------------------------------+
+      |                                          |                                              offer
+      |                                          |                                                v
+      +---------- ledger: which steps there are, which groups belong to them, who trains them ----+
+                                                 |         ^ commit       | next_round
+                  policy versions <--publish-----+------- train <---------+
 
 algorithm1.py has feed, produce and train: Algorithm 1 (PA, section 4). The life of one sample, call by call:
 
@@ -15,19 +18,19 @@ algorithm1.py has feed, produce and train: Algorithm 1 (PA, section 4). The life
       produce     RolloutEngine.generate          the response
                   ResponseScoring.score           its reward
                   TransferQueueClient.complete    both are stored
-    Rounds        TransferQueueClient.lease       a trainer takes the complete group
+    Taking        ClientLeases.ask                the driver takes the complete group
+                  LedgerService.offer             it can be trained
+    Rounds        LedgerService.next_round        a rank is given it, in a round of all ranks
                   Algorithm.advantages
-                  LedgerService.offer             the group is ready on this rank
-                  LedgerService.round_of_rank     it is trained in this round, on all ranks alike
     train         TrainEngine.forward_backward    its gradient is added
-                  LedgerService.consume           the step counts it
-                  LedgerService.totals            all of the step is there
+    Rounds        LedgerService.next_round        the step counts it
+    train         LedgerService.totals            all of the step is there
                   TrainEngine.optim_step          the weights change
                   LedgerService.commit            the step is final
     Publishing    TrainEngine.export_weights
                   WeightSender.publish            the new weights are written
                   PolicyVersions.publish          the workers know of them
-    Rounds        TransferQueueClient.mark        the sample is done
+    Taking        TransferQueueClient.mark        the sample is done
                   TransferQueueClient.drop        and leaves the queue
     Rollout       PolicyVersions.next_target      a worker learns of the version
                   WeightReceiver.fetch

@@ -198,7 +198,6 @@ async def train(
     `sender`, commits. Returns the version of the weights: how many steps are committed.
     """
     ledger, spans, rank = context.ledger, context.spans, engine.data_parallel_rank or 0
-    put_aside: dict[int, Leased] = {}
     async with asyncio.TaskGroup() as beside:
         publishing = Publishing(sender, context.versions, spans, beside)
         for step in itertools.count(first):
@@ -208,7 +207,7 @@ async def train(
             if not may_start:
                 return step
             spans.waiting("rows")
-            async with Rounds(context, algorithm, rank, step, put_aside) as rounds:
+            async with Rounds(context, algorithm, rank, step) as rounds:
                 compute = partial(engine.forward_backward, objective=algorithm)
                 held, may_change = step < algorithm.held_steps, publishing.ended
                 updates = await update(rounds, engine, algorithm, compute, fingerprints, may_change, is_held=held)  # 11-18, 21
@@ -219,8 +218,6 @@ async def train(
                 await ledger.commit(step, updates, "train")
             await publishing.begin(step, await engine.export_weights())  # 3: the weights of the next step
             await ledger.released(step)
-            await rounds.acknowledge()
-            await rounds.drop()
             if keeper.is_due(step + 1):  # `PolicyVersions` knows which older versions are still needed once this one is published
                 await publishing.ended()
             await keeper.committed(step + 1)

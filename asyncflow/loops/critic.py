@@ -78,12 +78,11 @@ async def train_critic(
             return step
         spans.waiting("rows")
         compute = partial(engine.forward_backward, objective=critic)
-        async with Rounds(context, critic, 0, step, {}, UPDATE_TASK) as rounds:
+        async with Rounds(context, critic, 0, step, UPDATE_TASK) as rounds:
             updates = await update(rounds, engine, critic, compute, fingerprints)
         if not updates:
             return step
         await fingerprints.step(step, engine)
-        await rounds.acknowledge()  # the policy's training drops the rows when it, too, has done with them
         await ledger.commit(step, updates, UPDATE_TASK)
         version.rise()
         await keeper.committed(step + 1)

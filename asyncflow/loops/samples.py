@@ -133,8 +133,7 @@ def schema(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once. `num_ranks`:
-    data-parallel groups that train."""
+    """The run's fixed numbers: B prompts a step, G responses each, noise seed, and how much a worker takes at once."""
 
     prompts_per_step: int
     group_size: int
@@ -144,11 +143,9 @@ class Shape:
     max_new_tokens: int
     rows_per_micro_batch: int
     groups_per_round: int
-    groups_ahead: int
     epochs: int = 1
     mini_batches: int = 1
     has_reward_parts: bool = False
-    num_ranks: int = 1
     skips_zero_advantages: bool = False
     max_candidates: int | None = None  # of a step, where it chooses its prompts among them
     oversampling: float = 1.0

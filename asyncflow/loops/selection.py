@@ -13,7 +13,6 @@ which are members (`ledger/candidates.py`). A lease is held until that is certai
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -41,17 +40,13 @@ class Selection:
 
     async def run(self) -> None:
         """Lease scored groups, and report to the ledger whether their rewards vary, until the run stops."""
-        renewing = asyncio.create_task(self._queue.renew_held())
-        try:
-            async for leased in self._queue.stream(SELECT_TASK):
-                group = leased.lease.groups[0].group
-                if self._ledger.ledger.is_member(group):  # its lease had expired before it was told so
-                    self._start(self._tell(leased))
-                    continue
-                self._held[group] = leased
-                self._ledger.decide(group, is_varied=is_varied(leased.batch.dense("reward")))
-        finally:
-            renewing.cancel()
+        async for leased in self._queue.stream(SELECT_TASK):
+            group = leased.lease.groups[0].group
+            if self._ledger.ledger.is_member(group):  # its lease had expired before it was told so
+                self._start(self._tell(leased))
+                continue
+            self._held[group] = leased
+            self._ledger.decide(group, is_varied=is_varied(leased.batch.dense("reward")))
 
     def decided(self, decided: Decided) -> None:
         """Act on the ledger's decisions: complete members, drop the rest."""

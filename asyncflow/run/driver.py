@@ -27,6 +27,7 @@ from asyncflow.loops.critic import UPDATE_TASK, VALUES_TASK
 from asyncflow.loops.samples import EVALUATE_TASK, SELECT_TASK, Prompt
 from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.loops.selection import Selection
+from asyncflow.loops.taking import Taking
 from asyncflow.registry import build
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import EVALUATORS_VERSIONS
@@ -212,11 +213,21 @@ class Driver:
         """The driver's own loops; they end when the run stops."""
         return [
             self.transfer_queue.run(),
+            self.queue.renew_held(),
             self._feed(),
             self._evaluate(),
             self.health.run(),
             *([self._selection.run()] if self.shape.max_candidates else []),
+            *(self._taking(task).run() for task in self.ledger.ledger.tasks.trained),
         ]
+
+    def _taking(self, task: str) -> Taking:
+        leases = self.transfer_queue.controllers[task].table.leases
+
+        def num_tokens(lease: Lease) -> int:
+            return leases.of(lease.token).num_tokens if lease.token in leases else 0  # or it has expired
+
+        return Taking(task, self.queue, self.ledger, self.schedule, num_tokens)
 
     @property
     def has_begun(self) -> bool:

@@ -37,8 +37,6 @@ from asyncflow.types import Layout, UserError, group_bits_for
 from asyncflow.weight_sync import WEIGHT_SYNC_FACTS, WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightSyncFacts
 
-CHOICE_OF_TURNS = 3
-"""So many rounds' groups each data-parallel rank makes ready, so that those of one round can be of about one length."""
 CANDIDATES = 10
 """Times a step's prompts: so many a step may go through to find those whose rewards vary, unless it is told otherwise."""
 TRAINED = ("normaliser", "advantages", "loss")
@@ -61,15 +59,13 @@ def shape_of(config: Config) -> Shape:
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
-        groups_per_round=(groups := _groups_per_round(config)),
-        groups_ahead=groups * (CHOICE_OF_TURNS if config.layout.dp > 1 else 1),
+        groups_per_round=_groups_per_round(config),
         epochs=config.train.epochs,
         mini_batches=config.train.mini_batches,
         has_reward_parts=config.reward.has_parts,
         skips_zero_advantages=config.train.skip_zero_advantages,
         max_candidates=most,
         oversampling=config.train.oversampling,
-        num_ranks=config.layout.dp,
     )
 
 

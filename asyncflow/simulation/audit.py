@@ -69,8 +69,10 @@ class Audit:
                 self._scored(arguments[1], result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == VALUES_TASK:
                 self._valued(arguments[1].batch().indices.tolist())
-            case "ledger", "consume":
-                self._consumed(*arguments)
+            case "ledger", "next_round":
+                step, _, _, trained, task, update = arguments
+                for each in trained:
+                    self._consumed(step, each.consumed, each.figures, task, update)
             case "ledger", "commit":
                 self._committed(*arguments)
             case "versions", "installed":

@@ -78,15 +78,16 @@ def test_the_life_of_a_sample_names_calls_that_exist() -> None:
     from asyncflow.control.ledger import LedgerService
     from asyncflow.control.policy_versions import PolicyVersions
     from asyncflow.engines.base import RolloutEngine, TrainEngine
-    from asyncflow.loops import algorithm1, rollout, rounds
+    from asyncflow.loops import algorithm1, rollout, rounds, taking
     from asyncflow.loops.admissions import Admissions
     from asyncflow.loops.context import ResponseScoring
     from asyncflow.transfer_queue.client import TransferQueueClient
+    from asyncflow.transfer_queue.client_leases import ClientLeases
     from asyncflow.weight_sync.base import WeightReceiver, WeightSender
 
     called = [
-        Admissions, Algorithm, LedgerService, PolicyVersions, ResponseScoring, RolloutEngine, TrainEngine, TransferQueueClient,
-        WeightReceiver, WeightSender,
+        Admissions, Algorithm, ClientLeases, LedgerService, PolicyVersions, ResponseScoring, RolloutEngine, TrainEngine,
+        TransferQueueClient, WeightReceiver, WeightSender,
     ]  # fmt: skip
     figure = str(asyncflow.loops.__doc__).split("call by call:")[1]
     calls = re.findall(r"\b([A-Z]\w+)\.(\w+)", figure)
@@ -95,7 +96,9 @@ def test_the_life_of_a_sample_names_calls_that_exist() -> None:
         f"{each.__name__}.{call}" for each in called for name, call in calls if name == each.__name__ and not hasattr(each, call)
     ]
     loops = re.findall(r"(?m)^ {4,6}([A-Za-z]\w+) ", figure)
-    assert len(loops) == 8 and all(any(hasattr(module, name) for module in (algorithm1, rollout, rounds)) for name in loops)
+    assert len(loops) == 11 and all(
+        any(hasattr(module, name) for module in (algorithm1, rollout, rounds, taking)) for name in loops
+    )
 
 
 def test_rooms_that_are_said_to_be_missing_are_missing() -> None:

@@ -2,9 +2,9 @@
 `candidates.py`), and the service that workers call (`service.py`)."""
 
 from asyncflow.control.ledger.candidates import Candidates, Decided, num_to_admit
-from asyncflow.control.ledger.messages import Consumed, StepTotals, Update
+from asyncflow.control.ledger.messages import Consumed, StepTotals, TrainedGroup, Update
 from asyncflow.control.ledger.plan import TaskPlan, UpdatePlan
-from asyncflow.control.ledger.service import LedgerService
+from asyncflow.control.ledger.service import LedgerService, RoundGroup
 from asyncflow.control.ledger.steps import Ledger
 
 __all__ = [
@@ -13,8 +13,10 @@ __all__ = [
     "Decided",
     "Ledger",
     "LedgerService",
+    "RoundGroup",
     "StepTotals",
     "TaskPlan",
+    "TrainedGroup",
     "Update",
     "UpdatePlan",
     "num_to_admit",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncflow.telemetry.metrics import GroupFigures
+
 
 class Consumed(msgspec.Struct, frozen=True):
     """Group whose gradient has been added: its rows, and its share of the normaliser."""
@@ -12,6 +14,13 @@ class Consumed(msgspec.Struct, frozen=True):
     empty_rows: list[int]  # those of them without a token to train on: the mean over responses is not over these
     loss_tokens: int
     is_finite: bool
+
+
+class TrainedGroup(msgspec.Struct, frozen=True):
+    """Group whose gradient has been added, and its figures, which are passed on for metrics."""
+
+    consumed: Consumed
+    figures: GroupFigures
 
 
 class Update(msgspec.Struct, frozen=True):

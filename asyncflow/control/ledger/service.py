@@ -1,7 +1,7 @@
 """The ledger for loops in any process: it adds waiting to `Ledger`, and decides nothing by itself.
 
-consumes: what is opened, done, judged, offered, consumed, failed and committed
-waits for: the schedule's word, a round, the end of evaluations
+consumes: what is opened, done, decided, offered, trained, failed and committed
+waits for: the schedule's permission, a round, the end of evaluations
 is unblocked by: whatever changes the ledger or what schedules look at
 """
 
@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from asyncflow.control.ledger.candidates import Candidates, Decided
-from asyncflow.control.ledger.messages import Consumed, StepTotals, Update
+from asyncflow.control.ledger.messages import Consumed, StepTotals, TrainedGroup, Update
 from asyncflow.control.ledger.steps import Ledger
 from asyncflow.control.schedule import Progress, Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.telemetry.metrics import GroupFigures
+from asyncflow.transfer_queue.controller import Handed
 from asyncflow.transfer_queue.leases import DeadRow
 from asyncflow.transport import remote
 from asyncflow.types import GroupMeta
+
+
+class RoundGroup(msgspec.Struct, frozen=True):
+    """Group that a rank trains in a round. `handed`: its lease, and its columns where they are at hand; None: the rank has it."""
+
+    group: int
+    handed: Handed | None
 
 
 class LedgerService:
@@ -42,6 +52,7 @@ class LedgerService:
         self._may_train: dict[int, bool] = {}
         self._has_sums: dict[tuple[str, int], bool] = {}  # by task and step: whether its ranks get the sums of a statistic
         self._is_final: dict[int, bool] = {}  # by step: whether its updates are made, all of them, or none
+        self._handed: dict[tuple[str, int], Handed] = {}  # by task and group: those that no rank has been given yet
 
     @remote
     async def open(self, metas: list[GroupMeta]) -> None:
@@ -100,8 +111,7 @@ class LedgerService:
             self._may_train = {step - 1: True, step: answer}
         return self._may_train[step]
 
-    @remote
-    async def claim(self, step: int, group: int) -> bool:
+    def claim(self, step: int, group: int) -> bool:
         """Have a group trained in an earlier step (`Ledger.claim`). The group that it displaces gets a narrower interval:
         versions that would be too old for its new step may not generate it any more. True: the group is trained in `step`."""
         later, displaced = self.ledger.step_of(group), self.ledger.claim(step, group)
@@ -110,76 +120,83 @@ class LedgerService:
         self.changed()
         return displaced is not None
 
-    @remote
-    async def may_take(self, step: int, rank: int, ahead: int, task: str = "train") -> None:
-        """Wait until a rank may have one more group of the step (see `Book.may_take`), or none is left to take."""
+    async def may_take(self, step: int, task: str) -> None:
+        """Wait until those who train can use one more group of the step. See `StepState.may_take`."""
+        await self._signal.until(lambda: self.ledger.is_open(step) and self.ledger.step_state(step).may_take(task))
 
-        def may_it() -> bool:
-            if not self.ledger.is_open(step):
-                return True
-            step_state = self.ledger.step_state(step)
-            return step_state.is_taken(task) or step_state.may_take(rank, ahead, task)
+    def offer(self, step: int, task: str, handed: Handed, tokens: int) -> None:
+        """A complete group of the step is leased, of so many tokens, for those who train. Nothing, if it was delivered again."""
+        group = handed.lease.groups[0].group
+        if self.ledger.is_open(step) and self.ledger.step_state(step).offer(group, tokens, task):
+            self._handed[task, group] = handed
+            self.changed()
 
-        await self._until(may_it)
-
-    @remote
-    async def offer(
-        self, step: int, rank: int, group: int, tokens: int, statistics: list[float] | None = None, task: str = "train"
-    ) -> bool:
-        """A rank has a complete group of the step, of so many tokens, ready to train. False: another one trains it.
-
-        `statistics`: what of the group goes into a statistic of the step.
-        """
-        is_taken = self.ledger.is_open(step) and self.ledger.step_state(step).offer(rank, group, tokens, statistics or [], task)
-        self.changed()
-        return is_taken
+    async def closed(self, step: int, task: str) -> bool:
+        """Wait until the task has committed the step. False: the run is stopping before the step's first update is made."""
+        await self._signal.until(
+            lambda: self.ledger.committed_by(task) > step or (self.is_stopping and not self._is_final.get(step))
+        )
+        return self.ledger.committed_by(task) > step
 
     @remote
-    async def statistics(self, step: int, task: str) -> list[float] | None:
-        """Wait until every group of the step has been offered, and return the sums of their statistics. None: the run stops.
+    async def next_read(self, step: int, rank: int, number: int, task: str) -> Handed | None:
+        """Wait for a rank's group of this number, of all that it will train: where training needs a statistic of the step, all of
+        it is read first. None: the rank has no more, or the run is stopping."""
+        if not self.ledger.is_open(step):
+            return None
+        state = self.ledger.step_state(step)
+        state.read.add(task)
+        self._signal.notify()
+        await self._until(lambda: number < len(state.taken_by(rank, task)) or state.is_taken(task))
+        taken = state.taken_by(rank, task)
+        return self._handed.pop((task, taken[number])) if number < len(taken) else None
+
+    @remote
+    async def statistics(self, step: int, task: str, found: dict[int, list[float]]) -> list[float] | None:
+        """A rank has found these statistics in its groups. Wait for those of all groups of the step, and return their sums. None:
+        the run stops.
 
         Ranks step together, so what one of them was told all are: one that asks when the run is stopping gets the sums if another
-        has got them, and none if another was given none, though the last group may have been offered since.
+        has got them.
         """
-        key = task, step
-        is_there = await self._until(
-            lambda: key in self._has_sums or step in self._is_final or self.ledger.step_state(step).is_taken(task)
-        )
+        key, state = (task, step), self.ledger.step_state(step)
+        state.statistics.setdefault(task, {}).update(found)
+        self._signal.notify()
+        is_there = await self._until(lambda: key in self._has_sums or step in self._is_final or state.has_statistics(task))
         if key not in self._has_sums:
             before = {(of, s): had for (of, s), had in self._has_sums.items() if s >= step - 1}
             self._has_sums = before | {key: is_there or self._is_final.get(step, False)}
-        return self.ledger.step_state(step).sums(task) if self._has_sums[key] else None
+        return state.sums(task) if self._has_sums[key] else None
 
     @remote
-    async def round_of_rank(self, step: int, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
-        """Wait until a rank's groups of the update's round of this number are known. None: the update has no more rounds.
+    async def next_round(
+        self, step: int, rank: int, number: int, trained: list[TrainedGroup], task: str = "train", update: int = 0
+    ) -> list[RoundGroup] | None:
+        """Count the groups that a rank has trained, and wait for its groups of the update's round of this number. None: the update
+        has no more rounds.
 
-        Ranks step together: a round that one of them was given is given to all, also when the run is stopping.
+        It is the only message of a round. A rank that has trained a round asks for the one after the next, so it has the next one
+        already. Ranks step together: a round that one of them was given is given to all, also when the run is stopping.
         """
-
-        def known() -> bool:
-            return (
-                not self.ledger.is_open(step) or self.ledger.step_state(step).round_of_rank(rank, number, task, update) is not None
-            )
+        for each in trained:
+            self.ledger.step_state(step).consume(each.consumed, task, update)
+            self.on_consumed(task, step, update, each.consumed, each.figures)
+        if not self.ledger.is_open(step):
+            return None
+        state = self.ledger.step_state(step)
+        state.updates[task][update].ask(rank, number)
+        self.changed()
 
         def is_known() -> bool:
-            if known():
+            if state.round_of_rank(rank, number, task, update) is not None or (self.is_stopping and not self._is_final.get(step)):
                 return True
-            is_stopping = self.is_stopping and not self._is_final.get(step)
-            if not is_stopping:
-                self.ledger.step_state(step).ask_round(rank, number, task, update)
-            return is_stopping or self.ledger.is_consumed(step, task, update) or known()
+            state.give_out(task, update)
+            return state.round_of_rank(rank, number, task, update) is not None or state.is_given_out(task, update)
 
         await self._signal.until(is_known)
-        self._signal.notify()  # the others, whose turn it is, too
-        return self.ledger.step_state(step).round_of_rank(rank, number, task, update) if self.ledger.is_open(step) else None
-
-    @remote
-    async def consume(self, step: int, group: Consumed, figures: GroupFigures, task: str = "train", update: int = 0) -> None:
-        """Count a group whose gradient was added. The figures are passed on, for metrics."""
-        self.ledger.step_state(step).consume(group, task, update)
-        self.on_consumed(task, step, update, group, figures)
-        self.changed()
+        self._signal.notify()  # the other ranks, whose round it is, too
+        groups = state.round_of_rank(rank, number, task, update)
+        return None if groups is None else [RoundGroup(group, self._handed.pop((task, group), None)) for group in groups]
 
     @remote
     async def consume_evaluation(self, version: int, rows: list[int]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Final
 
 from asyncflow.control.ledger.candidates import Candidates
 from asyncflow.control.ledger.messages import Consumed, StepTotals
 from asyncflow.control.ledger.update_progress import UpdateProgress
+
+_CHOICE: Final = 2
+"""Number of rounds whose groups are taken beyond those that were asked for, where there are several ranks: so the groups of a round
+can be of about one length."""
 
 
 @dataclass(slots=True)
@@ -19,8 +23,9 @@ class StepState:
 
     `updates`: by task that trains, its updates in order: in each epoch `mini_batches` of them. `groups_per_round`: groups that a
     rank trains in a round, at most. `todo`: rows that each task before training has yet to do. `candidates`: groups that members
-    are chosen from, if they are. `part`: the mini-batch of each member. `statistics`: figures of the groups that were offered, by
-    task and group. `taken`: groups that each rank has offered, by task.
+    are chosen from, if they are. `part`: the mini-batch of each member. `taken`: by task, the groups that each rank has, in order.
+    `read`: tasks whose ranks read all of the step before they train any of it. `statistics`: what they have found in it, by task
+    and group.
     """
 
     step: int
@@ -32,8 +37,9 @@ class StepState:
     candidates: Candidates | None = None
     part: dict[int, int] = field(default_factory=dict)
     last_version: int = 0  # no later one may generate its rows
+    taken: dict[str, list[list[int]]] = field(default_factory=dict)
+    read: set[str] = field(default_factory=set)
     statistics: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    taken: dict[str, Counter[int]] = field(default_factory=dict)
     dead: int = 0
 
     @property
@@ -96,42 +102,61 @@ class StepState:
 
     # -- who trains it ----------------------------------------------------------------------------------------------------
 
-    def offer(self, rank: int, group: int, tokens: int, statistics: Sequence[float] = (), task: str = "train") -> bool:
-        """This rank has a complete group of the step ready to train. False: another had it first, whose lease has expired since."""
+    def offer(self, group: int, tokens: int, task: str = "train") -> bool:
+        """A complete group of the step, of so many tokens, is there to be trained, by the rank that has fewest of them. False: it
+        was there before, and has been delivered again."""
         if group not in self.part:
             return False
         mine = self._updates(task, group)
         if group not in mine[0].members or group in mine[0].order:
             return False
+        taken = self.taken.setdefault(task, [[] for _ in mine[0].offered])
+        rank = min(range(len(taken)), key=lambda rank: len(taken[rank]))
+        taken[rank].append(group)
         for one in mine:
             one.offer(rank, group, tokens)
-        self.statistics.setdefault(task, {})[group] = list(statistics)
-        self.taken.setdefault(task, Counter())[rank] += 1
         return True
 
-    def may_take(self, rank: int, ahead: int, task: str = "train") -> bool:
-        """Whether a rank may have one more group of the step: its part is not full, nor has it so many more than any other. Who
-        keeps what it takes would have most of the step if it were there first, and the others would wait for it in every round."""
-        ranks, taken = range(len(self.updates[task][0].offered)), self.taken.get(task, Counter[int]())
-        return taken[rank] * len(ranks) < len(self.part) and taken[rank] < min(taken[each] for each in ranks) + ahead
+    def may_take(self, task: str = "train") -> bool:
+        """Whether the ranks can use one more group. They can use as many as they have asked for; all of the step, if they read it
+        first, or make several updates of it, the first of which waits for the last group."""
+        first, *others = self.updates[task]
+        if self.is_taken(task) or not (task in self.read or any(first.asked)):
+            return False
+        num_ranks = len(first.offered)
+        spare = num_ranks * self.groups_per_round * _CHOICE if num_ranks > 1 else 0
+        return task in self.read or bool(others) or first.num_lacking(self.groups_per_round) + spare > 0
+
+    def taken_by(self, rank: int, task: str = "train") -> list[int]:
+        """The groups that a rank has, in the order in which they came."""
+        return self.taken[task][rank] if task in self.taken else []
 
     def is_taken(self, task: str = "train") -> bool:
         """Whether every group that is left of the step is in the hands of those who train it, or has been."""
         return not self.num_left and all(one.members.keys() <= one.order.keys() for one in self.updates[task])
 
+    def has_statistics(self, task: str) -> bool:
+        """Whether there are those of every group that is left of the step."""
+        members = chain(*(one.members for one in self.updates[task]))
+        return not self.num_left and self.statistics.get(task, {}).keys() >= set(members)
+
     def sums(self, task: str = "train") -> list[float]:
-        """Over the groups of the step, of the statistics that they were offered with: exact, but for one rounding."""
+        """Sums of the statistics over the groups of the step: exact, but for one rounding."""
         of_groups = self.statistics.get(task, {})
         return [math.fsum(each) for each in zip(*of_groups.values(), strict=True)]
 
-    def ask_round(self, rank: int, number: int, task: str = "train", update: int = 0) -> None:
-        """This rank would take its part of the update's round of this number. When all would, and it is full, it is given out."""
-        self.updates[task][update].ask_round(rank, number, most=self.groups_per_round, is_all=not self.num_left)
-
     def round_of_rank(self, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
-        """The groups that this rank trains in a round, none perhaps. None: it has not been given out."""
+        """The groups that this rank trains in the update's round of this number, none perhaps. None: it has not been given out."""
         rounds = self.updates[task][update].rounds
         return rounds[number][rank] if number < len(rounds) else None
+
+    def give_out(self, task: str = "train", update: int = 0) -> None:
+        """Give out the rounds of the update that every rank has asked for and that are full."""
+        self.updates[task][update].give_out(self.groups_per_round, is_all=not self.num_left)
+
+    def is_given_out(self, task: str = "train", update: int = 0) -> bool:
+        """Whether the update has no more rounds than were given out."""
+        return not self.num_left and self.updates[task][update].is_given_out
 
     def consume(self, group: Consumed, task: str = "train", update: int = 0) -> None:
         """Training has added these rows' gradients. A row that is no open member of the step is a `ValueError`."""

@@ -39,11 +39,23 @@ class UpdateProgress:
         """This rank has a group of so many tokens ready to train."""
         self.offered[rank][group], self.order[group] = tokens, len(self.order)
 
-    def ask_round(self, rank: int, number: int, *, most: int, is_all: bool) -> None:
-        """This rank would take its part, up to `most` groups, of the round of this number. When all would, and it is full, it is
-        given out. `is_all`: no more groups become members."""
-        self.asked[rank] = number + 1
-        if min(self.asked) == len(self.rounds) + 1 and self._is_round_full(most, is_all=is_all):
+    def ask(self, rank: int, number: int) -> None:
+        """This rank would take its part of the rounds up to this number."""
+        self.asked[rank] = max(self.asked[rank], number + 1)
+
+    def num_lacking(self, most: int) -> int:
+        """Number of groups that the rounds which ranks have asked for lack, where each rank takes up to `most` in a round."""
+        wanted = len(self.offered) * most * (max(self.asked) - len(self.rounds))
+        return wanted - sum(len(groups) for groups in self.offered)
+
+    @property
+    def is_given_out(self) -> bool:
+        """Whether all members are in rounds that were given out."""
+        return self.members.keys() <= self.given
+
+    def give_out(self, most: int, *, is_all: bool) -> None:
+        """Give out the rounds that every rank has asked for and that are full. `is_all`: no more groups become members."""
+        while min(self.asked) > len(self.rounds) and self._is_round_full(most, is_all=is_all):
             self.rounds.append([self._alike(offered, most) for offered in self.offered])
             for offered, given in zip(self.offered, self.rounds[-1], strict=True):
                 self.given.update(given)

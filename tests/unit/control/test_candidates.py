@@ -146,7 +146,7 @@ def test_nothing_of_a_step_closes_before_its_members_are_known() -> None:
     ledger = choosing()
     assert decide(ledger, g0=True)[0][1].members == {0: 0}
     assert ledger.is_member(0) and not ledger.is_member(1)
-    assert ledger.step_state(0).offer(0, 0, 9) and not ledger.step_state(0).offer(0, 1, 9)
+    assert ledger.step_state(0).offer(0, 9) and not ledger.step_state(0).offer(1, 9)
     assert not ledger.step_state(0).is_taken()
     ledger.step_state(0).consume(consumed(*rows_of(0)))
     assert not ledger.is_consumed(0)
@@ -157,7 +157,7 @@ def test_nothing_of_a_step_closes_before_its_members_are_known() -> None:
     ]
     assert decide(ledger, g1=False, g2=True)[0][1].is_settled
     assert ledger.is_settled(0) and not ledger.step_state(0).is_taken()
-    assert ledger.step_state(0).offer(0, 2, 9) and ledger.step_state(0).is_taken()
+    assert ledger.step_state(0).offer(2, 9) and ledger.step_state(0).is_taken()
     ledger.step_state(0).consume(consumed(*rows_of(2), tokens=7))
     assert ledger.is_consumed(0)
     assert ledger.commit(0) == [StepTotals(0, tokens=12, sequences=4, dead=0, non_finite_rows=[])]
@@ -240,22 +240,25 @@ def test_mini_batches_are_neighbours_among_the_members() -> None:
         assert ledger.is_consumed(0, update=update)
 
 
-def test_a_turn_is_not_cut_short_while_more_members_may_come() -> None:
+def test_a_round_is_not_cut_short_while_more_members_may_come() -> None:
     ledger = choosing(3, 3, num_ranks=2)
-    decide(ledger, g0=True)
-    ledger.step_state(0).offer(0, 0, 9)
+    state = ledger.step_state(0)
+
+    def given() -> list[list[int] | None]:
+        state.give_out()
+        return [state.round_of_rank(rank, 1) for rank in range(2)]
+
     for rank in range(2):
-        ledger.step_state(0).ask_round(rank, 0)
-    assert ledger.step_state(0).round_of_rank(0, 0) is None
-    decide(ledger, g1=True, g2=False)
+        state.updates["train"][0].ask(rank, 1)
+    decide(ledger, g0=True, g1=True, g2=False)
+    for group in range(2):
+        state.offer(group, 9)
+    assert given() == [None, None] and [state.round_of_rank(rank, 0) for rank in range(2)] == [[0], [1]]
     ledger.add_candidates([meta(3)])
-    ledger.step_state(0).offer(0, 1, 9)
-    ledger.step_state(0).ask_round(1, 0)
-    assert ledger.step_state(0).round_of_rank(0, 0) is None  # one more is to be found
+    assert given() == [None, None] and not state.is_given_out()  # one more is to be found
     decide(ledger, g3=True)
-    ledger.step_state(0).offer(0, 3, 9)
-    ledger.step_state(0).ask_round(1, 0)
-    assert [ledger.step_state(0).round_of_rank(rank, 0) for rank in range(2)] == [[0], []]
+    state.offer(3, 9)
+    assert given() == [[3], []] and state.is_given_out()
 
 
 def test_an_evaluation_has_no_candidates() -> None:

@@ -13,13 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncflow.control import SCHEDULES
-from asyncflow.control.ledger import Consumed, Ledger, LedgerService, StepTotals, TaskPlan, Update, UpdatePlan
+from asyncflow.control.ledger import (
+    Consumed,
+    Ledger,
+    LedgerService,
+    RoundGroup,
+    StepTotals,
+    TaskPlan,
+    TrainedGroup,
+    Update,
+    UpdatePlan,
+)
 from asyncflow.control.ledger.plan import ONE_MODEL
 from asyncflow.control.modes import Periodic, Synchronous
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal
 from asyncflow.registry import build
-from asyncflow.transfer_queue.leases import DeadRow
+from asyncflow.transfer_queue.controller import Handed
+from asyncflow.transfer_queue.leases import DeadRow, Lease, Token
 from asyncflow.types import GroupMeta, Interval
 from tests.builders import meta
 from tests.depth import few
@@ -368,9 +379,26 @@ class Service:
         self.service = LedgerService(
             self.ledger, schedule or Periodic(), books, Signal(), lambda *step: self.told.append(("end", *step))
         )
+        self.told_of: list[asyncio.Task[Any]] = []
         self.service.on_opened = lambda step: self.told.append(("opened", step))
         self.service.on_consumed = lambda task, step, update, group, figures: self.told.append(("consumed", step, group.rows))
         self.service.on_committed = lambda task, totals, updates: self.told.append(("committed", totals[0].step, *updates))
+
+    async def consume(self, step: int, group: Consumed, task: str = "train", update: int = 0) -> None:
+        """A rank has trained a group, and asks for the update's first round, for which it does not wait."""
+        trained = [TrainedGroup(group, NO_FIGURES)]
+        self.told_of.append(asyncio.create_task(self.service.next_round(step, 0, 0, trained, task, update)))
+        await settled(self.told_of[-1])
+
+    def offer(self, group: int, tokens: int = 9, task: str = "train") -> None:
+        """A complete group of step 0 has been leased."""
+        lease = Lease(Token(task, "", group), [meta(group)], [rows_of(group)], [[0, 0]], [0])
+        self.service.offer(0, task, Handed(lease, None), tokens)
+
+    async def round_of(self, rank: int, number: int, task: str = "train", update: int = 0) -> list[int] | None:
+        """A rank's groups of a round of step 0."""
+        groups = await self.service.next_round(0, rank, number, [], task, update)
+        return None if groups is None else [each.group for each in groups]
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
@@ -383,7 +411,7 @@ async def test_the_books_are_told_in_order() -> None:
     books = Service()
     await books.service.open([meta(0), meta(9, topic="eval")])
     books.service.done("rollout", [0, 1, 36, 37])
-    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
+    await books.consume(0, consumed(0, 1))
     books.service.changed()
     assert await books.service.totals(0) == StepTotals(0, 5, 2, 0, [])
     await books.service.commit(0, [UPDATE])
@@ -402,99 +430,109 @@ async def test_a_step_waits_for_evaluations_whose_weights_its_own_would_displace
     books = Service()
     await books.service.open([meta(0), meta(9, topic="eval")])
     books.service.done("rollout", [0, 1, 36])
-    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
+    await books.consume(0, consumed(0, 1))
     waiting = asyncio.create_task(books.service.totals(0))
     assert not await settled(waiting)
     books.service.done("rollout", [37])
     assert await waiting == StepTotals(0, 5, 2, 0, [])
 
 
-async def test_turns_are_given_out_when_every_rank_has_a_group_or_nothing_is_left_to_wait_for() -> None:
+async def test_rounds_are_given_out_when_every_rank_has_a_group_or_nothing_is_left_to_wait_for() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(group) for group in range(3)])
-    first = [asyncio.create_task(books.service.round_of_rank(0, rank, 0)) for rank in range(2)]
-    await books.service.offer(0, 0, 0, 9)
-    await books.service.offer(0, 0, 1, 9)
+    first = [asyncio.create_task(books.round_of(rank, 0)) for rank in range(2)]
+    books.offer(0)
     assert not await settled(first[0]) and not await settled(first[1])
-    await books.service.offer(0, 1, 2, 9)
-    assert [await current for current in first] == [[0], [2]]
-    second = asyncio.create_task(books.service.round_of_rank(0, 0, 1))
-    assert not await settled(second)  # group 1 is all that is left, but rank 1 is not there yet
-    assert await asyncio.wait_for(books.service.round_of_rank(0, 1, 1), 1) == []
-    assert await second == [1]
-    third = [asyncio.create_task(books.service.round_of_rank(0, rank, 2)) for rank in range(2)]
-    for group in range(3):
-        assert not await settled(third[0])
-        await books.service.consume(0, consumed(group << BITS, (group << BITS) + 1), NO_FIGURES)
-    assert [await asyncio.wait_for(current, 1) for current in third] == [None, None]
+    books.offer(1)
+    assert [await current for current in first] == [[0], [1]]
+    second = asyncio.create_task(books.round_of(0, 1))
+    books.offer(2)
+    assert not await settled(second)  # group 2 is all that is left, but rank 1 is not there yet
+    assert await asyncio.wait_for(books.round_of(1, 1), 1) == []
+    assert await second == [2]
+    assert [await asyncio.wait_for(books.round_of(rank, 2), 1) for rank in range(2)] == [None, None]
+
+
+async def test_a_rank_may_ask_for_the_round_after_the_next_and_is_handed_each_group_once() -> None:
+    books = Service()
+    await books.service.open([meta(group) for group in range(2)])
+    asked = [asyncio.create_task(books.service.next_round(0, 0, number, [])) for number in range(3)]
+    for group, task in enumerate(asked[:2]):
+        assert not await settled(task)
+        books.offer(group)
+        (given,) = await task or ()
+        assert given.group == group and given.handed is not None and given.handed.lease.groups == [meta(group)]
+        assert await books.service.next_round(0, 0, group, []) == [RoundGroup(group, None)]
+    assert await asked[2] is None and not books.ledger.is_consumed(0)
+    assert books.told == [("opened", 0)]
 
 
 async def test_a_group_that_is_given_up_is_not_waited_for() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0), meta(1)])
-    rounds = [asyncio.create_task(books.service.round_of_rank(0, rank, 0)) for rank in range(2)]
-    await books.service.offer(0, 1, 0, 9)
+    rounds = [asyncio.create_task(books.round_of(rank, 0)) for rank in range(2)]
+    books.offer(0)
     assert not await settled(rounds[0])
     books.service.fail(dead(4, 5))
-    assert [await asyncio.wait_for(current, 1) for current in rounds] == [[], [0]]
+    assert [await asyncio.wait_for(current, 1) for current in rounds] == [[0], []]
 
 
 async def test_a_pipeline_takes_several_groups_at_a_time() -> None:
     books = Service(groups_per_round=2)
     await books.service.open([meta(group) for group in range(3)])
-    current = asyncio.create_task(books.service.round_of_rank(0, 0, 0))
-    await books.service.offer(0, 0, 1, 9)
+    current = asyncio.create_task(books.round_of(0, 0))
+    books.offer(1)
     assert not await settled(current)
-    await books.service.offer(0, 0, 2, 9)
+    books.offer(2)
     assert await current == [1, 2]
-    await books.service.offer(0, 0, 0, 9)
-    assert await books.service.round_of_rank(0, 0, 1) == [0]
+    books.offer(0)
+    assert await books.round_of(0, 1) == [0]
 
 
 async def test_what_one_rank_was_told_all_are_also_when_the_run_stops() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0)])
-    await books.service.offer(0, 0, 0, 9)
-    first = asyncio.create_task(books.service.round_of_rank(0, 0, 0))
+    books.offer(0)
+    first = asyncio.create_task(books.round_of(0, 0))
     assert not await settled(first)
-    assert await books.service.round_of_rank(0, 1, 0) == []
+    assert await books.round_of(1, 0) == []
     books.service.stop()
     assert await first == [0]
-    assert await books.service.round_of_rank(0, 0, 1) is None
+    assert await books.round_of(0, 1) is None
     books.service.done("rollout", [0, 1])
-    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
+    await books.consume(0, consumed(0, 1))
     assert await books.service.totals(0) is None and await books.service.totals(0) is None
 
     books = Service(num_ranks=2)
     await books.service.open([meta(0)])
     books.service.done("rollout", [0, 1])
-    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
+    await books.consume(0, consumed(0, 1))
     told = await books.service.totals(0)
     books.service.stop()
     assert told is not None and await books.service.totals(0) == told
 
 
-async def test_the_groups_of_a_turn_are_of_about_one_length() -> None:
+async def test_the_groups_of_a_round_are_of_about_one_length() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(group) for group in range(6)])
-    for group, rank, tokens in ((0, 0, 100), (1, 0, 10), (2, 0, 11), (3, 1, 12), (4, 1, 9), (5, 1, 99)):
-        await books.service.offer(0, rank, group, tokens)
+    for group, tokens in enumerate((100, 12, 10, 9, 11, 99)):  # of either rank in turn
+        books.offer(group, tokens)
     rounds = []
     for number in range(3):
-        rounds.append(await asyncio.gather(*(books.service.round_of_rank(0, rank, number) for rank in range(2))))
-    assert rounds == [[[0], [5]], [[1], [4]], [[2], [3]]]
+        rounds.append(await asyncio.gather(*(books.round_of(rank, number) for rank in range(2))))
+    assert rounds == [[[0], [5]], [[4], [1]], [[2], [3]]]
 
 
-async def test_a_group_is_trained_by_the_rank_that_offered_it_first() -> None:
+async def test_a_group_that_is_delivered_again_is_not_trained_again() -> None:
     books = Service(num_ranks=2)
     await books.service.open([meta(0), meta(1)])
-    assert await books.service.offer(0, 0, 0, 9) is True
-    for rank in range(2):
-        assert await books.service.offer(0, rank, 0, 9) is False
-    assert await books.service.offer(0, 1, 7, 9) is False  # nobody knows it
-    await books.service.consume(0, consumed(4, 5), NO_FIGURES)
-    assert await books.service.offer(0, 1, 1, 9) is False  # it is in the sum already
-    assert await books.service.offer(3, 1, 1, 9) is False  # its step is over
+    state = books.ledger.step_state(0)
+    assert state.offer(0, 9) is True and state.offer(0, 9) is False
+    assert state.offer(7, 9) is False  # nobody knows it
+    await books.consume(0, consumed(4, 5))
+    assert state.offer(1, 9) is False  # it is in the sum already
+    books.service.offer(3, "train", Handed(Lease(Token("train", "", 1), [meta(1)], [[4, 5]], [[1, 1]], [0]), None), 9)  # too late
+    assert books.service._handed == {}
 
 
 async def test_whether_a_step_is_trained_is_told_to_all_ranks_alike() -> None:
@@ -530,7 +568,7 @@ async def test_prompts_are_admitted_up_to_the_limit_and_as_far_ahead_as_the_sche
     ahead = asyncio.create_task(books.service.may_admit(2))
     assert not await settled(ahead)
     await books.service.open([meta(0)])
-    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
+    await books.consume(0, consumed(0, 1))
     assert not await settled(ahead)
     await books.service.commit(0, [UPDATE])
     assert await ahead is True
@@ -548,7 +586,7 @@ async def test_a_run_that_is_driven_by_hand_generates_ahead_as_far_as_its_stalen
         await books.service.open([meta(1, step=1)])
         assert await books.service.may_start("train", 0) is True
         assert not books.service.is_held
-        await books.service.consume(0, consumed(0, 1), NO_FIGURES)
+        await books.consume(0, consumed(0, 1))
         await books.service.commit(0, [UPDATE])
         assert books.service.is_held
         held = asyncio.create_task(books.service.may_start("train", 1))
@@ -566,9 +604,9 @@ async def test_a_group_that_changes_its_step_is_made_by_no_version_too_old_for_i
     await books.service.open([meta(0), meta(1)])
     await books.service.open([meta(2, step=1), meta(3, step=1)])
     books.ledger.begun([0], 0)
-    assert await books.service.claim(0, 1) and told == []  # its own step's
-    assert await books.service.claim(0, 2) and told == [(0, 0)]  # step 1 takes what version 0 has made
-    assert not await books.service.claim(0, 3) and told == [(0, 0)]
+    assert books.service.claim(0, 1) and told == []  # its own step's
+    assert books.service.claim(0, 2) and told == [(0, 0)]  # step 1 takes what version 0 has made
+    assert not books.service.claim(0, 3) and told == [(0, 0)]
 
 
 async def test_training_starts_when_the_schedule_lets_it() -> None:
@@ -588,7 +626,7 @@ async def test_a_task_may_work_on_a_group_whose_step_is_over() -> None:
     """Where membership is first_come, a later step may have taken it."""
     books = Service()
     await books.service.open([meta(0)])
-    await books.service.consume(0, consumed(0, 1), NO_FIGURES)
+    await books.consume(0, consumed(0, 1))
     await books.service.commit(0, [UPDATE])
     assert await asyncio.wait_for(books.service.may_start("reward", 0), 1) is True
     ahead = asyncio.create_task(books.service.may_start("reward", 1))
@@ -704,16 +742,16 @@ async def test_an_update_takes_turns_of_its_own_mini_batch_and_later_epochs_take
     books = Service(epochs=2, mini_batches=2)
     await books.service.open([meta(group) for group in range(2)])
     books.service.done("rollout", rows_of(0, 1))
-    assert await books.service.offer(0, 0, 1, 9)
-    early = asyncio.create_task(books.service.round_of_rank(0, 0, 0))
+    books.offer(1)
+    early = asyncio.create_task(books.round_of(0, 0))
     assert not await settled(early)  # group 1 is of the second mini-batch
-    assert await books.service.offer(0, 0, 0, 9)
+    books.offer(0)
     assert await early == [0]
     for update, group in enumerate((0, 1, 0, 1)):
         if update:
-            assert await books.service.round_of_rank(0, 0, 0, "train", update) == [group]
-        await books.service.consume(0, consumed(*rows_of(group)), NO_FIGURES, "train", update)
-        assert await books.service.round_of_rank(0, 0, 1, "train", update) is None
+            assert await books.round_of(0, 0, "train", update) == [group]
+        await books.consume(0, consumed(*rows_of(group)), "train", update)
+        assert await books.round_of(0, 1, "train", update) is None
         assert await books.service.totals(0, "train", update) is not None
     assert books.ledger.is_consumed(0, "train", 3)
 
@@ -724,23 +762,23 @@ async def test_a_step_is_not_updated_before_all_of_it_is_there() -> None:
         books = Service(mini_batches=2)
         await books.service.open([meta(0), meta(1)])
         books.service.done("rollout", rows_of(0, 1))
-        await books.service.offer(0, 0, 0, 9)
-        await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES)
+        books.offer(0)
+        await books.consume(0, consumed(*rows_of(0)))
         first = asyncio.create_task(books.service.totals(0))
         assert not await settled(first)
         if is_stopped:
             books.service.stop()
             assert await first is None
-            assert await books.service.round_of_rank(0, 0, 0, "train", 1) is None
+            assert await books.round_of(0, 0, "train", 1) is None
             continue
-        await books.service.offer(0, 0, 1, 9)
+        books.offer(1)
         assert not books.service.is_finishing
         assert await first is not None
         books.service.stop()  # too late: the step is made to its end
         finished = asyncio.create_task(books.service.finished())
         assert books.service.is_finishing and not await settled(finished)
-        assert await books.service.round_of_rank(0, 0, 0, "train", 1) == [1]
-        await books.service.consume(0, consumed(*rows_of(1)), NO_FIGURES, "train", 1)
+        assert await books.round_of(0, 0, "train", 1) == [1]
+        await books.consume(0, consumed(*rows_of(1)), "train", 1)
         assert await books.service.totals(0, "train", 1) is not None
         await books.service.commit(0, [UPDATE, UPDATE])
         await asyncio.wait_for(finished, 1)
@@ -751,19 +789,19 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
     books = Service(tasks=TWO_MODELS)
     await books.service.open([meta(0), meta(1, step=1)])
     books.service.done("rollout", rows_of(0, 1))
-    await books.service.offer(0, 0, 0, 9)
-    await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES)
+    books.offer(0)
+    await books.consume(0, consumed(*rows_of(0)))
     policy = asyncio.create_task(books.service.totals(0))
     assert not await settled(policy)  # the critic has not got it
-    await books.service.offer(0, 0, 0, 9, [], "critic")
+    books.offer(0, task="critic")
     assert await policy is not None
     await books.service.commit(0, [UPDATE])
     released = asyncio.create_task(books.service.released(0))
     assert not await settled(released)
     books.service.stop()
     assert await books.service.totals(1) is None  # the policy's next step is not made, but the critic ends this one
-    assert await books.service.round_of_rank(0, 0, 0, "critic", 0) == [0]
-    await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES, "critic", 0)
+    assert await books.round_of(0, 0, "critic", 0) == [0]
+    await books.consume(0, consumed(*rows_of(0)), "critic", 0)
     assert await books.service.totals(0, "critic", 0) is not None and books.service.is_finishing
     await books.service.commit(0, [UPDATE], "critic")
     await asyncio.wait_for(released, 1)
@@ -775,20 +813,38 @@ async def test_of_two_models_both_are_updated_or_none() -> None:
 async def test_a_statistic_of_the_step_is_of_all_its_groups_and_knows_no_order() -> None:
     numbers = [[0.1, 1e16], [0.2, 1.0], [0.3, -1e16]]
     for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        books = Service()
+        books = Service(num_ranks=3)
         await books.service.open([meta(group) for group in range(4)])
-        asked = asyncio.create_task(books.service.statistics(0, "train"))
+        asked = []
         for group in order:
-            assert not await settled(asked)
-            await books.service.offer(0, 0, group, 9, numbers[group])
-        assert not await settled(asked)
+            asked.append(asyncio.create_task(books.service.statistics(0, "train", {group: numbers[group]})))
+            assert not await settled(asked[0])
         books.service.fail(dead(*rows_of(3)))
-        assert await asked == [math.fsum([0.1, 0.2, 0.3]), 1.0]
+        assert await asyncio.gather(*asked) == [[math.fsum([0.1, 0.2, 0.3]), 1.0]] * 3
     books = Service()
     await books.service.open([meta(0)])
-    asked = asyncio.create_task(books.service.statistics(0, "train"))
+    waiting = asyncio.create_task(books.service.statistics(0, "train", {}))
     books.service.stop()
-    assert await asked is None
+    assert await waiting is None
+
+
+async def test_what_is_read_before_it_is_trained_is_dealt_out_to_the_ranks_as_it_comes() -> None:
+    books = Service(num_ranks=2)
+    await books.service.open([meta(group) for group in range(3)])
+    assert not books.ledger.step_state(0).may_take()
+    first = asyncio.create_task(books.service.next_read(0, 0, 0, "train"))
+    assert not await settled(first) and books.ledger.step_state(0).may_take()  # all of the step
+    for group in (2, 0, 1):
+        books.offer(group)
+    assert not books.ledger.step_state(0).may_take()
+    read = [await first, *(await asyncio.gather(*(books.service.next_read(0, *which, "train") for which in ((0, 1), (1, 0)))))]
+    assert [handed.lease.groups[0].group for handed in read if handed is not None] == [2, 1, 0]
+    assert [await asyncio.wait_for(books.service.next_read(0, *which, "train"), 1) for which in ((0, 2), (1, 1))] == [None] * 2
+    assert await asyncio.gather(*(books.service.next_round(0, rank, 0, []) for rank in range(2))) == [
+        [RoundGroup(2, None)], [RoundGroup(0, None)]
+    ]  # fmt: skip
+    books.service.stop()
+    assert await books.service.next_read(5, 0, 0, "train") is None
 
 
 async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_stops() -> None:
@@ -796,62 +852,49 @@ async def test_what_one_rank_was_told_of_a_statistic_all_are_also_when_the_run_s
         books = Service(num_ranks=2)
         await books.service.open([meta(group) for group in range(num_groups)])
         for group in range(2):
-            await books.service.offer(0, group, group, 9, [1.0])
-        assert await asyncio.gather(*(books.service.round_of_rank(0, rank, 0) for rank in range(2))) == [[0], [1]]
+            books.offer(group)
+        assert await asyncio.gather(*(books.round_of(rank, 0) for rank in range(2))) == [[0], [1]]
         return books
 
     books = await begun(2)
-    assert await books.service.statistics(0, "train") == [2.0]
+    first = asyncio.create_task(books.service.statistics(0, "train", {0: [1.0]}))
+    assert not await settled(first)
+    assert await books.service.statistics(0, "train", {1: [1.0]}) == [2.0]
     books.service.stop()
-    assert await books.service.statistics(0, "train") == [2.0]  # the other rank, which would be waited for for ever
+    assert await first == [2.0]  # the other rank, which would be waited for for ever
 
     books = await begun(3)
-    first = asyncio.create_task(books.service.statistics(0, "train"))
+    first = asyncio.create_task(books.service.statistics(0, "train", {0: [1.0], 2: [1.0]}))
     assert not await settled(first)
     books.service.stop()
     assert await first is None
-    await books.service.offer(0, 1, 2, 9, [1.0])  # it was on its way
-    assert await books.service.statistics(0, "train") is None
+    assert await books.service.statistics(0, "train", {1: [1.0]}) is None  # it was on its way
 
     books = Service(tasks=TWO_MODELS)  # one model has begun its updates, so the other begins them, too
     await books.service.open([meta(0)])
     books.service.done("rollout", rows_of(0))
     for task in ("train", "critic"):
-        await books.service.offer(0, 0, 0, 9, [3.0], task)
-    await books.service.consume(0, consumed(*rows_of(0)), NO_FIGURES)
+        books.offer(0, task=task)
+    await books.consume(0, consumed(*rows_of(0)))
     assert await books.service.totals(0) is not None
     books.service.stop()
-    assert await books.service.statistics(0, "critic") == [3.0]
+    assert await books.service.statistics(0, "critic", {0: [3.0]}) == [3.0]
 
 
-async def test_a_rank_may_take_its_part_of_a_step_and_a_little_more_than_the_others_have_by_then() -> None:
-    books = Service(num_ranks=3)
-    await books.service.open([meta(group) for group in range(7)])
-
-    def may_take() -> list[bool]:
-        return [books.ledger.step_state(0).may_take(rank, 2) for rank in range(3)]
-
-    assert may_take() == [True] * 3
-    for group, rank, expected in (
-        (0, 0, [True] * 3),
-        (1, 0, [False, True, True]),  # it is two ahead of both
-        (2, 1, [False, True, True]),
-        (3, 2, [True] * 3),
-        (4, 0, [False, True, True]),
-        (5, 1, [False, True, True]),
-    ):
-        await books.service.offer(0, rank, group, 9)
-        assert may_take() == expected, group
-    waiting = asyncio.create_task(books.service.may_take(0, 0, 2))
-    assert not await settled(waiting)  # 3 of 7 are its part, rounded up, however far the others get
-    await books.service.offer(0, 2, 6, 9)
-    await asyncio.wait_for(waiting, 1)  # nothing is left to take
-    assert not books.ledger.step_state(0).may_take(0, 9)
-    await asyncio.wait_for(books.service.may_take(5, 0, 2), 1)  # of a step that is over, neither
-
-    books = Service(tasks=TWO_MODELS, num_ranks=2)  # whose second model has one rank
-    await books.service.open([meta(group) for group in range(3)])
-    for group in range(3):
-        assert books.ledger.step_state(0).may_take(0, 1, "critic")
-        await books.service.offer(0, 0, group, 9, [], "critic")
-    assert [books.ledger.step_state(0).may_take(rank, 1) for rank in range(2)] == [True, True]
+async def test_no_more_is_taken_than_ranks_have_asked_for_but_where_a_step_has_several_updates() -> None:
+    for num_ranks, epochs, expected in ((1, 1, [False, True, False]), (2, 1, [False, True, True]), (1, 2, [False, True, True])):
+        books = Service(num_ranks=num_ranks, epochs=epochs)
+        await books.service.open([meta(group) for group in range(9)])
+        state, seen = books.ledger.step_state(0), []
+        seen.append(state.may_take())
+        for rank in range(num_ranks):
+            state.updates["train"][0].ask(rank, 0)
+        seen.append(state.may_take())
+        books.offer(0)
+        assert [*seen, state.may_take()] == expected
+        taking = asyncio.create_task(books.service.may_take(0, "train"))
+        assert await settled(taking) is expected[2]
+        taking.cancel()
+    ahead = asyncio.create_task(books.service.may_take(5, "train"))
+    assert not await settled(ahead)  # of a step that is not open nothing is taken
+    ahead.cancel()

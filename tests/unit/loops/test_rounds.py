@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,19 +16,20 @@ import numpy as np
 import pytest
 
 from asyncflow.algorithms.grpo import GRPO
-from asyncflow.control.ledger import Consumed, Ledger, LedgerService, Update, UpdatePlan
+from asyncflow.control.ledger import Consumed, Ledger, LedgerService, TrainedGroup, Update, UpdatePlan
 from asyncflow.control.modes import NEVER, Bounded, Synchronous
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
 from asyncflow.loops.context import LoopContext
-from asyncflow.loops.rounds import Round, Rounds, Work, members
+from asyncflow.loops.rounds import Round, Rounds, Work
 from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
+from asyncflow.loops.taking import Taking
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.telemetry.spans import Recorder, Span
-from asyncflow.transfer_queue.client import Leased, TransferQueueClient
+from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import TaskEvents
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.transfer_queue.queue import TransferQueue
@@ -49,7 +51,8 @@ class World:
         books = ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, Signal(), self._end_step)
         self.client = self.queue.client()
-        self.put_aside: dict[int, Leased] = {}
+        self.taking = Taking("train", self.queue.client(), self.service, schedule, lambda lease: len(lease.indices))
+        self.put_aside = self.taking._put_aside
 
     def context(self, shape: Shape | None = None, client: TransferQueueClient | None = None) -> LoopContext:
         """A trainer's, without versions."""
@@ -88,24 +91,24 @@ class World:
             assert is_stored
             await loop_turns()
 
-    def training(self, step: int, order: list[int]) -> asyncio.Task[list[Leased]]:
-        """Consumes what it is given until the step is over, and notes it."""
+    async def commit(self) -> dict[str, int]:
+        """Commit step 0. Returns the states of the rows for training, when what was trained has been dropped."""
+        await self.service.commit(0, [Update(1.0, 1.0, 1, False)] * self.ledger._updates.num_updates)
+        await loop_turns(20)
+        return self.queue.controllers["train"].table.counts()
 
-        async def run() -> list[Leased]:
-            held: list[Leased] = []
-            of_step = members(self.client, self.service, self.schedule, step, self.put_aside, at_once)
-            async with contextlib.aclosing(of_step):  # type: ignore[type-var]
-                async for leased in of_step:
-                    group = leased.lease.groups[0].group
-                    order.append(group)
-                    held.append(leased)
-                    if len(set(order)) == len(order):
-                        await self.service.consume(step, *consumed(group << BITS))
-                    if self.ledger.is_consumed(step):
-                        break
+    def training(self, step: int, order: list[int]) -> asyncio.Task[None]:
+        """Consumes what it is given until the step is over, notes it, and commits."""
+
+        async def run() -> None:
+            trained: list[TrainedGroup] = []
+            for number in itertools.count():
+                groups = await self.service.next_round(step, 0, number, trained)
+                if groups is None:
+                    break
+                order.extend(each.group for each in groups)
+                trained = [TrainedGroup(*consumed(each.group << BITS)) for each in groups]
             await self.service.commit(step, [Update(1.0, 1.0, 1, False)])
-            await self.client.complete_marks([held[order.index(group)].lease for group in dict.fromkeys(order)])
-            return held
 
         return asyncio.create_task(run())
 
@@ -115,7 +118,11 @@ async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: A
     world = World(schedule, lease_seconds, **ranks)
     async with world.queue.running():
         await loop_turns()
+        taking = asyncio.create_task(world.taking.run())
         yield world
+        taking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await taking
 
 
 def consumed(row: int) -> tuple[Consumed, GroupFigures]:
@@ -123,10 +130,6 @@ def consumed(row: int) -> tuple[Consumed, GroupFigures]:
     return Consumed([row], [], 2, True), GroupFigures(
         2, ones.astype(np.float32), ones, ones.astype(np.uint8), ones, ones, 0.5, 2, 4, 4, {}
     )
-
-
-async def at_once() -> None:
-    """There is always room."""
 
 
 async def test_strictly_a_step_is_given_its_own_groups_as_they_come() -> None:
@@ -220,7 +223,7 @@ async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_p
         assert orders == [[2, 1], [0, 3]]
 
 
-SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_round=1, groups_ahead=1)
+SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_round=1)
 
 
 class Ranks:
@@ -228,6 +231,7 @@ class Ranks:
 
     def __init__(self, world: World, count: int, shape: Shape = SHAPE) -> None:
         self.world, self.shape, self.trained = world, shape, [list[list[int]]() for _ in range(count)]
+        self.clients = [world.queue.client() for _ in range(count)]
         self.ranks = [asyncio.create_task(self._train(rank)) for rank in range(count)]
         self.barrier = asyncio.Barrier(count)
         self.told: list[Span] = []
@@ -235,9 +239,7 @@ class Ranks:
         self.spans = Recorder("trainer/0", clock, self.told.append, "cpu")
 
     async def _train(self, rank: int) -> None:
-        world = self.world
-        client = world.queue.client()
-        rounds = Rounds(replace(world.context(self.shape, client), spans=self.spans), GRPO(), rank, 0, {})
+        rounds = Rounds(replace(self.world.context(self.shape, self.clients[rank]), spans=self.spans), GRPO(), rank, 0)
         async with rounds:
             async for current in rounds.of(0):
                 with rounds.computing(current):
@@ -245,8 +247,6 @@ class Ranks:
                 self.trained[rank].append([work.leased.lease.groups[0].group for work in current.works])
                 assert len(current.micro_batches) == len(current.works)
                 rounds.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.micro_batches], FingerprintLog(None))
-        await rounds.acknowledge()
-        await rounds.drop()
 
 
 async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with_nothing() -> None:
@@ -259,7 +259,7 @@ async def test_ranks_train_at_the_same_time_and_one_without_data_takes_part_with
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
         assert sorted(group for rank in ranks.trained for current in rank for group in current) == [0, 1]
         assert [len(rank) for rank in ranks.trained] == [1, 1]
-        assert world.ledger.totals(0).sequences == 2 and world.queue.controllers["train"].table.counts()["leased"] == 0
+        assert world.ledger.totals(0).sequences == 2 and (await world.commit())["leased"] == 0
 
 
 async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_turn() -> None:
@@ -271,23 +271,23 @@ async def test_what_is_left_of_a_step_is_trained_although_it_does_not_fill_a_tur
         assert sorted(map(len, (current for rank in ranks.trained for current in rank))) == [0, 1, 1]
 
 
-async def test_a_rank_holds_nothing_back_that_the_others_would_wait_for() -> None:
-    """What is leased is offered, and for what is not the others are asked first."""
-    async with a_world(Bounded(max_staleness=2), num_ranks=2) as world:
-        await world.admit(1)
-        first, second = (Rounds(world.context(), GRPO(), rank, 0, {}) for rank in range(2))
-        async with first:
-            await world.complete(0, 1)
-            assert world.queue.controllers["train"].table.counts()["ready"] == 1
-            async with second:
-                current = [asyncio.create_task(world.service.round_of_rank(0, rank, 0)) for rank in range(2)]
-                assert await asyncio.wait_for(asyncio.gather(*current), 5) == [[0], [1]]
-                world.service.stop()
-                world.queue.stop()
+async def test_no_more_is_taken_than_ranks_have_asked_for_and_may_choose_from() -> None:
+    """What is not taken lies ready: schedules look at how much that is."""
+    for num_ranks, taken in ((1, 2), (2, 8)):  # two rounds; for several ranks two more, to choose among
+        async with a_world(Bounded(max_staleness=2), num_ranks=num_ranks) as world:
+            await world.admit(1, each=12)
+            await world.complete(*range(12))
+            counts = world.queue.controllers["train"].table.counts
+            assert counts()["leased"] == 0
+            rounds = [[world.service.next_round(0, rank, number, []) for number in range(2)] for rank in range(num_ranks)]
+            given = await asyncio.wait_for(asyncio.gather(*(each for of_rank in rounds for each in of_rank)), 5)
+            assert sorted(one.group for groups in given for one in groups or ()) == list(range(2 * num_ranks))
+            await loop_turns()
+            assert counts()["leased"] == taken
 
 
-async def test_a_group_that_is_delivered_again_to_another_rank_is_trained_once() -> None:
-    """Nobody renews here, so that the first rank's lease expires while it waits for the other's group."""
+async def test_a_group_that_is_delivered_again_is_trained_once() -> None:
+    """Nobody renews here, so that the lease expires while the first rank waits for the other's group."""
     async with a_world(Bounded(max_staleness=2), num_ranks=2, lease_seconds=0.3) as world:
         await world.admit(1)
         ranks = Ranks(world, 2)
@@ -298,28 +298,28 @@ async def test_a_group_that_is_delivered_again_to_another_rank_is_trained_once()
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
         assert sorted(group for rank in ranks.trained for current in rank for group in current) == [0, 1]
         assert world.ledger.totals(0).sequences == 2
-        table = world.queue.controllers["train"].table.counts()
+        table = await world.commit()
         assert (table["ready"], table["leased"]) == (0, 0)
 
 
-async def test_a_group_that_is_delivered_again_to_its_own_rank_is_trained_once_under_its_last_lease() -> None:
+async def test_a_group_of_a_round_that_is_not_full_is_trained_once_under_its_last_lease() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_round=2, lease_seconds=0.3) as world:
         await world.admit(1)
-        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2, groups_ahead=2))
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2))
         await world.complete(0)
         await asyncio.sleep(0.8)
         assert ranks.trained == [[]] and world.queue.controllers["train"].table.counts()["redelivered"] >= 1
         await world.complete(1)
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
         assert ranks.trained == [[[0, 1]]] and world.ledger.totals(0).sequences == 2
-        table = world.queue.controllers["train"].table.counts()
+        table = await world.commit()
         assert (table["ready"], table["leased"]) == (0, 0)
 
 
 async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_round=2) as world:
         await world.admit(1)
-        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2, groups_ahead=2))
+        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2))
         await world.complete(1)
         assert ranks.trained == [[]]
         await world.complete(0)
@@ -368,7 +368,9 @@ def test_of_an_update_without_advantages_one_is_computed_and_told_of_as_if_it_ha
 async def test_a_group_that_is_too_old_ends_training_with_its_name() -> None:
     async with a_world(Bounded(max_staleness=2)) as world:
         await world.admit(2)
-        rounds = Rounds(replace(world.context(), schedule=Synchronous()), GRPO(), 0, 1, {})
+        await world.complete(0, 1)
+        await asyncio.wait_for(world.training(0, []), 5)
+        rounds = Rounds(replace(world.context(), schedule=Synchronous()), GRPO(), 0, 1)
 
         async def train() -> None:
             async with rounds:
@@ -413,7 +415,7 @@ class Counted(GRPO):
 async def test_advantages_of_the_whole_batch_wait_for_its_last_group() -> None:
     async with a_world(Bounded(max_staleness=2)) as world:
         await world.admit(1)
-        turns_of = Rounds(world.context(), Counted(), 0, 0, {})
+        turns_of = Rounds(world.context(), Counted(), 0, 0)
         trained: list[float] = []
 
         async def train() -> None:
@@ -435,7 +437,7 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
     shape = replace(SHAPE, epochs=2, mini_batches=2)
     async with a_world(Bounded(max_staleness=2), epochs=2, mini_batches=2) as world:
         await world.admit(1)
-        turns_of = Rounds(world.context(shape), GRPO(), 0, 0, {})
+        turns_of = Rounds(world.context(shape), GRPO(), 0, 0)
         trained: list[list[int]] = [[], [], [], []]
         asked: list[str] = []
 
@@ -447,8 +449,6 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
                         result = MicroBatchResult(0.5, 2, 4, {"mismatch/kl": 1.0, "policy/kl": 1.0})
                         turns_of.trained(current, [result], FingerprintLog(None))
                     assert await world.service.totals(0, "train", number) is not None
-            await turns_of.acknowledge()
-            await turns_of.drop()
 
         world.service.on_consumed = lambda task, step, update, group, figures: asked.extend(sorted(figures.metrics))
         training = asyncio.create_task(train())
@@ -458,14 +458,14 @@ async def test_each_epoch_trains_each_mini_batch_once_from_what_is_held() -> Non
         await asyncio.wait_for(training, 5)
         assert trained == [[0], [1], [0], [1]] and world.ledger.is_consumed(0, "train", 3)
         assert asked == ["mismatch/kl", *["policy/kl"] * 4]  # engines are compared under the version's own weights alone
-        counts = world.queue.controllers["train"].table.counts()
+        counts = await world.commit()
         assert counts["ready"] == counts["leased"] == 0  # dropped
 
 
 @pytest.mark.parametrize("late", [0.0, 0.05])
 async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> None:
     """All of it is there already, and the second rank comes to it later."""
-    shape = replace(SHAPE, epochs=2, num_ranks=2, groups_ahead=3)
+    shape = replace(SHAPE, epochs=2)
     async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
         await world.admit(1, each=12)
         await world.complete(*range(12))
@@ -474,30 +474,45 @@ async def test_of_a_step_that_is_kept_every_rank_takes_its_part(late: float) -> 
         async def train(rank: int) -> None:
             await asyncio.sleep(rank * late)
             client = world.queue.client()
-            turns_of = Rounds(world.context(shape, client), GRPO(), rank, 0, {})
+            turns_of = Rounds(world.context(shape, client), GRPO(), rank, 0)
             async with turns_of:
                 for number in range(2):
                     async for current in turns_of.of(number):
                         trained[rank].append([work.leased.lease.groups[0].group for work in current.works])
                         turns_of.trained(current, [MicroBatchResult(0.5, 2, 4) for _ in current.works], FingerprintLog(None))
                     assert await world.service.totals(0, "train", number) is not None
-            await turns_of.acknowledge()
-            await turns_of.drop()
 
         await asyncio.wait_for(asyncio.gather(*(train(rank) for rank in range(2))), 5)
         assert [len(of_rank) for of_rank in trained] == [12, 12]  # 6 turns an epoch, each of a group of either rank
         assert all(len(current) == 1 for of_rank in trained for current in of_rank)
 
 
-async def test_who_waits_for_its_part_is_not_waited_for_when_the_run_stops() -> None:
-    shape = replace(SHAPE, epochs=2, num_ranks=2)
-    async with a_world(Bounded(max_staleness=2), num_ranks=2, epochs=2) as world:
-        await world.admit(1, each=4)
-        await world.complete(*range(4))
-        turns_of = Rounds(world.context(shape), GRPO(), 0, 0, {})
-        async with turns_of:
-            await loop_turns()
-            assert world.queue.controllers["train"].table.counts()["leased"] == 1  # one ahead of the other rank, and no more
-            world.service.stop()
-            world.queue.stop()
-            await asyncio.wait_for(world.service.may_take(0, 0, 1), 5)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_group_costs_one_message(num_ranks: int) -> None:
+    """A rank and the driver exchange one for each round, and two more for each update: two rounds are asked for at the start, and
+    two are answered with none at the end. The lease, and the report that a group is trained, are part of it."""
+    calls: Counter[str] = Counter()
+    async with a_world(Bounded(max_staleness=2), num_ranks=num_ranks) as world:
+        await world.admit(1, each=12)
+        for name in (name for name in dir(LedgerService) if getattr(getattr(LedgerService, name), "__remote__", False)):
+            setattr(world.service, name, counted(calls, name, getattr(world.service, name)))
+        ranks = Ranks(world, num_ranks)
+        for rank in ranks.clients:
+            for name in ("lease", "fetch", "read", "mark", "complete", "drop", "renew", "give_back"):
+                setattr(rank, name, counted(calls, name, getattr(rank, name, None)))
+        for group in range(12):
+            await world.complete(group)
+        await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
+    num_rounds = 12 // num_ranks
+    assert [len(of_rank) for of_rank in ranks.trained] == [num_rounds] * num_ranks
+    assert calls == {"next_round": num_ranks * (num_rounds + 2)}
+
+
+def counted(calls: Counter[str], name: str, method: Any) -> Any:
+    """The method, whose calls are counted."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls[name] += 1
+        return method(*arguments, **named)
+
+    return call

@@ -131,7 +131,7 @@ async def test_the_next_step_is_computed_while_weights_are_published_and_changes
         assert run.calls == [*FIRST, "keep 1", "begin", "forward", "forward"]
         run.may_publish.set()
         await loop_turns(500)
-        assert run.calls[8:] == ["published 1", "update", "published 2", "keep 2"]
+        assert run.calls[8:10] == ["published 1", "update"] and sorted(run.calls[10:]) == ["keep 2", "published 2"]
         world.service.stop()
         assert await asyncio.wait_for(run.training, 5) == 2
 
