@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Final
 
 from asyncflow.algorithms.base import Critic
 from asyncflow.control.signal import Signal
@@ -23,12 +22,9 @@ from asyncflow.engines.base import CriticEngine
 from asyncflow.loops.algorithm1 import Keeper, update
 from asyncflow.loops.context import LoopContext
 from asyncflow.loops.rounds import Rounds
-from asyncflow.loops.samples import VALUES_COLUMN, pieces, token_outputs
+from asyncflow.loops.samples import UPDATE_TASK, VALUES_COLUMN, VALUES_TASK, pieces, token_outputs
 from asyncflow.telemetry.fingerprints import FingerprintLog
 from asyncflow.transfer_queue.leases import Want
-
-VALUES_TASK: Final = "values"
-UPDATE_TASK: Final = "critic_update"
 
 
 class Version:

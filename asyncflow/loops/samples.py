@@ -65,7 +65,9 @@ VALUES_COLUMN = Column("values", "float32", ragged=True)
 MEMBER_COLUMN = Column("member", "uint8")
 SELECT_TASK: Final = "select"
 EVALUATE_TASK: Final = "evaluate"  # what rollout does, for evaluations alone
-TASK_OF_COLUMN = {REFERENCE_COLUMN.name: "reference", VALUES_COLUMN.name: "values"}
+VALUES_TASK: Final = "values"
+UPDATE_TASK: Final = "critic_update"
+COLUMN_OF_TASK = {"reference": REFERENCE_COLUMN, VALUES_TASK: VALUES_COLUMN}
 RESPONSE_COLUMNS = ("response_ids", "rollout_logprobs", "loss_mask", "version_spans", "truncated", "reward")
 BEHIND_TRAINING: Final = 1 << 41
 """Priority of evaluations for which nobody waits."""
@@ -85,30 +87,28 @@ def schema(
     group_bits: int,
     lease_seconds: float,
     max_failures: int,
+    before: Sequence[str] = ("rollout",),
     *,
-    has_reward_task: bool = False,
-    has_reference_task: bool = False,
     has_reward_parts: bool = False,
-    has_critic: bool = False,
-    has_selection: bool = False,
     has_evaluators: bool = False,
 ) -> Schema:
     """The queue's columns and tasks: rollout makes responses and scores them, train and eval read whole groups of them.
 
-    With `has_reward_task` it is another task that scores them, with `has_reference_task` one more adds the reference's log-probs.
-    With `has_critic` one adds values, and another one trains on them beside the policy's training. With `has_selection` one says
-    which groups are trained, and the tasks behind it see only those. With `has_evaluators` rollout sees training's groups alone,
-    and another task those of evaluations.
+    `before`: the tasks that a row passes before training. With `reward` it is this task that scores; `reference` adds the
+    reference's log-probs; `values` adds a critic's values, and one more task trains on them beside the policy's training. `select`
+    says which groups are trained, and the tasks behind it see only those. With `has_evaluators` rollout sees training's groups
+    alone, and another task those of evaluations.
 
     A model computes a group in pieces, so reference and values wait for rewards: a row without one leaves its group, and which rows
     they see, and training does after them, is not to depend on which task was there first.
     """
     parts = (PARTS_COLUMN,) if has_reward_parts else ()
     scored = ("reward", *(column.name for column in parts))
-    made = tuple(name for name in RESPONSE_COLUMNS if name != "reward") + (() if has_reward_task else scored)
-    added = ((REFERENCE_COLUMN,) if has_reference_task else ()) + ((VALUES_COLUMN,) if has_critic else ())
-    chosen = (MEMBER_COLUMN,) if has_selection else ()
-    trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in (*added, *chosen)))
+    made = tuple(name for name in RESPONSE_COLUMNS if name != "reward") + (() if "reward" in before else scored)
+    added = {task: column for task, column in COLUMN_OF_TASK.items() if task in before}
+    chosen = (MEMBER_COLUMN,) if SELECT_TASK in before else ()
+    columns = (*chosen, *added.values())
+    trained = ("prompt_ids", *RESPONSE_COLUMNS, *scored[1:], *(column.name for column in (*added.values(), *chosen)))
     tasks = [
         TaskSpec("rollout", PROMPT_COLUMNS, made, whole_groups=False, topic="train" if has_evaluators else ""),
         TaskSpec("train", trained, topic="train", sampler="whole_groups"),
@@ -116,19 +116,19 @@ def schema(
     ]
     if has_evaluators:
         tasks.append(TaskSpec(EVALUATE_TASK, PROMPT_COLUMNS, made, whole_groups=False, topic="eval"))
-    if has_reward_task:
+    if "reward" in before:
         reads = ("prompt_ids", "example", "response_ids", "truncated")
         tasks.append(TaskSpec("reward", reads, scored, whole_groups=False))
-    for column in chosen:
-        tasks.append(TaskSpec(SELECT_TASK, ("reward",), (column.name,), topic="train", sampler="whole_groups"))
-    for column in added:
-        awaited = ("reward",) if has_reward_task and not chosen else tuple(column.name for column in chosen)
-        responses = ("prompt_ids", "response_ids", *awaited)
-        tasks.append(TaskSpec(TASK_OF_COLUMN[column.name], responses, (column.name,), topic="train", sampler="whole_groups"))
-    if has_critic:
-        tasks.append(TaskSpec("critic_update", trained, topic="train", sampler="whole_groups"))
+    if chosen:
+        tasks.append(TaskSpec(SELECT_TASK, ("reward",), (MEMBER_COLUMN.name,), topic="train", sampler="whole_groups"))
+    awaited = (MEMBER_COLUMN.name,) if chosen else ("reward",) if "reward" in before else ()
+    for task, column in added.items():
+        reads = ("prompt_ids", "response_ids", *awaited)
+        tasks.append(TaskSpec(task, reads, (column.name,), topic="train", sampler="whole_groups"))
+    if VALUES_TASK in before:
+        tasks.append(TaskSpec(UPDATE_TASK, trained, topic="train", sampler="whole_groups"))
     timed = (msgspec.structs.replace(task, lease_seconds=lease_seconds, max_failures=max_failures) for task in tasks)
-    return Schema((*COLUMNS, *parts, *chosen, *added), tuple(timed), group_bits)
+    return Schema((*COLUMNS, *parts, *columns), tuple(timed), group_bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.data.order import SeededOrder
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.algorithm1 import feed
-from asyncflow.loops.critic import UPDATE_TASK, VALUES_TASK
-from asyncflow.loops.samples import EVALUATE_TASK, SELECT_TASK, Prompt
+from asyncflow.loops.samples import EVALUATE_TASK, SELECT_TASK, UPDATE_TASK, VALUES_TASK, Prompt
 from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.loops.selection import Selection
 from asyncflow.loops.taking import Taking

@@ -21,8 +21,7 @@ from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_OWN_DEVICES,
     ROLLOUT_ENGINE_WHYS,
 )
-from asyncflow.loops.critic import VALUES_TASK
-from asyncflow.loops.samples import SELECT_TASK, Shape, schema
+from asyncflow.loops.samples import SELECT_TASK, VALUES_TASK, Shape, schema
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
@@ -87,15 +86,11 @@ def _groups_per_round(config: Config) -> int:
 
 def queue_schema(config: Config) -> Schema:
     """The columns and tasks of the run's queue. Raises `UserError` for a sampler of a task that there is not."""
-    tasks = tasks_before_training(config)
     made = schema(
         shape_of(config).group_bits,
         config.queue.lease_seconds,
         config.reward.max_attempts,
-        has_reward_task="reward" in tasks,
-        has_reference_task="reference" in tasks,
-        has_critic=VALUES_TASK in tasks,
-        has_selection=SELECT_TASK in tasks,
+        tasks_before_training(config),
         has_reward_parts=config.reward.has_parts,
         has_evaluators=config.eval.num_workers > 0,
     )

@@ -9,8 +9,8 @@ from asyncflow.cluster.base import WorkerSpec
 from asyncflow.config import Config
 from asyncflow.devices import COUNTED_AS, kind_of
 from asyncflow.engines.base import RANKS_STORE
-from asyncflow.loops.critic import VALUES_TASK
 from asyncflow.loops.evaluation import EVALUATORS
+from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.run.factories import own_devices_each, tasks_before_training
 from asyncflow.run.rendezvous import AT_DRIVER
 from asyncflow.run.worker_start import MAINS, imports, rollout_imports, train_imports, training

@@ -14,8 +14,7 @@ import numpy as np
 from asyncflow.control.ledger import Consumed, Update
 from asyncflow.control.schedule import Schedule
 from asyncflow.data.order import SeededOrder
-from asyncflow.loops.critic import UPDATE_TASK, VALUES_TASK
-from asyncflow.loops.samples import EVALUATE_TASK, Prompt, Shape
+from asyncflow.loops.samples import EVALUATE_TASK, UPDATE_TASK, VALUES_TASK, Prompt, Shape
 from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.controller import Handed

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from asyncflow.loops.context import LoopContext
-from asyncflow.loops.critic import VALUES_TASK, Version, add_values
-from asyncflow.loops.samples import VALUES_COLUMN, Shape
+from asyncflow.loops.critic import Version, add_values
+from asyncflow.loops.samples import VALUES_COLUMN, VALUES_TASK, Shape
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.transfer_queue.leases import Want
 from asyncflow.types import Array, Batch, Ragged

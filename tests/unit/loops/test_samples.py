@@ -169,7 +169,7 @@ def test_a_row_without_a_token_to_train_on_is_told() -> None:
 
 
 def test_the_reference_as_a_task_adds_a_column_that_training_waits_for_and_cuts_as_training_does() -> None:
-    schema = samples.schema(BITS, 9.0, 2, has_reference_task=True)
+    schema = samples.schema(BITS, 9.0, 2, ("rollout", "reference"))
     reference, train = schema.task("reference"), schema.task("train")
     assert reference.writes == ("ref_logprobs",) and set(reference.writes) <= set(train.reads)
     m = meta(1)
@@ -189,7 +189,7 @@ def test_staleness_counts_from_the_oldest_token_to_the_step_that_trains() -> Non
 
 
 def test_the_reward_as_a_task_reads_what_a_scorer_sees_and_adds_the_column_that_rollout_leaves_out() -> None:
-    schema = samples.schema(BITS, 9.0, 2, has_reward_task=True)
+    schema = samples.schema(BITS, 9.0, 2, ("rollout", "reward"))
     rollout, task = schema.task("rollout"), schema.task("reward")
     assert set(rollout.writes) == set(samples.RESPONSE_COLUMNS) - {"reward"} and task.writes == ("reward",)
     assert not task.whole_groups and task.topic == ""  # row by row, of training and of evaluation
@@ -223,7 +223,7 @@ def test_the_reward_as_a_task_reads_what_a_scorer_sees_and_adds_the_column_that_
 def test_what_each_scorer_gave_is_a_column_of_its_own_where_the_run_asks_for_it() -> None:
     scores = {20: Score(0.5, (1.0, None)), 22: Score(-1.0, (None, None))}
     for place in ("rollout", "reward"):
-        kept = samples.schema(BITS, 30.0, 2, has_reward_task=place == "reward", has_reward_parts=True)
+        kept = samples.schema(BITS, 30.0, 2, ("rollout", place), has_reward_parts=True)
         if place == "rollout":
             rows = [scored(row, response(row & 3, 2), 0.0)._replace(reward=score) for row, score in scores.items()]
             added = samples.outputs(5, rows, has_parts=True)

@@ -45,7 +45,7 @@ class World:
         events = {
             task: TaskEvents(on_done=lambda rows, task=task: self.service.done(task, rows)) for task in self.ledger.tasks.before
         }
-        self.queue = TransferQueue(schema(BITS, lease_seconds, 2, has_selection=True), [MemoryStorage()], events=events)
+        self.queue = TransferQueue(schema(BITS, lease_seconds, 2, ("rollout", SELECT_TASK)), [MemoryStorage()], events=events)
         books = ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, Periodic(), books, signal, lambda task, step: None)
         self.client = self.queue.client()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,19 +36,18 @@ from tests.builders import loop_turns
 meta = partial(builders.meta, size=3)
 
 BITS = 2
-SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1, 1)
+SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1)
 
 
 class World:
     """A queue in which rollout is done by hand."""
 
-    def __init__(self, schedule: Schedule, task: str, **others: bool) -> None:
+    def __init__(self, schedule: Schedule, task: str, *behind: str) -> None:
         self.schedule, self.task, self.dead, self.spans = schedule, task, list[DeadRow](), list[Span]()
         self.ledger = Ledger(BITS, TaskPlan(("rollout", task)))
-        flags = {f"has_{task}_task": True, **others}
         events = {each: TaskEvents(on_done=partial(self._done, each)) for each in ("rollout", task)}
         events[task] = replace(events[task], on_dead=self._rows_failed)
-        self.queue = TransferQueue(schema(BITS, 30.0, 2, **flags), [MemoryStorage()], events=events)
+        self.queue = TransferQueue(schema(BITS, 30.0, 2, ("rollout", task, *behind)), [MemoryStorage()], events=events)
         signal, books = Signal(), ProgressView(self.ledger, self.queue.controllers)
         self.service = LedgerService(self.ledger, schedule, books, signal, lambda task, step: None)
         self.client = self.queue.client()
@@ -88,9 +87,9 @@ class World:
 
 @contextlib.asynccontextmanager
 async def serving(
-    task: str, work: Work, schedule: Schedule | None = None, at_once: int = 1, **others: bool
+    task: str, work: Work, schedule: Schedule | None = None, at_once: int = 1, behind: Sequence[str] = ()
 ) -> AsyncIterator[World]:
-    world = World(schedule or Periodic(), task, **others)
+    world = World(schedule or Periodic(), task, *behind)
     async with world.queue.running():
         running = asyncio.create_task(serve(task, world.context(), work, at_once=at_once))
         await loop_turns()
@@ -179,7 +178,7 @@ async def test_whoever_computes_a_group_in_pieces_sees_the_rows_that_training_wi
         return Score(1.0, ())
 
     work = reward(ResponseScoring(score, decode, lambda line: None), SHAPE)
-    async with serving("reward", work, has_reference_task=task == "reference", has_critic=task == "values") as world:
+    async with serving("reward", work, behind=[task]) as world:
         await world.admit(meta(0))
         await world.generate(0, 1, 2)
         lease = asyncio.create_task(world.client.lease(task, Want(partition=0)))

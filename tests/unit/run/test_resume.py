@@ -83,7 +83,7 @@ def test_rows_that_have_some_of_a_tasks_outputs_are_made_again_and_others_go_on(
         return Batch(np.array([3], np.int64), np.empty(0, np.int64), {name: np.zeros(1, np.float32) for name in names})
 
     plain, parts = schema(1, 9.0, 2), schema(1, 9.0, 2, has_reward_parts=True)
-    by_task = schema(1, 9.0, 2, has_reward_task=True, has_reward_parts=True, has_reference_task=True)
+    by_task = schema(1, 9.0, 2, ("rollout", "reward", "reference"), has_reward_parts=True)
     responses, scored = with_columns(*RESPONSE_COLUMNS), with_columns(*RESPONSE_COLUMNS, PARTS_COLUMN.name)
     assert usable(None, parts) is None
     assert usable(responses, plain) is responses and usable(scored, parts) is scored
