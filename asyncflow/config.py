@@ -405,10 +405,23 @@ class LayoutConfig(Section):
     """Stages of a pipeline, each with some of the layers."""
 
 
+class LengthsConfig(Section):
+    """Lengths that `asyncflow plan` expects, in tokens: of all prompts, and of responses, which are lognormally distributed."""
+
+    prompt: PositiveInt
+    """Of a prompt."""
+    response_median: PositiveFloat
+    """Half of the responses are longer. Those above `rollout.max_new_tokens` are cut off there."""
+    response_sigma: Annotated[float, Field(ge=0, lt=math.inf)] = 0.6
+    """Standard deviation of the logarithm of a response's tokens."""
+
+
 class PlanConfig(Section):
     """Allocation of devices."""
 
     train: LayoutConfig = LayoutConfig()
+    lengths: LengthsConfig | None = None
+    """What `asyncflow plan` expects of prompts and responses. None: it assumes, and says so. A run does not read it."""
 
 
 class Config(Section):

@@ -1,8 +1,8 @@
 """Many simulated runs: in this process, or in several.
 
-    outcomes --one line of JSON: what to do--> python -m asyncflow.simulation.seeds --a line of JSON for each run--> outcomes
+    Simulators --a line of JSON: an order--> python -m asyncflow.simulation.seeds --a line of JSON for each run--> Simulators
 
-consumes: seeds
+consumes: orders
 waits for: the processes' next line
 is unblocked by: a run that has ended, or a process that has
 """
@@ -13,7 +13,9 @@ import asyncio
 import gc
 import statistics
 import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -47,6 +49,7 @@ class Outcome(msgspec.Struct, frozen=True):
     seed: int
     seconds: float
     steps: int
+    step_seconds: float
     tpspd: float
     idle: dict[str, float]
     staleness_mean: float
@@ -69,6 +72,7 @@ def outcome(run: Simulated) -> Outcome:
         seed=run.seed,
         seconds=run.seconds,
         steps=len(steps),
+        step_seconds=seconds / len(later) if later else 0.0,
         tpspd=trained / seconds if seconds else 0.0,
         idle={pool: statistics.fmean(ratios) for pool, ratios in pools.items()},
         staleness_mean=statistics.fmean(row["staleness/mean"] for row in later) if later else 0.0,
@@ -78,45 +82,68 @@ def outcome(run: Simulated) -> Outcome:
     )
 
 
+class Simulators:
+    """Processes that simulate, each one order after another. Used as `async with`; they end with it."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._num_processes = num_processes
+        self._free: asyncio.Queue[Process] = asyncio.Queue()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Simulators:
+        async with self._stack:
+            for _ in range(self._num_processes):
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "asyncflow.simulation.seeds",
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
+                )  # fmt: skip
+                self._stack.push_async_callback(_end, process)
+                self._free.put_nowait(process)
+            self._stack = self._stack.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def outcomes(self, order: Order) -> AsyncIterator[Outcome]:
+        """Figures of each seed of an order, as they end, by the next process that is free. Raises `RunError` when it has ended
+        before its time."""
+        process = await self._free.get()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        for _ in order.seeds:
+            try:
+                line = await asyncio.wait_for(process.stdout.readline(), RUN_SECONDS)
+            except TimeoutError as error:
+                raise RunError(
+                    f"a simulated run has not ended within {RUN_SECONDS:g} real seconds: take fewer steps or workers"
+                ) from error
+            if not line:
+                raise RunError(f"a simulating process ended with status {await process.wait()}")
+            yield msgspec.json.decode(line, type=Outcome)
+        self._free.put_nowait(process)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
 async def outcomes(config: Config, costs: Costs, seeds: range, *, has_faults: bool, processes: int) -> AsyncIterator[Outcome]:
     """Figures of each seed, as they end. Raises `RunError` when a process has ended before its time."""
-    tree = config.model_dump(mode="json")
-    orders = [Order(tree, costs, list(seeds[i::processes]), has_faults) for i in range(min(processes, len(seeds)))]
-    lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-    reading = [asyncio.create_task(_carry_out(order, lines)) for order in orders]
-    try:
+    tree, count = config.model_dump(mode="json"), min(processes, len(seeds))
+    found: asyncio.Queue[Outcome] = asyncio.Queue()
+
+    async def carry_out(order: Order) -> None:
+        async for each in simulators.outcomes(order):
+            found.put_nowait(each)
+
+    async with Simulators(count) as simulators, asyncio.TaskGroup() as group:
+        for i in range(count):
+            group.create_task(carry_out(Order(tree, costs, list(seeds[i::count]), has_faults)))
         for _ in seeds:
-            while (line := await lines.get()) is None:  # one process has ended: if that was too soon, this raises
-                for each in reading:
-                    if each.done():
-                        each.result()
-            yield msgspec.json.decode(line, type=Outcome)
-    finally:
-        for each in reading:
-            each.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-
-
-async def _carry_out(order: Order, lines: asyncio.Queue[bytes | None]) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "asyncflow.simulation.seeds",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write(msgspec.json.encode(order) + b"\n")
-        process.stdin.close()
-        while line := await asyncio.wait_for(process.stdout.readline(), RUN_SECONDS):
-            lines.put_nowait(line)
-        if await process.wait():
-            raise RunError(f"a simulating process ended with status {process.returncode}")
-    except TimeoutError as error:
-        raise RunError(f"a simulated run has not ended within {RUN_SECONDS:g} real seconds: take fewer steps or workers") from error
-    finally:
-        lines.put_nowait(None)
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+            yield await found.get()
 
 
 def run_seed(config: Config, costs: Costs, seed: int, *, has_faults: bool) -> Outcome:
@@ -126,14 +153,15 @@ def run_seed(config: Config, costs: Costs, seed: int, *, has_faults: bool) -> Ou
 
 
 def main() -> None:
-    """Carry out the order on standard input."""
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
-    config = parse(order.config)
+    """Carry out the orders on standard input, a line each."""
     gc.freeze()  # every run looks for what nobody took, but not among what was imported
-    for seed in order.seeds:
-        line = msgspec.json.encode(run_seed(config, order.costs, seed, has_faults=order.has_faults))
-        sys.stdout.buffer.write(line + b"\n")
-        sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        order = msgspec.json.decode(line, type=Order)
+        config = parse(order.config)
+        for seed in order.seeds:
+            outcome_line = msgspec.json.encode(run_seed(config, order.costs, seed, has_faults=order.has_faults))
+            sys.stdout.buffer.write(outcome_line + b"\n")
+            sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

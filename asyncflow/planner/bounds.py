@@ -1,0 +1,42 @@
+"""Bounds of a step's seconds in steady state, from its graph alone: no schedule of the same work is faster.
+
+Three arguments (PA 6-7, and its restatement for a chain of tasks), of which the largest binds:
+
+    pool     no step takes less than its busiest pool works on it
+    path     weights of step s are needed by the rollout of step s + 1 + n (n: the greatest staleness), so 1 + n steps take at least
+             as long as one step takes from its first prompt until its weights serve
+    stream   where tasks stream, a path is the largest over tasks of: the first group through all before it, all of its own work,
+             the last group through all behind it; where they do not, it is the sum of all
+
+The bound is the paper's max(G, T) + W for two tasks; it is reached where groups arrive evenly. Simulation adds how they do arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncflow.planner.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Least seconds of a step. `binds`: the task whose pool is the busiest, or `path of` the task that is longest on the path."""
+
+    seconds: float
+    binds: str
+
+
+def bound(graph: Graph) -> Bound:
+    """Bound of a step of this graph."""
+    busiest = max(graph.tasks, key=lambda task: task.busy)
+    pool = Bound(busiest.busy, busiest.name)
+    if graph.is_streamed:
+        lengths = [
+            sum(task.first for task in graph.tasks[:i]) + own.span + sum(task.last for task in graph.tasks[i + 1 :])
+            for i, own in enumerate(graph.tasks)
+        ]
+    else:
+        lengths = [sum(task.span for task in graph.tasks)] * len(graph.tasks)
+    longest = max(range(len(lengths)), key=lambda i: (lengths[i], graph.tasks[i].span))
+    path = Bound((lengths[longest] + graph.weights) / (1 + graph.max_staleness), f"path of {graph.tasks[longest].name}")
+    return max(pool, path, key=lambda each: each.seconds)

@@ -1,0 +1,237 @@
+"""Seconds of each piece of a run's work, from the shapes of its model and how it is cut: amounts of work, times what a unit takes.
+
+    Config + Model --training, rollout, weights--> Figures: Work x Rates, by field of `Costs` --joined--> Estimate
+
+Everything is a sum, and nothing hides behind anything else but `GATHERS_EXPOSED`, so each cost is a straight line in its amount, as
+`engines/sleeping.py` has it: a decode step reads the weights once, and the keys and values of each slot; a micro-batch pays for its
+gathers once, and for each of its tokens. Left out: embeddings, norms, and sampling beside the matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from statistics import NormalDist, fmean
+from typing import Any, Final, Literal
+
+from asyncflow.config import Config
+from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.planner.hardware import Hardware, Rates
+from asyncflow.run.factories import devices_each, make_algorithm
+from asyncflow.run.memory import Shapes
+
+Origin = Literal["analytic", "measured", "hybrid", "assumed"]
+Work = dict[str, float]
+"""Amounts of work by resource (`hardware.RESOURCES`)."""
+
+BYTES: Final = {"float32": 4, "bfloat16": 2}
+GATHERS_EXPOSED: Final = 0.5
+"""Share of FSDP's gathers and scatters that no computation hides. An assumption."""
+OPTIMISER_BYTES: Final = 28
+"""AdamW reads weight, gradient and two moments of a parameter, and writes all but the gradient, 4 bytes each."""
+BACKWARD: Final = 2.0
+"""Backward pass of a matrix product, in forward passes."""
+ATTENTION_BACKWARD: Final = 2.5
+"""The same of attention, whose scores are computed again."""
+ALL_REDUCES: Final = 2
+"""All-reduces of a layer under tensor parallelism in a forward pass; a backward pass has as many."""
+_QUANTILES: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Means over responses: of their tokens, and of the squares of these."""
+
+    mean: float
+    mean_square: float
+
+    @classmethod
+    @cache
+    def of(cls, lengths: Lengths, most: int) -> Moments:
+        """Moments of the distribution that `Lengths.draw` draws from, cut off at `most` tokens."""
+        normal = NormalDist(math.log(lengths.response_median), max(lengths.response_sigma, 1e-9))
+        drawn = [min(max(1.0, math.exp(normal.inv_cdf((i + 0.5) / _QUANTILES))), most) for i in range(_QUANTILES)]
+        return cls(fmean(drawn), fmean(tokens * tokens for tokens in drawn))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of the costs: its field, where it is from, and the work that it stands for."""
+
+    name: str
+    seconds: float
+    origin: Origin
+    work: Work = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Costs of a run, and where each of their numbers is from."""
+
+    costs: Costs
+    figures: tuple[Figure, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What costs are made from besides the configuration: the model's shapes, expected lengths, the hardware, and measurements.
+
+    `profiled`: rates that a profile has given, in place of the hardware's. `factors`: by field, the seconds that a run has
+    measured, over those computed for its own cut. `measured`: seconds that do not depend on a cut.
+    """
+
+    shapes: Shapes
+    lengths: Lengths
+    hardware: Hardware
+    profiled: Rates = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def figure(self, name: str, work: Work, dtype: str) -> Figure:
+        """Seconds of this work, in this dtype, and what they rest on."""
+        rates = {**self.hardware.rates(dtype), **self.profiled}
+        is_profiled = any(self.profiled.get(resource) and amount for resource, amount in work.items())
+        origin: Origin = "hybrid" if is_profiled or name in self.factors else "analytic"
+        return Figure(name, seconds(work, rates) * self.factors.get(name, 1.0), origin, work)
+
+    @cached_property
+    def attention_flops(self) -> float:
+        """Operations of one query and one key over all layers: a score and its part of the output."""
+        return 4.0 * self.shapes.heads * self.shapes.head_dim * self.shapes.layers
+
+
+def seconds(work: Work, rates: Rates) -> float:
+    """Seconds of some work: the sum over resources of amount x seconds of a unit."""
+    return sum(amount * rates[resource] for resource, amount in work.items())
+
+
+def added(*works: Work) -> Work:
+    """Sum of works, by resource."""
+    total: Work = {}
+    for work in works:
+        for resource, amount in work.items():
+            total[resource] = total.get(resource, 0.0) + amount
+    return total
+
+
+def all_reduce(num_bytes: float, ranks: int) -> Work:
+    """Ring all-reduce of so many bytes within a node: every rank sends each byte twice, but for its own share."""
+    return {"link_bytes": 2 * num_bytes * (ranks - 1) / ranks}
+
+
+def hops(ranks: int) -> Work:
+    """Latency of a ring all-reduce, however few bytes it has."""
+    return {"messages": 2.0 * (ranks - 1)}
+
+
+def times(factor: float, work: Work) -> Work:
+    """Work, so many times."""
+    return {resource: factor * amount for resource, amount in work.items()}
+
+
+def estimate(config: Config, model: Model) -> Estimate:
+    """Costs of a run of this configuration."""
+    return joined(model, [*training(config, model), *rollout(config, model), *weights(config, model)])
+
+
+def joined(model: Model, figures: Iterable[Figure]) -> Estimate:
+    """Costs made of these figures, of measured ones where there are any, and of assumptions for the rest."""
+    kept = [figure for figure in figures if figure.name not in model.measured]
+    kept += [Figure(name, value, "measured") for name, value in sorted(model.measured.items())]
+    if "reward_seconds" not in model.measured:
+        kept.append(Figure("reward_seconds", Costs().reward_seconds, "assumed"))
+    values: dict[str, Any] = {figure.name: figure.seconds for figure in kept}
+    return Estimate(Costs(**values, lengths=model.lengths, load_seconds=0.0), tuple(kept))
+
+
+def training(config: Config, model: Model) -> list[Figure]:
+    """Micro-batches, log-probs of the reference's task, and the update, for one rank's part under `plan.train`."""
+    train, layout, shapes = config.train, config.layout, model.shapes
+    b, stage, layers = BYTES[train.dtype], shapes.of_stage(layout.pp), -(-shapes.layers // layout.pp)
+    moments = Moments.of(model.lengths, config.rollout.max_new_tokens)
+    pieces = train.responses_per_micro_batch or config.rollout.group_size
+    prompt, group = model.lengths.prompt, config.rollout.group_size
+    tokens = prompt + pieces * moments.mean
+    pairs = prompt * prompt / 2 + pieces * (prompt * moments.mean + moments.mean_square / 2)
+    frozen = (train.old in ("step_start", "previous")) + _has_fused_reference(config)
+    forwards = 1 + train.activation_checkpointing + frozen
+    linear = 2.0 * (layers * shapes.of_layer + shapes.of_vocabulary)
+    attention = model.attention_flops / layout.pp * pairs / tokens
+    token = added(
+        {"flops": (linear * (forwards + BACKWARD) + attention * (forwards + ATTENTION_BACKWARD)) / layout.tp},
+        times(ALL_REDUCES * layers * (forwards + 1), all_reduce(b * shapes.hidden, layout.tp)),
+    )
+    fixed = added({"launches": float(forwards + 1)}, times(ALL_REDUCES * layers * (forwards + 1), hops(layout.tp)))
+    mine, reach = stage / layout.tp, _reach(layout.size, model.hardware)
+    if layout.dp > 1:
+        gathered = (b * (forwards + 1) + 4) * mine * (layout.dp - 1) / layout.dp
+        fixed = added(fixed, {reach: GATHERS_EXPOSED * gathered})
+    bubble = 1.0
+    if layout.pp > 1:
+        together = -(-train.pipeline_micro_batches // -(-group // pieces)) * -(-group // pieces)  # whole groups
+        bubble = (together + layout.pp - 1) / together
+        token = added(token, {reach: 2.0 * b * shapes.hidden / layout.tp})
+    owned = mine / layout.dp
+    update: Work = {"memory_bytes": OPTIMISER_BYTES * owned, "launches": 1.0}
+    if train.offload_optimizer:
+        update["host_bytes"] = 16.0 * owned
+    reference = {"flops": 2.0 * shapes.parameters + model.attention_flops * pairs / tokens}
+    return [
+        model.figure("forward_backward_seconds", times(bubble, fixed), train.dtype),
+        model.figure("train_token_seconds", times(bubble, token), train.dtype),
+        model.figure("reference_token_seconds", reference, train.dtype),
+        model.figure("optim_step_seconds", update, train.dtype),
+    ]
+
+
+def rollout(config: Config, model: Model) -> list[Figure]:
+    """Decode steps and prefills of one worker, over its instances, which share its slots evenly."""
+    shapes, tp, instances = model.shapes, *cut_of_rollout(config)
+    b, dtype = BYTES[config.rollout.dtype], config.rollout.dtype
+    moments, prompt = Moments.of(model.lengths, config.rollout.max_new_tokens), model.lengths.prompt
+    context = prompt + moments.mean_square / (2 * moments.mean)  # of a token that is generated, on average
+    exchanged = times(ALL_REDUCES * shapes.layers, all_reduce(b * shapes.hidden, tp))
+    step = added({"memory_bytes": b * shapes.parameters / tp, "launches": 1.0}, times(ALL_REDUCES * shapes.layers, hops(tp)))
+    slot = added(
+        {"flops": (2.0 * shapes.parameters + model.attention_flops * context) / tp},
+        {"memory_bytes": shapes.kv_bytes_per_token(b) * context / min(tp, shapes.kv_heads)},
+        exchanged,
+    )
+    prefill = added({"flops": (2.0 * shapes.parameters + model.attention_flops * prompt / 2) / tp}, exchanged)
+    return [
+        model.figure("decode_step_seconds", step, dtype),
+        model.figure("decode_slot_seconds", times(1 / instances, slot), dtype),
+        model.figure("prefill_token_seconds", times(1 / instances, prefill), dtype),
+    ]
+
+
+def weights(config: Config, model: Model) -> list[Figure]:
+    """Publication, fetch and installation of a version."""
+    layout, (tp, _), sync = config.layout, cut_of_rollout(config), config.weight_sync
+    version = float(BYTES[sync.dtype or "float32"] * model.shapes.parameters)
+    nodes = -(-config.rollout.num_workers * devices_each(config) // model.hardware.per_node)
+    publish = added({"host_bytes": version}, {_reach(layout.size, model.hardware): version * (layout.size - 1) / layout.size})
+    if sync.name == "shared_memory":
+        fetch: Work = {"host_bytes": version}  # its hash is computed
+    else:  # a broadcast passes each byte on; TCP sends it to one node after another
+        fetch = {"network_bytes": version * (1 if sync.name == "collective" else nodes)}
+    install = {"host_bytes": BYTES[config.rollout.dtype] * model.shapes.parameters / tp}
+    works = {"publish_seconds": publish, "fetch_seconds": fetch, "install_seconds": install}
+    return [model.figure(name, work, config.train.dtype) for name, work in works.items()]
+
+
+def cut_of_rollout(config: Config) -> tuple[int, int]:
+    """Devices of one instance, and instances of one worker."""
+    options = config.rollout.engine.options
+    return int(options.get("tensor_parallel", 1)), int(options.get("instances", 1))
+
+
+def _has_fused_reference(config: Config) -> bool:
+    return config.train.reference == "fused" and make_algorithm(config).needs_reference
+
+
+def _reach(num_devices: int, hardware: Hardware) -> str:
+    """Resource that ranks of so many devices exchange bytes over: a node's links, or the network between nodes."""
+    return "link_bytes" if num_devices <= hardware.per_node else "network_bytes"
