@@ -5,10 +5,10 @@ Three arguments (PA 6-7, and its restatement for a chain of tasks), of which the
     pool     no step takes less than its busiest pool works on it
     path     weights of step s are needed by the rollout of step s + 1 + n (n: the greatest staleness), so 1 + n steps take at least
              as long as one step takes from its first prompt until its weights serve
-    stream   where tasks stream, a path is the largest over tasks of: the first group through all before it, all of its own work,
-             the last group through all behind it; where they do not, it is the sum of all
+    stream   where tasks stream, the path is the longest over tasks and k of: the k-th group's arrival, the work that is left to
+             the task then, the last group through all tasks behind it; where they do not stream, it is the sum of all
 
-The bound is the paper's max(G, T) + W for two tasks; it is reached where groups arrive evenly. Simulation adds how they do arrive.
+With two tasks the third is the paper's max_k (a_(k) + sum_{j >= k} tau_(j)) + W. Simulation adds which worker gets which group.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def bound(graph: Graph) -> Bound:
     busiest = max(graph.tasks, key=lambda task: task.busy)
     pool = Bound(busiest.busy, busiest.name)
     if graph.is_streamed:
-        lengths = [
-            sum(task.first for task in graph.tasks[:i]) + own.span + sum(task.last for task in graph.tasks[i + 1 :])
-            for i, own in enumerate(graph.tasks)
-        ]
+        rollout, *later = graph.tasks
+        lengths = [rollout.span + sum(task.last for task in later)]
+        for i, own in enumerate(later):
+            left = float((rollout.arrivals + own.rest).max(1).mean())
+            lengths.append(sum(task.first for task in later[:i]) + left + sum(task.last for task in later[i + 1 :]))
     else:
         lengths = [sum(task.span for task in graph.tasks)] * len(graph.tasks)
     longest = max(range(len(lengths)), key=lambda i: (lengths[i], graph.tasks[i].span))

@@ -3,8 +3,9 @@
     Config + Model --training, rollout, weights--> Figures: Work x Rates, by field of `Costs` --joined--> Estimate
 
 Everything is a sum, and nothing hides behind anything else but `GATHERS_EXPOSED`, so each cost is a straight line in its amount, as
-`engines/sleeping.py` has it: a decode step reads the weights once, and the keys and values of each slot; a micro-batch pays for its
-gathers once, and for each of its tokens. Left out: embeddings, norms, and sampling beside the matrices.
+`engines/sleeping.py` has it: a decode step reads the weights once, and keys and values for each token that is attended to; a
+micro-batch costs a call and each of its tokens, a round the gathers of its micro-batches. Left out: embeddings, norms, and sampling
+beside the matrices.
 """
 
 from __future__ import annotations
@@ -165,14 +166,12 @@ def training(config: Config, model: Model) -> list[Figure]:
     )
     fixed = added({"launches": float(forwards + 1)}, times(ALL_REDUCES * layers * (forwards + 1), hops(layout.tp)))
     mine, reach = stage / layout.tp, _reach(layout.size, model.hardware)
-    if layout.dp > 1:
-        gathered = (b * (forwards + 1) + 4) * mine * (layout.dp - 1) / layout.dp
-        fixed = added(fixed, {reach: GATHERS_EXPOSED * gathered})
-    bubble = 1.0
+    together, bubble = -(-group // pieces), 1.0
     if layout.pp > 1:
-        together = -(-train.pipeline_micro_batches // -(-group // pieces)) * -(-group // pieces)  # whole groups
+        together *= -(-train.pipeline_micro_batches // together)  # whole groups
         bubble = (together + layout.pp - 1) / together
         token = added(token, {reach: 2.0 * b * shapes.hidden / layout.tp})
+    gathered = together * (b * (forwards + 1) + 4) * mine * (layout.dp - 1) / layout.dp  # by each micro-batch of a round
     owned = mine / layout.dp
     update: Work = {"memory_bytes": OPTIMISER_BYTES * owned, "launches": 1.0}
     if train.offload_optimizer:
@@ -181,6 +180,7 @@ def training(config: Config, model: Model) -> list[Figure]:
     return [
         model.figure("forward_backward_seconds", times(bubble, fixed), train.dtype),
         model.figure("train_token_seconds", times(bubble, token), train.dtype),
+        model.figure("collectives_seconds", {reach: GATHERS_EXPOSED * gathered}, train.dtype),
         model.figure("reference_token_seconds", reference, train.dtype),
         model.figure("optim_step_seconds", update, train.dtype),
     ]
@@ -190,19 +190,16 @@ def rollout(config: Config, model: Model) -> list[Figure]:
     """Decode steps and prefills of one worker, over its instances, which share its slots evenly."""
     shapes, tp, instances = model.shapes, *cut_of_rollout(config)
     b, dtype = BYTES[config.rollout.dtype], config.rollout.dtype
-    moments, prompt = Moments.of(model.lengths, config.rollout.max_new_tokens), model.lengths.prompt
-    context = prompt + moments.mean_square / (2 * moments.mean)  # of a token that is generated, on average
+    prompt = model.lengths.prompt
     exchanged = times(ALL_REDUCES * shapes.layers, all_reduce(b * shapes.hidden, tp))
     step = added({"memory_bytes": b * shapes.parameters / tp, "launches": 1.0}, times(ALL_REDUCES * shapes.layers, hops(tp)))
-    slot = added(
-        {"flops": (2.0 * shapes.parameters + model.attention_flops * context) / tp},
-        {"memory_bytes": shapes.kv_bytes_per_token(b) * context / min(tp, shapes.kv_heads)},
-        exchanged,
-    )
+    slot = added({"flops": 2.0 * shapes.parameters / tp}, exchanged)
+    context = {"flops": model.attention_flops / tp, "memory_bytes": shapes.kv_bytes_per_token(b) / min(tp, shapes.kv_heads)}
     prefill = added({"flops": (2.0 * shapes.parameters + model.attention_flops * prompt / 2) / tp}, exchanged)
     return [
         model.figure("decode_step_seconds", step, dtype),
         model.figure("decode_slot_seconds", times(1 / instances, slot), dtype),
+        model.figure("decode_context_seconds", times(1 / instances, context), dtype),
         model.figure("prefill_token_seconds", times(1 / instances, prefill), dtype),
     ]
 

@@ -2,13 +2,14 @@
 
     rollout -> [reward] -> [reference] -> [values] -> train | critic_update -> weights -> rollout of a later step
 
-A task is the work of one pool. Times are seconds of one step, and least ones: no order of the work, and no share of it, needs less.
-They are exact for costs that are straight lines, as `cost.py` makes them.
+A task is the work of one pool. Times are seconds of one step, and least ones: no order of the work, and no way to share it among
+the pool's workers, needs less, if costs are straight lines, as `cost.py` makes them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -19,16 +20,20 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.sleeping import Costs
 from asyncflow.registry import build
-from asyncflow.run.factories import tasks_before_training
+from asyncflow.run.factories import shape_of, tasks_before_training
 from asyncflow.types import Array
+
+GRID = 64
+"""Intervals of decode steps in which the number of active responses is taken to be that at the interval's end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """Work of one pool in a step, in seconds.
 
-    `busy`: of its busiest worker. `span`: from the first row until the last is done, if all rows are there at the beginning.
-    `first` and `last`: until the first group is done, and how long after its arrival the last one is.
+    `busy`: of its busiest worker, in steady state. `span`: until the last row is done, if all rows are there at the beginning.
+    `first` and `last`: until the first group is done, and how long after its arrival the last one is. `arrivals`, of rollout:
+    when the k-th group is done, [steps, prompts]; `rest`, of the others: work left when k groups are done, [steps, prompts].
     """
 
     name: str
@@ -36,6 +41,8 @@ class Task:
     span: float
     first: float
     last: float
+    arrivals: Array = field(default_factory=lambda: np.zeros((1, 1)))
+    rest: Array = field(default_factory=lambda: np.zeros((1, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,22 @@ class Drawn:
         drawn = [costs.lengths.draw(key, sample, most)[0] for key in keys for sample in range(group)]
         return cls(np.array(drawn, np.int64).reshape(steps, prompts, group))
 
+    @cached_property
+    def longest(self) -> Array:
+        """Tokens of each group's longest response, the shortest of these first: [steps, prompts]."""
+        return np.sort(self.tokens.max(2), 1)
+
+    @cached_property
+    def grid(self) -> Array:
+        """Numbers of decode steps: [GRID + 1], from 0 to the longest response."""
+        return np.linspace(0.0, float(self.tokens.max()), GRID + 1)
+
+    @cached_property
+    def active(self) -> Array:
+        """Responses of any k + 1 groups that have more tokens than the end of each interval, at least: [steps, prompts, GRID]."""
+        longer = np.stack([(self.tokens > end).sum(2) for end in self.grid[1:]], 2)
+        return np.cumsum(np.sort(longer, 1), 1)
+
 
 def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
     """Graph of a step: the mean over the drawn steps."""
@@ -79,51 +102,67 @@ def between(config: Config) -> list[str]:
 
 def weights(costs: Costs) -> float:
     """Seconds from a step's last micro-batch until its weights serve."""
-    return costs.optim_step_seconds + costs.publish_seconds + costs.fetch_seconds + costs.install_seconds
+    return costs.optim_step_seconds + costs.publish() + costs.fetch() + costs.install()
 
 
 def rollout(config: Config, costs: Costs, drawn: Drawn, *, in_flight: bool) -> Task:
     """Generation by workers that each have about the same number of groups.
 
     A worker makes at least as many decode steps as its longest response has tokens, and as its tokens fill its slots. The mean over
-    workers of the longest is least if the groups with the longest responses come together. `in_flight`: a worker's steps go on over
-    an installation, so its slots stay full.
+    workers of the longest is least if the groups with the longest responses come together. While a worker is at its n-th step, all
+    its responses of more tokens are active, or wait: its groups have at least as many as those with the fewest. `in_flight`: a
+    worker's steps go on over an installation, so its slots stay full, and its responses do not begin together.
     """
     workers, slots, prompts = config.rollout.num_workers, config.rollout.num_slots, config.train.prompts_per_step
+    prompt, num_steps = costs.lengths.prompt, len(drawn.tokens)
+    step = costs.decode_step(0)
+    slot, context = costs.decode_step(1) - step, costs.decode_step(0, 1.0) - step
+    lengths = drawn.tokens.astype(np.float64)
+    work = (lengths * (slot + context * prompt) + context * lengths * lengths / 2).sum((1, 2)) / workers
+    prefill = costs.prefill(prompts * prompt) / workers
     share = -(-prompts // workers)
-    most = slots if in_flight else min(slots, share * config.rollout.group_size)
-    one = costs.decode_step(1)
-    slot = (costs.decode_step(most) - one) / (most - 1) if most > 1 else 0.0
-    step, tokens = one - slot, drawn.tokens.sum((1, 2)) / workers
-    prefill = costs.prefill(prompts * costs.lengths.prompt) / workers
-    longest_of_groups = np.sort(drawn.tokens.max(2), 1)[:, ::-1]
-    longest = longest_of_groups[:, ::share].sum(1) / workers
-    steps = tokens / slots if in_flight else np.maximum(longest, tokens / slots)
-    busy = float((step * steps + slot * tokens).mean()) + prefill + costs.install_seconds
-    tail = float(longest_of_groups[:, 0].mean()) * one + costs.prefill(costs.lengths.prompt)
-    first = float(longest_of_groups[:, -1].mean()) * one
-    return Task("rollout", busy, max(busy - costs.install_seconds, tail), first, tail)
+    longest = drawn.longest[:, ::-1][:, ::share].sum(1) / workers
+    fills = lengths.sum((1, 2)) / (workers * slots)
+    busy = float((step * (fills if in_flight else np.maximum(longest, fills)) + work).mean()) + prefill + costs.install()
+    active = np.ones((num_steps, GRID)) if in_flight else drawn.active[:, prompts // workers - 1].clip(1, slots)
+    widths = np.diff(drawn.grid)
+    passed = np.cumsum(widths * (step + active * (slot + context * (prompt + drawn.grid[:-1]))), 1)
+    at = np.concatenate([np.zeros((num_steps, 1)), passed], 1)
+    arrivals = np.stack([np.interp(drawn.longest[i], drawn.grid, at[i]) for i in range(num_steps)]) + costs.prefill(prompt)
+    span = max(busy - costs.install(), float(arrivals[:, -1].mean()))
+    return Task("rollout", busy, span, float(arrivals[:, 0].mean()), span, arrivals=arrivals)
 
 
 def train(config: Config, costs: Costs, drawn: Drawn) -> Task:
-    """Training by data-parallel groups, each of which has about the same number of groups of rows."""
-    group, updates = config.rollout.group_size, config.train.epochs * config.train.mini_batches
+    """Training by data-parallel groups, which share the groups of rows, and meet in every round."""
+    group, layout, updates = config.rollout.group_size, config.layout, config.train.epochs * config.train.mini_batches
     pieces = -(-group // (config.train.responses_per_micro_batch or group))
     fixed = costs.forward_backward(0)
     token = costs.forward_backward(1) - fixed
     of_group = pieces * (fixed + token * costs.lengths.prompt) + token * drawn.tokens.sum(2)
-    whole = config.train.epochs * float(of_group.sum(1).mean()) / config.layout.dp
-    whole += (updates - 1) * costs.optim_step_seconds
-    least = float(of_group.min(1).mean())
-    return Task("train", whole + costs.optim_step_seconds, whole, least, least)
+    rounds = -(-config.train.prompts_per_step // (layout.dp * shape_of(config).groups_per_round))
+    meetings = costs.collectives_seconds if layout.dp > 1 else 0.0
+    again = (config.train.epochs - 1) * (of_group.sum(1, keepdims=True) / layout.dp + rounds * meetings)
+    extra = again + (updates - 1) * costs.optim_step_seconds
+    rest = _rest(of_group) / layout.dp + extra + meetings
+    whole = float((of_group.sum(1) / layout.dp + rounds * meetings + extra[:, 0]).mean())
+    last = float((of_group.min(1) + extra[:, 0]).mean()) + meetings
+    return Task("train", whole + costs.optim_step_seconds, whole, last, last, rest=rest)
 
 
 def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Task:
-    """A task between rollout and training, which one worker does: `reward`, `reference` or `values`."""
+    """A task between rollout and training, which one worker does: `reward`, `reference` or `values`. The time of rewards, which
+    are random, is the expected one."""
     if name == "reward":
-        rows, at_once = drawn.tokens[0].size, config.reward.num_workers
-        one = costs.reward_seconds + config.reward.delays.mean_seconds
-        return Task(name, rows * one / at_once, rows * one / at_once, one, one)
-    of_group = costs.log_probs(1) * (drawn.tokens.sum(2) + costs.lengths.prompt)
+        one = costs.reward(config.reward.parts) + config.reward.delays.mean_seconds
+        of_group = np.full(drawn.tokens.shape[:2], one * config.rollout.group_size / config.reward.num_workers)
+    else:
+        seconds = costs.values if name == "values" else costs.log_probs
+        of_group = seconds(1) * (drawn.tokens.sum(2) + costs.lengths.prompt)
     whole, least = float(of_group.sum(1).mean()), float(of_group.min(1).mean())
-    return Task(name, whole, whole, least, least)
+    return Task(name, whole, whole, least, least, rest=_rest(of_group))
+
+
+def _rest(of_group: Array) -> Array:
+    """Work that is left when k groups have been done, at least: these are the largest. [steps, prompts] both."""
+    return np.cumsum(np.sort(of_group, 1), 1)[:, ::-1]

@@ -41,8 +41,11 @@ from asyncflow.types import Layout, UserError
 ROWS: Final = 384
 """Rows of a simulated step, at least, unless the run's has fewer."""
 STEPS: Final = 4
-"""Steps of a simulated run. Its first one is not counted: nothing is under way before it."""
-MOST_SIMULATED: Final = 24
+"""Steps of a simulated run, at most, and two at least. The first is not counted: nothing is under way before it."""
+ROWS_OF_RUN: Final = 2_048
+"""Rows of a simulated run that there are fewer steps for."""
+ROWS_OF_SEARCH: Final = 100_000
+"""Rows that a search simulates, about; some 3,000 of them take a second of one core."""
 TIE: Final = 0.01
 """Plans whose steps differ by less than this share are not told apart."""
 
@@ -115,12 +118,14 @@ async def search(config: Config, model: Model, fields: Mapping[str, Any], num: i
     counts: Counter[str] = Counter()
     candidates = sorted(_bounded(config, model, fields, num, counts), key=lambda each: (each[0].seconds, each[1]))
     done: list[Plan] = []
-    while candidates and len(done) < MOST_SIMULATED:
+    rows = 0
+    while candidates and rows < ROWS_OF_SEARCH:
         best = min((plan.step_seconds for plan in done), default=math.inf)
         if candidates[0][0].seconds >= best:
             break
         wave, candidates = candidates[:at_once], candidates[at_once:]
         plans = [make() for _, _, make in wave]
+        rows += sum(simulated_rows(plan.config, plan.part) for plan in plans)
         done += await asyncio.gather(*(simulated(plan, simulators) for plan in plans))
     done.sort(key=lambda plan: plan.step_seconds)  # stable: of equal ones the better bound comes first
     left = [each for each in candidates if each[0].seconds < done[0].step_seconds]
@@ -153,7 +158,7 @@ def simulated_config(plan: Plan) -> Config:
     """Configuration of the simulated part: without a machine, a model, evaluations, and ranks that only follow."""
     tree, part = plan.config.model_dump(mode="json"), plan.part
     layout, workers = plan.config.layout, plan.config.rollout.num_workers // part
-    tree["run"]["steps"] = STEPS + plan_staleness(plan.config)
+    tree["run"]["steps"] = steps_of(plan.config, part)
     tree["plan"] |= {"train": {"dp": layout.dp // part, "tp": 1, "pp": layout.pp}}
     tree["rollout"] |= {"engine": {"name": "slots"}, "num_workers": workers, "device": "cpu"}
     tree["train"] |= {"prompts_per_step": plan.config.train.prompts_per_step // part, "device": "cpu", "engine": {"name": "torch"}}
@@ -163,6 +168,18 @@ def simulated_config(plan: Plan) -> Config:
     return parse(tree)
 
 
+def steps_of(config: Config, part: int) -> int:
+    """Steps of a simulated run, more where weights come later."""
+    rows = config.train.prompts_per_step * config.rollout.group_size // part
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    return max(2, min(STEPS, ROWS_OF_RUN // rows)) + schedule.max_staleness
+
+
+def simulated_rows(config: Config, part: int) -> int:
+    """Rows of a simulated run."""
+    return steps_of(config, part) * config.train.prompts_per_step * config.rollout.group_size // part
+
+
 def simulated_costs(plan: Plan) -> Costs:
     """Costs of the simulated part: a task with one worker has a part of its rows, so each takes it that many times as long."""
     costs, tasks = plan.estimate.costs, tasks_before_training(plan.config)
@@ -170,12 +187,6 @@ def simulated_costs(plan: Plan) -> Costs:
     return msgspec.structs.replace(
         costs, **{name: getattr(costs, name) * plan.part for name, task in slow.items() if task in tasks}
     )
-
-
-def plan_staleness(config: Config) -> int:
-    """Greatest staleness of the configuration's schedule."""
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
-    return schedule.max_staleness
 
 
 # -- enumeration ------------------------------------------------------------------------------------------------------------
@@ -211,7 +222,9 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
     @cache
     def drawn(part: int) -> Drawn:
         smaller = config.train.model_copy(update={"prompts_per_step": config.train.prompts_per_step // part})
-        return Drawn.of(config.model_copy(update={"train": smaller}), Costs(lengths=model.lengths), STEPS)
+        divided = config.model_copy(update={"train": smaller})
+        every = Drawn.of(divided, Costs(lengths=model.lengths), steps_of(config, part))
+        return Drawn(every.tokens[1:])  # as simulated steps are counted
 
     @cache
     def rollout_task(devices: int, i: int, part: int, in_flight: bool) -> Task:
@@ -281,11 +294,11 @@ def _training_halves(config: Config, model: Model, fields: Mapping[str, Any], mo
                 )  # fmt: skip
                 memory = sum(part.num_bytes for part in training_parts(tried, model.shapes, longest)) / GIB
                 figures = tuple(cost.training(tried, model))
-                fixed, token, reference, update = (figure.seconds for figure in figures)
+                fixed, token, gathers, reference, update = (figure.seconds for figure in figures)
                 count = group // number
                 in_round = -(-train.pipeline_micro_batches // count) if layout.pp > 1 else 1
                 whole = count * (fixed + token * model.lengths.prompt) + group * token * moments.mean
-                yield Half(tried, layout.size, layout.dp, memory, figures, (whole, update, reference, in_round))
+                yield Half(tried, layout.size, layout.dp, memory, figures, (whole, gathers / in_round, update, reference, in_round))
 
 
 def _layouts(fields: Mapping[str, Any], most: int, per_node: int, prompts: int, engine: str) -> Iterator[Layout]:
