@@ -416,12 +416,24 @@ class LengthsConfig(Section):
     """Standard deviation of the logarithm of a response's tokens."""
 
 
+class PoolConfig(Section):
+    """Workers of one task."""
+
+    num_workers: PositiveInt = 1
+    """So many workers share the task; each has an engine of its own, or reward processes of its own."""
+
+
 class PlanConfig(Section):
-    """Allocation of devices."""
+    """Allocation of devices. Rollout workers: `rollout.num_workers`; evaluators: `eval.num_workers`."""
 
     train: LayoutConfig = LayoutConfig()
     lengths: LengthsConfig | None = None
     """What `asyncflow plan` expects of prompts and responses. None: it assumes, and says so. A run does not read it."""
+    reward: PoolConfig = PoolConfig()
+    """Workers `reward/0` and on, where `reward.place` is `task`; each has `reward.num_workers` processes, and a reward model of its
+    own where there is one."""
+    reference: PoolConfig = PoolConfig()
+    """Workers `reference/0` and on, where `train.reference` is `task`."""
 
 
 class Config(Section):
@@ -449,6 +461,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
+        for task, count, key, place in (
+            ("reward", self.plan.reward.num_workers, "reward.place", self.reward.place),
+            ("reference", self.plan.reference.num_workers, "train.reference", self.train.reference),
+        ):
+            if count > 1 and place != "task":
+                raise ValueError(f"plan.{task}.num_workers={count}, but {key}={place}: set {key}=task, or leave it out")
         pieces, group = self.train.responses_per_micro_batch, self.rollout.group_size
         if pieces is not None and group % pieces:
             raise ValueError(

@@ -53,7 +53,7 @@ TRAINING = (
     "rows/empty",
 )
 """Metrics that follow from a batch and the weights before it."""
-_NOT_NEEDED = ("rollout/", "reward", "reference")  # workers whose columns are in the batch
+_NOT_NEEDED = ("rollout/", "reward/", "reference/")  # workers whose columns are in the batch
 
 
 @dataclass(frozen=True, slots=True)

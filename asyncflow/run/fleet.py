@@ -36,12 +36,18 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     if "reward" in tasks:
         device, num_threads = ("cpu", 1) if (model := config.reward.model) is None else (model.device, model.num_threads)
         needs, known = devices(device, num_threads), imports(device=device)
-        specs.append(WorkerSpec("reward", f"{MAINS}:reward_worker", thread_environment(num_threads), needs=needs, imports=known))
+        specs += [
+            WorkerSpec(f"reward/{i}", f"{MAINS}:reward_worker", thread_environment(num_threads), needs=needs, imports=known)
+            for i in range(config.plan.reward.num_workers)
+        ]
     if is_training and not are_trainers_there:
         specs += trainers(config, f"{MAINS}:train_worker", weights_dir)
     if is_training and "reference" in tasks:
         needs, known = devices(config.train.device, config.train.num_threads), train_imports(config, config.train.device)
-        specs.append(WorkerSpec("reference", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known))
+        specs += [
+            WorkerSpec(f"reference/{i}", f"{MAINS}:reference_worker", training(config), needs=needs, imports=known)
+            for i in range(config.plan.reference.num_workers)
+        ]
     if is_training and VALUES_TASK in tasks:
         device = config.train.critic.device
         needs, known = devices(device, config.train.num_threads), train_imports(config, device)

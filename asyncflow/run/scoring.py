@@ -37,7 +37,7 @@ async def scoring(run: RunConnection, name: str) -> AsyncIterator[Callable[[Samp
     failures: Counter[str] = Counter()
     scorings: list[Scoring] = []
     async with AsyncExitStack() as stack:
-        is_here = config.place == "rollout" or name == "reward"
+        is_here = config.place == "rollout" or name.startswith("reward/")
         if config.parts and is_here:
             pool = reward_pool(run.config, name, _sampled(run))
             stack.push_async_callback(pool.close)

@@ -31,5 +31,5 @@ def test_a_run_over_tls_alone_gives_the_same_bits(small: Small, tmp_path: Path, 
     near, far_model = (tmp_path / "runs" / name / "model" / "model.safetensors" for name in ("near", "far"))
     assert near.read_bytes() == far_model.read_bytes()
     workers = {span.worker for span in read_spans(tmp_path / "runs" / "far" / "spans.jsonl")}
-    assert workers == {"rollout/0", "rollout/1", "reward", "reference", "trainer/0"}
+    assert workers == {"rollout/0", "rollout/1", "reward/0", "reference/0", "trainer/0"}
     assert [*places.memory.iterdir()]  # weights lay there and not in the driver's folder

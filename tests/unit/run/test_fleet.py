@@ -31,13 +31,13 @@ def config(**sections: Any) -> Config:
 )
 def test_a_rollout_worker_has_the_devices_of_all_that_its_engine_drives(engine: Any, each: tuple[int, int]) -> None:
     rollout = {"engine": engine, "num_workers": 2, "device": "cuda", "num_threads": 3}
-    found = config(rollout=rollout, plan={"train": {"dp": 2, "tp": 2}}, train={"reference": "task", "device": "cuda:1"})
-    assert num_devices(found) == 2 * each[0] + 4 + 1
+    plan = {"train": {"dp": 2, "tp": 2}, "reference": {"num_workers": 3}}
+    found = config(rollout=rollout, plan=plan, train={"reference": "task", "device": "cuda:1"})
+    assert num_devices(found) == 2 * each[0] + 4 + 3
     needs = {spec.name: spec.needs for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
     assert needs["rollout/0"] == needs["rollout/1"] == {"CPU": 3.0} | ({"GPU": float(each[1])} if each[1] else {})
-    assert [needs[name] for name in ("trainer/0", "trainer/1", "trainer/2", "trainer/3", "reference")] == [
-        {"CPU": 1.0, "GPU": 1.0}
-    ] * 5
+    others = [*(f"trainer/{rank}" for rank in range(4)), *(f"reference/{i}" for i in range(3))]
+    assert [needs[name] for name in others] == [{"CPU": 1.0, "GPU": 1.0}] * 7
 
 
 def test_evaluators_are_started_as_rollout_workers_are_on_devices_that_count() -> None:
@@ -62,7 +62,7 @@ def test_each_worker_computes_with_as_many_threads_as_it_is_given() -> None:
     found = config(rollout={"num_threads": 3}, train={"num_threads": 2, "reference": "task"}, reward={"place": "task"})
     specs = {spec.name: spec.environment for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
     threads = {name: (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) for name, environment in specs.items()}
-    assert threads == {"rollout/0": ("3", "3"), "trainer/0": ("2", "2"), "reference": ("2", "2"), "reward": ("1", "1")}
+    assert threads == {"rollout/0": ("3", "3"), "trainer/0": ("2", "2"), "reference/0": ("2", "2"), "reward/0": ("1", "1")}
 
 
 def test_what_may_be_imported_for_several_workers_is_imported_for_ours_on_a_cpu_alone() -> None:

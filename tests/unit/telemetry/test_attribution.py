@@ -161,7 +161,7 @@ def test_busy_time_and_idle_time_by_reason_are_the_step_in_every_mode(mode):
     ends = [end for _, end in step_ends(spans, 0.0)]
     seen = set()
     for start, end in pairwise(ends[:-1]):
-        for worker in ("rollout/0", "rollout/1", "reward", "reference", "trainer/0"):
+        for worker in ("rollout/0", "rollout/1", "reward/0", "reference/0", "trainer/0"):
             activity = busy_and_idle(spans, worker, start, end)
             seen |= set(activity.idle)
             assert set(activity.idle) <= {"data", "slowest group", "interval", "weights"}

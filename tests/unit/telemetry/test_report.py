@@ -97,7 +97,7 @@ def test_a_simulated_run_leaves_the_chart_in_virtual_seconds(mode, tmp_path):
     config = every_task_apart(mode, steps=4)
     simulated = simulate(config, costs=Costs(), run_dir=tmp_path / "run")
     assert not simulated.violations
-    seconds = check_chart(tmp_path / "run", ["rollout/0", "rollout/1", "reference", "reward", "trainer/0"], 4)
+    seconds = check_chart(tmp_path / "run", ["rollout/0", "rollout/1", "reference/0", "reward/0", "trainer/0"], 4)
     assert seconds == pytest.approx(sum(simulated.rows[step]["perf/step_seconds"] for step in (1, 2, 3)) / 3, abs=2e-3)
 
 

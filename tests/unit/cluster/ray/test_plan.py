@@ -103,7 +103,7 @@ def test_amounts_that_nobody_can_be_given_are_refused(given: dict[str, Any], sen
     ],
 )
 def test_who_must_stay_is_placed_first_and_always_in_this_order(tree: dict[str, Any], trainers: Any, order: list[str]) -> None:
-    names = ("storage/0", "rollout/0", "rollout/1", "reward", "reference", "trainer/0")
+    names = ("storage/0", "rollout/0", "rollout/1", "reward/0", "reference/0", "trainer/0")
     assert RayOptions(trainers=trainers).in_order([WorkerSpec(name, "m:f") for name in names], config(tree)) == order
 
 
