@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -155,7 +154,7 @@ class Places:
         if name in self._here:
             return cast(T, self._here[name])
         if name not in self._proxies:
-            self._proxies[name] = self._patient_proxy(interface, name)
+            self._proxies[name] = proxy(interface, self, name)
         return cast(T, self._proxies[name])
 
     def watch(self) -> None:
@@ -173,15 +172,6 @@ class Places:
             self._watching.cancel()
         for peer in self._peers.values():
             await peer.close()
-
-    def _patient_proxy(self, interface: type[T], name: str) -> T:
-        class PatientProxy:
-            pass
-
-        for method, function in inspect.getmembers(interface, inspect.isfunction):
-            if getattr(function, "__remote__", False):
-                setattr(PatientProxy, method, functools.partialmethod(_call, self, interface, name, method))
-        return cast(T, PatientProxy())
 
     async def call(self, interface: type, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
         """Send a request, and repeat it while there is no answer."""
@@ -218,10 +208,6 @@ class Places:
                 peer = await Peer.connect(address, self._name, credentials=self._credentials, timeout_seconds=5.0)
                 self._peers[address] = peer
             return peer
-
-
-async def _call(_self: object, places: Places, interface: type, name: str, method: str, *arguments: Any) -> Any:
-    return await places.call(interface, name, method, arguments)
 
 
 def remote_directory(peer: Peer) -> Directory:

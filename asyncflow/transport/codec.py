@@ -20,7 +20,7 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from asyncflow.transport.frames import LARGE_BYTES, Buffer
 from asyncflow.types import ARRAY_DTYPES, CROSSING, RunError
 
 F = TypeVar("F", bound=Callable[..., Awaitable[Any]])
+A = TypeVar("A")
 
 DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -75,13 +76,13 @@ def raised(service: str, method: str, name: str, message: str) -> Exception:
     return RemoteError(f"{service}.{method} failed: {name}: {message}")
 
 
-class Request(msgspec.Struct, array_like=True, tag="request", gc=False):
-    """Request as it is sent."""
+class Request(msgspec.Struct, Generic[A], array_like=True, tag="request", gc=False):
+    """Call of a service's method. `arguments`: a tuple; as it arrives a `Raw`, which the method that it names decodes."""
 
     id: int
     service: str
     method: str
-    arguments: Any  # a tuple, encoded in place; a `msgspec.Raw` in the decoder's twin below
+    arguments: A
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -96,31 +97,13 @@ class Taken(msgspec.Struct, array_like=True, tag="taken"):
     id: int
 
 
-class Reply(msgspec.Struct, array_like=True, tag="reply", gc=False):
-    """Answer as it is sent."""
+class Reply(msgspec.Struct, Generic[A], array_like=True, tag="reply", gc=False):
+    """Answer to a request. `result`: as it arrives a `Raw`, which the method that was called decodes."""
 
     id: int
-    result: Any = None
+    result: A
     error: str = ""
     message: str = ""
-
-
-class ReceivedRequest(msgspec.Struct, array_like=True, tag="request", gc=False):
-    """Request as it arrives: its arguments are decoded by the method that it names."""
-
-    id: int
-    service: str
-    method: str
-    arguments: msgspec.Raw
-
-
-class ReceivedReply(msgspec.Struct, array_like=True, tag="reply", gc=False):
-    """Answer as it arrives: its result is decoded by the method that was called."""
-
-    id: int
-    result: msgspec.Raw
-    error: str
-    message: str
 
 
 class ArrayRef(msgspec.Struct, array_like=True, gc=False):
@@ -132,8 +115,8 @@ class ArrayRef(msgspec.Struct, array_like=True, gc=False):
     place: ArenaPlace | None = None
 
 
-from_client = msgspec.msgpack.Decoder(Hello | ReceivedRequest | Cancel | Taken)
-from_server = msgspec.msgpack.Decoder(Welcome | ReceivedReply)
+from_client = msgspec.msgpack.Decoder(Hello | Request[msgspec.Raw] | Cancel | Taken)
+from_server = msgspec.msgpack.Decoder(Welcome | Reply[msgspec.Raw])
 
 
 def decode_message(decoder: msgspec.msgpack.Decoder[Any], header: Buffer) -> Any:

@@ -109,7 +109,7 @@ class Connection:
         self._held: dict[int, asyncio.TimerHandle] = {}  # its arguments hold the arrays
         self._context = contextvars.copy_context()
         self._handlers: dict[type, Callable[[Any, Sequence[np.ndarray]], None]] = {
-            codec.ReceivedRequest: self._request,
+            codec.Request: self._request,
             codec.Cancel: self._cancel,
             codec.Taken: self._taken,
         }
@@ -224,7 +224,7 @@ class Connection:
         welcome = codec.Welcome(str(self._arena.path) if self._arena is not None else "")
         self._send(welcome)
 
-    def _request(self, request: codec.ReceivedRequest, buffers: Sequence[np.ndarray]) -> None:
+    def _request(self, request: codec.Request[msgspec.Raw], buffers: Sequence[np.ndarray]) -> None:
         number = request.id
         if number in self._running:
             self.close(f"it used the number {number} of a request that is under way")
@@ -291,7 +291,7 @@ class Connection:
 
     def _fail(self, number: int, error: BaseException) -> None:
         message = f"{error}"[: min(_MESSAGE_CHARACTERS, self._limits.header_bytes // 8)]
-        self._send(codec.Reply(number, error=codec.error_name(error), message=message.encode(errors="replace").decode()))
+        self._send(codec.Reply(number, None, error=codec.error_name(error), message=message.encode(errors="replace").decode()))
 
     def _send(self, message: msgspec.Struct, held: list[np.ndarray] | None = None) -> None:
         if self._is_closed or self._stream is None:

@@ -16,7 +16,7 @@ import inspect
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from asyncflow.transport.stream import Stream, parse_address, socket_path
 from asyncflow.types import UserError
 
 T = TypeVar("T")
-_Answer = tuple[codec.ReceivedReply, Sequence[np.ndarray]]
+_Answer = tuple[codec.Reply[msgspec.Raw], Sequence[np.ndarray]]
 
 
 class Peer:
@@ -192,7 +192,7 @@ class Peer:
     def _receive(self, frame: Frame) -> None:
         header, buffers = frame
         message = codec.decode_message(codec.from_server, header)
-        if isinstance(message, codec.ReceivedReply):
+        if isinstance(message, codec.Reply):
             future = self._pending.get(message.id)
             if future is not None and not future.done():
                 future.set_result((message, buffers))
@@ -229,8 +229,14 @@ async def _connect_unix(path: Path) -> socket.socket:
         raise
 
 
-def proxy(interface: type[T], peer: Peer, service: str) -> T:
-    """An object of `interface`'s remote methods whose calls are answered by the `service` behind `peer`."""
+class Caller(Protocol):
+    """Sends requests to services, as `Peer.call` does."""
+
+    def call(self, interface: type, service: str, method: str, arguments: tuple[Any, ...]) -> Awaitable[Any]: ...
+
+
+def proxy(interface: type[T], caller: Caller, service: str) -> T:
+    """An object of `interface`'s remote methods whose calls are answered by the `service` that `caller` asks."""
 
     class Proxy:
         pass
@@ -239,7 +245,7 @@ def proxy(interface: type[T], peer: Peer, service: str) -> T:
         if getattr(function, "__remote__", False):
 
             def call(self: Any, *arguments: Any, _method: str = method) -> Awaitable[Any]:
-                return peer.call(interface, service, _method, arguments)
+                return caller.call(interface, service, _method, arguments)
 
             setattr(Proxy, method, call)
     return cast(T, Proxy())

@@ -301,7 +301,7 @@ class SimPeer:
             return
         if error is not None:
             name = codec.error_name(error)
-            header, buffers = _encoded(codec.Reply(number, error=name, message=str(error)))
+            header, buffers = _encoded(codec.Reply(number, None, error=name, message=str(error)))
             self.network.counts[f"raised {name}"] += 1
         else:
             header, buffers = _encoded(codec.Reply(number, result))

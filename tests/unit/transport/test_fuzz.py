@@ -149,7 +149,7 @@ def decode_all(content: bytes) -> tuple[int, int]:
             frames += 1
             with contextlib.suppress(ValueError):
                 message = codec.decode_message(codec.from_client, header)
-                if isinstance(message, codec.ReceivedRequest) and message.method in ("put", "complete", "read", "park"):
+                if isinstance(message, codec.Request) and message.method in ("put", "complete", "read", "park"):
                     codec.decode(codec.schema(Store, message.method).arguments, message.arguments, buffers, is_writeable=False)
                     requests += 1
     parser.close()
