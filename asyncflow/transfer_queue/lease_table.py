@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from array import array
+from collections import OrderedDict
+from itertools import takewhile
 
 from asyncflow.transfer_queue.leases import StaleToken, Token
 from asyncflow.transfer_queue.schema import TaskSpec
-
-_SLACK = 64  # deadlines of past leases that may lie about
 
 
 class HeldLease:
@@ -38,9 +37,8 @@ class LeaseTable:
     def __init__(self, spec: TaskSpec, incarnation: str) -> None:
         self.num_expired = 0  # rows
         self._lease_seconds, self._incarnation = spec.lease_seconds, incarnation
-        self._held: dict[int, HeldLease] = {}
+        self._held: OrderedDict[int, HeldLease] = OrderedDict()  # by number, in the order of their deadlines
         self._loads: dict[str, _Load] = {}
-        self._deadlines: list[tuple[float, int]] = []  # one for each lease, maybe earlier than its own; also of past leases
         self._last = 0
 
     def open(self, worker: str, now: float) -> HeldLease:
@@ -57,7 +55,6 @@ class LeaseTable:
         load.leases.add(held.number)
         load.num_rows += held.num_rows
         load.num_tokens += held.num_tokens
-        heapq.heappush(self._deadlines, (held.deadline, held.number))
 
     def leave(self, lease: int, num_rows: int, num_tokens: int) -> None:
         """Rows and tokens less for a lease, and for its worker. What holds nothing any more is forgotten."""
@@ -72,36 +69,23 @@ class LeaseTable:
             load.leases.discard(lease)
             if not load.leases:
                 del self._loads[held.worker]
-            if len(self._deadlines) > 2 * len(self._held) + _SLACK:
-                self._deadlines = [(held.deadline, lease) for lease, held in self._held.items()]
-                heapq.heapify(self._deadlines)
 
     def renew(self, token: Token, now: float) -> None:
         """Put the lease's deadline off. Raises `StaleToken`."""
-        self.of(token).deadline = now + self._lease_seconds  # its entry among the deadlines follows when it comes up
+        held = self.of(token)
+        held.deadline = now + self._lease_seconds
+        self._held.move_to_end(token.lease)  # time does not go back
 
     def expired(self, now: float) -> list[int]:
-        """The leases that are over by now. They are to be let go."""
-        ended: list[int] = []
-        while (deadline := self.next_deadline) is not None and deadline <= now:
-            ended.append(heapq.heappop(self._deadlines)[1])
-        self.num_expired += sum(self._held[lease].num_rows for lease in ended)
-        return ended
+        """The leases that are over by now, by deadline. They are to be let go."""
+        ended = sorted((held.deadline, number) for number, held in takewhile(lambda h: h[1].deadline <= now, self._held.items()))
+        self.num_expired += sum(self._held[number].num_rows for _, number in ended)
+        return [number for _, number in ended]
 
     @property
     def next_deadline(self) -> float | None:
         """Time at which the next lease runs out."""
-        deadlines = self._deadlines
-        while deadlines:
-            deadline, lease = deadlines[0]
-            held = self._held.get(lease)
-            if held is None:
-                heapq.heappop(deadlines)
-            elif held.deadline > deadline:
-                heapq.heapreplace(deadlines, (held.deadline, lease))
-            else:
-                return deadline
-        return None
+        return next((held.deadline for held in self._held.values()), None)
 
     def __getitem__(self, lease: int) -> HeldLease:
         return self._held[lease]

