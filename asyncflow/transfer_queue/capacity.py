@@ -38,7 +38,7 @@ class Capacity:
                     f"admit less at once, or raise queue.capacity_{what}"
                 )
         if not self._waiting and self._fits(rows, num_bytes):
-            self._take(rows, num_bytes)
+            self.take(rows, num_bytes)
             return
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
@@ -70,8 +70,9 @@ class Capacity:
         self.release(sum(num_rows.values()), num_bytes)
 
     def take(self, rows: int, num_bytes: int) -> None:
-        """Count what is there already, whether it fits or not (recovered rows)."""
-        self._take(rows, num_bytes)
+        """Count rows, whether they fit or not (recovered rows)."""
+        self._rows += rows
+        self._bytes += num_bytes
 
     def release(self, rows: int, num_bytes: int) -> None:
         """Rows have gone."""
@@ -89,12 +90,8 @@ class Capacity:
         while self._waiting and self._fits(*self._waiting[0][:2]):
             rows, num_bytes, _, turn = self._waiting.popleft()
             if not turn.done():
-                self._take(rows, num_bytes)
+                self.take(rows, num_bytes)
                 turn.set_result(None)
-
-    def _take(self, rows: int, num_bytes: int) -> None:
-        self._rows += rows
-        self._bytes += num_bytes
 
     def _fits(self, rows: int, num_bytes: int) -> bool:
         return (self._capacity_rows is None or self._rows + rows <= self._capacity_rows) and (

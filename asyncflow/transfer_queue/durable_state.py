@@ -43,23 +43,19 @@ class SavedDurableState:
         self.now = DurableState()
         self.gone: dict[int, None] = {}
         self._storage = storage
-        self._have_changed = False
+        self._kept = self.encoded()  # in the storage, if it is durable
 
     async def open(self) -> None:
         """Read the state that an earlier process has left."""
         if (facts := await self._storage.kept(FACTS)) is not None:
-            self.now = DurableState.decoded(facts)
+            self.now, self._kept = DurableState.decoded(facts), facts
             self.gone.update(dict.fromkeys(np.frombuffer(self.now.gone, np.int64).tolist()))
 
     async def keep(self) -> None:
         """If they have changed, and something outlives this process."""
-        has_changed, self._have_changed = self._have_changed, False
-        if has_changed and self._storage.is_durable:
-            try:
-                await self._storage.keep(FACTS, self.encoded())
-            except BaseException:
-                self._have_changed = True
-                raise
+        if self._storage.is_durable and (encoded := self.encoded()) != self._kept:
+            await self._storage.keep(FACTS, encoded)
+            self._kept = encoded
 
     def encoded(self) -> bytes:
         """State as it is stored (MessagePack)."""
@@ -79,13 +75,11 @@ class SavedDurableState:
         ended = self.now.ended_partitions.setdefault(task, [])
         if partition not in ended:
             ended.append(partition)
-            self._have_changed = True
 
     def close_task(self, task: str) -> None:
         """Remember that a task is closed."""
         if task not in self.now.closed:
             self.now.closed.append(task)
-            self._have_changed = True
 
     def merge(self, others: DurableState) -> None:
         """The ends in them."""
@@ -101,17 +95,15 @@ class SavedDurableState:
         for group, row in rows_of:
             if group not in going:
                 self.now.dropped.setdefault(group, set()).add(row)
-                self._have_changed = True
         self.gone.update(going)
         forget_oldest(self.gone)
         if going and self._storage.is_durable:
             self.now.gone = np.array(list(self.gone)[-GONE_KEPT:], np.int64).tobytes()
-            self._have_changed = True
 
     def freed(self, groups: Iterable[int]) -> None:
         """Note that nothing of these groups is in the storage any more."""
         for group in groups:
-            self._have_changed |= self.now.dropped.pop(group, None) is not None
+            self.now.dropped.pop(group, None)
 
 
 def forget_oldest(remembered: dict[Any, Any]) -> None:
