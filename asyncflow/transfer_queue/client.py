@@ -241,7 +241,10 @@ class TransferQueueClient:
 
     async def filter(self, rows: Sequence[int] | Array, reason: str) -> None:
         """Take rows out for all tasks: they end as filtered, for this reason, and wait to be dropped."""
-        await self._end(rows, FILTERED, reason)
+        indices = np.unique(np.asarray(rows, np.int64))
+        if len(indices):
+            reasons = [reason] * len(indices)
+            await asyncio.gather(*(self._unit(number).end(indices, FILTERED, reasons) for number in self._places.units))
 
     async def renew_held(self) -> None:
         """Renew the deadlines of all leases that are held through this client, well before they are reached. Runs until it is
@@ -305,12 +308,6 @@ class TransferQueueClient:
                 await read(unit, np.array(rows, np.int64))
                 readable.update(rows)
         return lease.part(readable)
-
-    async def _end(self, rows: Sequence[int] | Array, mark: str, reason: str) -> None:
-        indices = np.unique(np.asarray(rows, np.int64))
-        if len(indices):
-            reasons = [reason] * len(indices)
-            await asyncio.gather(*(self._unit(number).end(indices, mark, reasons) for number in self._places.units))
 
     def _controller(self, task: str) -> Controller:
         self.schema.task(task)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -195,7 +196,10 @@ class Controller:
 
     def holders(self) -> dict[str, int]:
         """Rows held by each worker that holds any, by its name."""
-        return _by_name(self.table.leases.holders())
+        held = Counter[str]()
+        for worker, rows in self.table.leases.holders().items():
+            held[worker.rpartition("@")[0] or worker] += rows
+        return dict(held)
 
     def abandon(self, worker: str) -> None:
         """A client has gone (its `client_key`): all that it held is delivered again."""
@@ -275,14 +279,6 @@ class Controller:
     def _ring(self) -> None:
         self._timer = None
         self._serve()
-
-
-def _by_name(holders: dict[str, int]) -> dict[str, int]:
-    held: dict[str, int] = {}
-    for worker, rows in holders.items():
-        name = worker.rpartition("@")[0] or worker
-        held[name] = held.get(name, 0) + rows
-    return held
 
 
 def _asker() -> str:

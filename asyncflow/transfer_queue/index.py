@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ class Index:
 
     def __init__(self, group_bits: int) -> None:
         self._group_bits = group_bits
-        self._pages: dict[int, _IndexPage] = {}
+        self._pages: defaultdict[int, _IndexPage] = defaultdict(_IndexPage)
         self._groups: dict[int, list[int]] = {}  # group -> [rows left, mask of its group columns, claimed ones]
         self.metas: dict[int, GroupMeta] = {}
         self.num_rows = 0
@@ -46,7 +47,7 @@ class Index:
             at = meta.group << self._group_bits
             end = at + meta.size
             while at < end:  # a group may lie on two pages
-                page = self._page(at >> PAGE_BITS)
+                page = self._pages[at >> PAGE_BITS]
                 stop = min(end, ((at >> PAGE_BITS) + 1) << PAGE_BITS)
                 page.masks[at & LOW : (at & LOW) + stop - at] = PRESENT
                 page.num_rows += stop - at
@@ -165,12 +166,6 @@ class Index:
             for mask in np.unique(page.masks[there]).tolist():
                 at = there[page.masks[there] == np.uint64(mask)]
                 yield at.astype(np.int64) + (number << PAGE_BITS), mask & ~int(PRESENT), page.tokens[at]
-
-    def _page(self, number: int) -> _IndexPage:
-        page = self._pages.get(number)
-        if page is None:
-            page = self._pages[number] = _IndexPage()
-        return page
 
     def _masks(self, rows: Array) -> Array:
         masks = np.zeros(len(rows), np.uint64)

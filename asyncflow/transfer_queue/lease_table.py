@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from itertools import takewhile
 
 from asyncflow.transfer_queue.leases import StaleToken, Token
@@ -38,7 +38,7 @@ class LeaseTable:
         self.num_expired = 0  # rows
         self._lease_seconds, self._incarnation = spec.lease_seconds, incarnation
         self._held: OrderedDict[int, HeldLease] = OrderedDict()  # by number, in the order of their deadlines
-        self._loads: dict[str, _Load] = {}
+        self._loads: defaultdict[str, _Load] = defaultdict(_Load)
         self._last = 0
 
     def open(self, worker: str, now: float) -> HeldLease:
@@ -49,9 +49,7 @@ class LeaseTable:
     def add(self, held: HeldLease) -> None:
         """Add a lease that has rows."""
         self._held[held.number] = held
-        load = self._loads.get(held.worker)
-        if load is None:
-            load = self._loads[held.worker] = _Load()
+        load = self._loads[held.worker]
         load.leases.add(held.number)
         load.num_rows += held.num_rows
         load.num_tokens += held.num_tokens

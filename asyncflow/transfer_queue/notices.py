@@ -138,7 +138,9 @@ class NoticeLog:
             # It has asked again over a new connection, or this is what it asked over the old one: whichever it reads, it goes on.
             follower.asking.set_result(News(self.epoch, follower.acked, False, []))
         follower.asking = asyncio.get_running_loop().create_future()
-        self._acknowledge(follower, acked if is_known else 0)
+        if is_known:
+            follower.acked = max(follower.acked, acked)
+            self._release(follower, acked)
         if not is_known or acked < self._last - len(self._log):
             news = News(self.epoch, self._last, True, self._snapshot())
             asked, follower.asking = follower.asking, None
@@ -161,9 +163,9 @@ class NoticeLog:
         if before is not None:
             if incarnation < before.incarnation:
                 raise Superseded(f"another controller has taken task {task!r} over")
-            self._leave(before)
-            if before.incarnation != incarnation:
-                _refuse(before)
+            self._release(before, self._last)
+            if before.incarnation != incarnation and before.asking is not None and not before.asking.done():
+                before.asking.set_exception(Superseded(f"another controller has taken task {task!r} over"))
         follower = self._followers[task] = _Follower(task, incarnation, interest)
         return follower
 
@@ -196,15 +198,13 @@ class NoticeLog:
         asked, follower.asking = follower.asking, None
         asked.set_result(News(self.epoch, self._last, False, notices))
 
-    def _acknowledge(self, follower: _Follower, acked: int) -> None:
-        follower.acked = max(follower.acked, acked)
-        while follower.waiting and follower.waiting[0][0] <= acked:
-            _release(follower.waiting.popleft()[2])
-
-    def _leave(self, follower: _Follower) -> None:
-        """Remove a controller that is not waited for any more."""
-        while follower.waiting:
-            _release(follower.waiting.popleft()[2])
+    def _release(self, follower: _Follower, last: int) -> None:
+        """No writer of a notice up to `last` waits for this controller any more."""
+        while follower.waiting and follower.waiting[0][0] <= last:
+            waiter = follower.waiting.popleft()[2]
+            waiter.left -= 1
+            if not waiter.left and not waiter.future.done():
+                waiter.future.set_result(None)
 
     def _look_for_silent(self) -> None:
         loop = asyncio.get_running_loop()
@@ -213,7 +213,7 @@ class NoticeLog:
             if follower.waiting and follower.waiting[0][1] + self._timeout_seconds <= now + 1e-3:
                 log.warning("the controller of task %r has not taken a notice within %s s", follower.task, self._timeout_seconds)
                 follower.is_away = True
-                self._leave(follower)
+                self._release(follower, self._last)
         since = min((f.waiting[0][1] for f in self._followers.values() if f.waiting), default=None)
         if since is not None:
             self._timer = loop.call_at(since + self._timeout_seconds, self._look_for_silent)
@@ -223,7 +223,7 @@ class NoticeLog:
         if self._timer is not None:
             self._timer.cancel()
         for follower in self._followers.values():
-            self._leave(follower)
+            self._release(follower, self._last)
             follower.is_away = True
             if follower.asking is not None:
                 follower.asking.cancel()
@@ -237,14 +237,3 @@ def _concerns(notice: Notice, follower: _Follower) -> bool:
     if notice.task:
         return notice.task == follower.task
     return bool(notice.mask & follower.interest or notice.metas or notice.is_drop)
-
-
-def _refuse(follower: _Follower) -> None:
-    if follower.asking is not None and not follower.asking.done():
-        follower.asking.set_exception(Superseded(f"another controller has taken task {follower.task!r} over"))
-
-
-def _release(waiter: _Waiter) -> None:
-    waiter.left -= 1
-    if not waiter.left and not waiter.future.done():
-        waiter.future.set_result(None)

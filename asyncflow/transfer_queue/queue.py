@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from asyncflow.run_dir import sync_folder
+from asyncflow.run_dir import replace
 from asyncflow.transfer_queue.client import TransferQueueClient
 from asyncflow.transfer_queue.controller import Controller, TaskEvents
 from asyncflow.transfer_queue.directory import Directory, Places
@@ -144,13 +143,7 @@ class TransferQueue:
         new = uuid.uuid4().hex[:8]  # the files of an earlier one of this name stay whole until the new manifest is there
         files = await asyncio.gather(*(unit.snapshot(f"{name}.{new}.unit-{number}") for number, unit in units))
         manifest = SnapshotManifest(name, list(files))
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
-            file.write(msgspec.json.encode(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        sync_folder(path.parent)
+        replace(path, msgspec.json.encode(manifest))
         if before is not None:
             for old in msgspec.json.decode(before, type=SnapshotManifest).files:
                 await asyncio.gather(*(unit.forget_snapshot(old.name) for _, unit in units))

@@ -10,8 +10,8 @@ A row's state is a mask of the columns that it has. Besides the declared columns
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -136,19 +136,16 @@ class Schema(msgspec.Struct, frozen=True, dict=True):
             mask |= self._bits[name]
         return mask
 
-    def masks_of(self, names: tuple[str, ...]) -> tuple[int, int]:
-        """The bits of the columns among `names` that are stored per row, and of those per group."""
-        masks = self._masks.get(names)
-        if masks is None:
-            mask = self.mask(names)
-            if len(self._masks) > 1024:  # somebody tries all orders
-                self._masks.clear()
-            masks = self._masks[names] = (mask & ~self.group_mask, mask & self.group_mask)
-        return masks
-
     @cached_property
-    def _masks(self) -> dict[tuple[str, ...], tuple[int, int]]:
-        return {}
+    def masks_of(self) -> Callable[[tuple[str, ...]], tuple[int, int]]:
+        """The bits of the columns among some names that are stored per row, and of those per group; remembered."""
+
+        @lru_cache(1024)
+        def masks_of(names: tuple[str, ...]) -> tuple[int, int]:
+            mask = self.mask(names)
+            return mask & ~self.group_mask, mask & self.group_mask
+
+        return masks_of
 
     def task(self, name: str) -> TaskSpec:
         """Raises `ValueError` listing the tasks when `name` is not one."""

@@ -135,7 +135,9 @@ class UnitStore:
         told = self._tell(new, there, row_mask, self.index.rows_of(numbers), group_mask)
         try:
             if len(there) < len(rows):  # dropped while they were being written
-                await self._forget_in_storage(np.setdiff1d(rows, there))
+                gone = np.setdiff1d(rows, there)
+                self.freeing.add(gone, [n for n in np.unique(gone >> self.schema.group_bits).tolist() if n not in self.index.metas])
+                await self.freeing.free()
             for answer in told:
                 if not answer.done():
                     await answer
@@ -209,12 +211,6 @@ class UnitStore:
         await self.freeing.free()
         if told is not None:
             await told
-
-    async def _forget_in_storage(self, rows: Array) -> None:
-        """Rows that are in the index no more."""
-        groups = np.unique(rows >> self.schema.group_bits).tolist()
-        self.freeing.add(rows, [group for group in groups if group not in self.index.metas])
-        await self.freeing.free()
 
     # -- facts --------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Samplers, which choose who gets which ready rows. Contract in `base.py`, one sampler per file, chosen by a task's `sampler` and
+"""Samplers, which choose who gets which ready rows. Contract in `base.py`, the samplers beside it, chosen by a task's `sampler` and
 `sampler_options`.
 
 In a run these are `queue.samplers`, by task. What a sampler chooses is checked by `checks.py`.
@@ -6,7 +6,7 @@ In a run these are `queue.samplers`, by task. What a sampler chooses is checked 
 
 SAMPLERS = {
     "oldest": "asyncflow.transfer_queue.sampler.oldest:Oldest",
-    "whole_groups": "asyncflow.transfer_queue.sampler.whole_groups:WholeGroups",
+    "whole_groups": "asyncflow.transfer_queue.sampler.oldest:WholeGroups",
     "shortest_queue": "asyncflow.transfer_queue.sampler.shortest_queue:ShortestQueue",
     "token_balanced": "asyncflow.transfer_queue.sampler.token_balanced:TokenBalanced",
 }

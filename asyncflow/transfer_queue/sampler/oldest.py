@@ -1,4 +1,8 @@
-"""First come, first served: requests in the order of their arrival, rows in the order of their readiness."""
+"""First come, first served: requests in the order of their arrival, rows in the order of their readiness.
+
+`whole_groups` is the same, for algorithms whose advantages compare the rows of a group: it refuses a task that would split one. The
+rows of a group are told by their group number, never by where they lie: rows may come, fail and be dropped in any order.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +24,12 @@ class Oldest:
         for position, (_, want) in enumerate(wants):
             if is_enough(table, want) and (pick := table.ready.take(want)) is not None:
                 yield position, pick
+
+
+class WholeGroups(Oldest):
+    """Sampler of tasks that take whole groups alone, the oldest first."""
+
+    def check(self, spec: TaskSpec, want: Want) -> None:
+        """Raises `ValueError` for a task that is not of whole groups."""
+        if not spec.whole_groups:
+            raise ValueError(f"the sampler whole_groups is chosen for task {spec.name!r}, which may split groups")

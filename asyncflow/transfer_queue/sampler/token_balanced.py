@@ -92,7 +92,8 @@ def balance(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]
     While a round is uneven, the item that is least like its fellows is held back and the round is made anew.
     """
     if len(weights) <= ranks * per_rank:
-        return _dealt(weights, _tail(weights, ranks), ranks)[0]
+        order = sorted(range(len(weights)), key=lambda i: -weights[i])
+        return _dealt(weights, [order[start : start + ranks] for start in range(0, len(order), ranks)], ranks)[0]
     held_back: set[int] = set()
     best: tuple[float, list[list[int]]] | None = None
     while len(held_back) <= MAX_HELD_BACK and len(weights) - len(held_back) >= ranks * per_rank:
@@ -120,12 +121,6 @@ def _dealt(weights: Sequence[int], layers: list[list[int]], ranks: int) -> tuple
             loads[rank] += weights[i]
     _swap(weights, bins, loads)
     return [sorted(bin_) for bin_ in bins], loads
-
-
-def _tail(weights: Sequence[int], ranks: int) -> list[list[int]]:
-    """Everything, by length."""
-    order = sorted(range(len(weights)), key=lambda i: -weights[i])
-    return [order[start : start + ranks] for start in range(0, len(order), ranks)]
 
 
 def _layers(weights: Sequence[int], ranks: int, per_rank: int, held_back: set[int]) -> list[list[int]]:

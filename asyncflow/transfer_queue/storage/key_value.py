@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from asyncflow.transfer_queue.batches import taken
+from asyncflow.transfer_queue.batches import take, taken
 from asyncflow.transfer_queue.schema import Schema
 from asyncflow.transfer_queue.storage.base import Stored
 from asyncflow.transfer_queue.storage.memory import groups_of
@@ -73,14 +73,9 @@ class _Value:
         self.num_stored = len(rows)
         self.nbytes = sum(sizes) + sum(batch.columns[name].nbytes for name in self.group_columns)
 
-    @property
-    def serves_group(self) -> bool:
-        """Whether it has to stay for as long as its group does."""
-        return self.has_meta or bool(self.group_columns)
-
     def is_wanted_without(self, rows: set[int]) -> bool:
         """Whether something of it is still wanted when these rows have gone."""
-        return self.serves_group or not self.rows.keys() <= rows
+        return self.has_meta or bool(self.group_columns) or not self.rows.keys() <= rows
 
     def forget(self, rows: Iterable[int]) -> None:
         self.nbytes -= sum(self.rows.pop(row, (0, 0))[1] for row in rows)
@@ -328,13 +323,8 @@ def _by_group(batch: Batch, schema: Schema) -> Iterator[tuple[int, Batch]]:
     ordered = of_rows[order]
     lows, highs = np.searchsorted(ordered, batch.groups, "left").tolist(), np.searchsorted(ordered, batch.groups, "right").tolist()
     for at, (group, low, high) in enumerate(zip(batch.groups.tolist(), lows, highs, strict=True)):
-        rows, itself = order[low:high], np.array([at])
-        columns = {}
-        for name, values in batch.columns.items():
-            where = rows if schema.column(name).per == "row" else itself
-            if len(where):
-                columns[name] = taken(values, where)
-        yield group, Batch(batch.indices[rows], batch.groups[itself], columns)
+        part = take(schema, batch, order[low:high], np.array([at]))
+        yield group, Batch(part.indices, part.groups, {name: values for name, values in part.columns.items() if len(values)})
 
 
 def _assembled(column: Column, places: Sequence[tuple[_Value, int]], batches: Mapping[str, Batch]) -> Values:

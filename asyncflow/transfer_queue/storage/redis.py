@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from asyncflow.types import RunError, UserError
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+KEYS_A_COMMAND = 1000  # a command of too many arguments keeps a server busy
 SCHEMES = ("unix", "redis", "rediss")
 
 
@@ -63,8 +64,8 @@ class RedisKeyValue:
         async with asked, self._client.pipeline(transaction=True) as transaction:
             for key, value in values.items():
                 transaction.set(key, value)
-            for some in _some(gone):
-                transaction.delete(*some)
+            for start in range(0, len(gone), KEYS_A_COMMAND):
+                transaction.delete(*gone[start : start + KEYS_A_COMMAND])
             await transaction.execute()
 
     async def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
@@ -104,8 +105,3 @@ def _public(url: str) -> str:
     """A url without its password."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def _some(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Keys by the thousand: a command of too many arguments keeps a server busy."""
-    return (keys[start : start + 1000] for start in range(0, len(keys), 1000))

@@ -8,6 +8,7 @@ A closed segment of which less than half is still wanted is copied and let go. T
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
@@ -118,7 +119,7 @@ class ColumnSegments:
         self._dtype, self._shape = np.dtype(column.dtype), column.shape
         self._value_bytes = self._dtype.itemsize * prod(column.shape)
         self._open_values = max(1, OPEN_BYTES // max(1, self._value_bytes))
-        self._pages: dict[int, _LocatorPage] = {}
+        self._pages: defaultdict[int, _LocatorPage] = defaultdict(_LocatorPage)
         self._segments: dict[int, _Segment] = {}
         self._num_segments = 0  # ever
         self._open: _Segment | None = None
@@ -139,9 +140,7 @@ class ColumnSegments:
         segment = self._open
         if segment is None or segment.used + size > len(segment.values) or segment.count == len(segment.keys):
             segment = self._with_room(size, 1)
-        page = self._pages.get(key >> PAGE_BITS)
-        if page is None:
-            page = self._pages[key >> PAGE_BITS] = _LocatorPage()
+        page = self._pages[key >> PAGE_BITS]
         position, used = segment.count, segment.used + size
         segment.values[segment.used : used] = array
         segment.keys[position] = key
@@ -157,7 +156,7 @@ class ColumnSegments:
 
     def add(self, keys: Keys, values: Values) -> None:
         """An entry for each key, none of which has one. When memory runs out nothing has been added."""
-        pages = [self._pages.setdefault(number, _LocatorPage()) for number, _, _ in keys.parts]
+        pages = [self._pages[number] for number, _, _ in keys.parts]
         locators = np.arange(len(keys), dtype=np.int64)
         segment, position = self._placed(keys, values)
         locators += segment.base | position
