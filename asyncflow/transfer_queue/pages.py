@@ -42,14 +42,6 @@ WAITING, READY, LEASED, DONE, FILTERED, DEAD = (int(state) for state in RowState
 class Page:
     """`first`: the index of its first row, `first_group`: the number of its first group, `num_rows`: the rows that are known."""
 
-    # fmt: off
-    __slots__ = (  # noqa: RUF023 - in pairs
-        "delivery", "deliveries", "failure", "failures", "first", "first_group", "kind", "kinds", "known", "knowns", "lease",
-        "leases", "live", "lives", "mask", "masks", "num_rows", "queued", "queueds", "ready", "readies", "size", "sizes", "state",
-        "states", "token", "tokens", "unit", "units",
-    )
-    # fmt: on
-
     def __init__(self, number: int, page_bits: int, group_bits: int) -> None:
         self.first, self.first_group = number << page_bits, number << (page_bits - group_bits)
         self.num_rows = 0
