@@ -209,21 +209,15 @@ class RunRecord:
         self._progress()
         self._checks.consumed(task, step, update, group.rows)
         if task != self._ledger.tasks.policy:
-            self._add_losses(self._critic_metrics.setdefault(step, StepMetrics()), figures, is_finite=group.is_finite)
+            self._critic_metrics.setdefault(step, StepMetrics()).add_losses(figures, is_finite=group.is_finite)
             return
         is_overlapped = not self._ledger.is_done("rollout", step)
         self._observed.group(step, staleness=figures.staleness, num_spans=figures.num_spans, is_overlapped=is_overlapped)
         metrics = self._metrics.setdefault(step, StepMetrics())
-        self._add_losses(metrics, figures, is_finite=group.is_finite)
+        metrics.add_losses(figures, is_finite=group.is_finite)
         if update >= self._context.shape.mini_batches:  # an epoch after the first, of the same rows
             return
-        metrics.add_group(
-            rewards=figures.rewards,
-            response_lengths=figures.response_lengths,
-            truncated=figures.truncated,
-            staleness=figures.staleness,
-            trained_tokens=figures.logical_tokens,
-        )
+        metrics.add_group(figures)
         self._add_parts(step, metrics, len(group.rows), figures.reward_parts)
         metrics.count_rows(empty=len(group.empty_rows), zero_advantage=figures.left_out)
         self._checks.look_at_group(group, figures)
@@ -272,16 +266,6 @@ class RunRecord:
                 is_skipped=update.is_skipped,
                 fill_tokens=update.fill_tokens,
             )
-
-    def _add_losses(self, metrics: StepMetrics, figures: GroupFigures, *, is_finite: bool) -> None:
-        metrics.add_micro_batch(
-            loss_sum=figures.loss_sum,
-            loss_tokens=figures.computed_tokens,
-            logical_tokens=figures.logical_tokens,
-            physical_tokens=figures.physical_tokens,
-            metrics=figures.metrics,
-            is_finite=is_finite,
-        )
 
     def _add_parts(self, step: int, metrics: StepMetrics, num_rows: int, parts: np.ndarray) -> None:
         """Add each scorer's rewards to the metrics, where they are kept, and count rows for which no scorer gave any."""

@@ -1,7 +1,7 @@
 """The numbers of a step: what each one means, exactly, and how it is made.
 
     groups --------+
-    micro-batches -+--> StepMetrics --> one row (name -> number) --> trackers
+    their losses --+--> StepMetrics --> one row (name -> number) --> trackers
     optim steps ---+        ^
     times, spans -----------+
 
@@ -178,83 +178,34 @@ class StepMetrics:
     """Collects what is known of one step, in any order, and yields its row. Pure: no clock, no files."""
 
     def __init__(self) -> None:
-        self._rewards: list[Array] = []
+        self._groups: list[GroupFigures] = []  # scored ones, each once
+        self._losses: list[GroupFigures] = []  # those whose gradients were added, once for each epoch
         self._reward_parts: dict[str, list[Array]] = {}
-        self._lengths: list[Array] = []
-        self._truncated: list[Array] = []
-        self._staleness: list[Array] = []
-        self._trained_tokens = 0
-        self._zero_std_groups = 0
-        self._loss_sum = 0.0
-        self._loss_tokens = 0
-        self._logical_tokens = 0
-        self._physical_tokens = 0
-        self._fill_tokens = 0
-        self._metric_sums: dict[str, float] = {}
-        self._non_finite = 0
+        self._logical_tokens = self._physical_tokens = self._fill_tokens = 0
+        self._non_finite = self._skipped = 0
         self._grad_norms: list[float] = []
         self._learning_rate: float | None = None
         self._normaliser = 0.0
-        self._skipped = 0
         self._rows = dict.fromkeys((f"rows/{how}" for how in HOW_ROWS_END), 0)
 
-    def add_group(
-        self,
-        *,
-        rewards: Array,
-        response_lengths: Array,
-        truncated: Array,
-        staleness: Array,
-        trained_tokens: int,
-    ) -> None:
-        """Add a scored group of the step; R = its rows that are not dead.
-
-        rewards float32 [R]; response_lengths int [R], tokens; truncated bool [R]; staleness int [R], versions; trained_tokens:
-        logical ones, of those rows that were computed. A `ValueError` when the arrays' lengths differ.
-        """
-        sizes = {len(rewards), len(response_lengths), len(truncated), len(staleness)}
+    def add_group(self, group: GroupFigures) -> None:
+        """Add a scored group of the step, without its rows that are dead. A `ValueError` when its arrays' lengths differ."""
+        sizes = {len(array) for array in (group.rewards, group.response_lengths, group.truncated, group.staleness)}
         if len(sizes) != 1:
             raise ValueError(f"a group's arrays have different lengths: {sorted(sizes)}")
-        num_rows = sizes.pop()
-        if num_rows == 0:
-            return
-        self._rewards.append(np.asarray(rewards, np.float64))
-        self._lengths.append(np.asarray(response_lengths, np.int64))
-        self._truncated.append(np.asarray(truncated, bool))
-        # Not std == 0: rounding can leave a tiny deviation among equal numbers.
-        self._zero_std_groups += bool(np.max(rewards) == np.min(rewards))
-        self._rows["rows/trained"] += num_rows
-        self._staleness.append(np.asarray(staleness, np.int64))
-        self._trained_tokens += trained_tokens
+        if num_rows := sizes.pop():
+            self._groups.append(group)
+            self._rows["rows/trained"] += num_rows
 
-    def add_micro_batch(
-        self,
-        *,
-        loss_sum: float,
-        loss_tokens: int,
-        logical_tokens: int,
-        physical_tokens: int,
-        metrics: Mapping[str, float],
-        is_finite: bool = True,
-    ) -> None:
-        """Add a `forward_backward`. `metrics`: sums over so many loss tokens, those whose loss was computed; each becomes a mean,
-        as `policy/entropy` (`LossSums`).
-
-        With `is_finite` False nothing was accumulated: its tokens were computed, but enter no mean.
-        """
-        self._logical_tokens += logical_tokens
-        self._physical_tokens += physical_tokens
-        if not is_finite:
+    def add_losses(self, group: GroupFigures, *, is_finite: bool = True) -> None:
+        """Add the losses of a group whose gradient was computed: of its `metrics` each becomes a mean over the step's
+        `computed_tokens` (`LossSums`). With `is_finite` False nothing was accumulated: its tokens enter no mean."""
+        self._logical_tokens += group.logical_tokens
+        self._physical_tokens += group.physical_tokens
+        if is_finite:
+            self._losses.append(group)
+        else:
             self._non_finite += 1
-            return
-        self._loss_sum += loss_sum
-        self._loss_tokens += loss_tokens
-        for name, total in metrics.items():
-            so_far = self._metric_sums.get(name)
-            if so_far is None:
-                self._metric_sums[name] = total
-            else:
-                self._metric_sums[name] = max(so_far, total) if is_maximum(name) else so_far + total
 
     def add_update(
         self, *, grad_norm: float, learning_rate: float, normaliser: float, is_skipped: bool = False, fill_tokens: int = 0
@@ -291,20 +242,22 @@ class StepMetrics:
         return dict(sorted(found.items(), key=lambda item: (order.get(metric_key(item[0]), len(order)), item[0])))
 
     def _reward_row(self) -> dict[str, float | int]:
-        row: dict[str, float | int] = {"reward/zero_std_groups": self._zero_std_groups}
-        if self._rewards:
-            rewards = np.concatenate(self._rewards)
-            row["reward/mean"] = float(rewards.mean())
-            row["reward/std"] = float(rewards.std())
-            given = {name: np.concatenate(each) for name, each in self._reward_parts.items()}
-            row |= {f"reward/{name}": float(each.mean()) for name, each in given.items() if len(each)}
-            row["response_length/mean"] = float(np.concatenate(self._lengths).mean())
-            row["response_length/std"] = float(np.concatenate(self._lengths).std())
-            row["response_length/clipped_ratio"] = float(np.concatenate(self._truncated).mean())
-        if self._staleness:
-            staleness = np.concatenate(self._staleness)
-            row["staleness/mean"] = float(staleness.mean())
-            row["staleness/max"] = int(staleness.max())
+        # Not std == 0: rounding can leave a tiny deviation among equal numbers.
+        num_equal = sum(bool(np.max(group.rewards) == np.min(group.rewards)) for group in self._groups)
+        row: dict[str, float | int] = {"reward/zero_std_groups": num_equal}
+        if not self._groups:
+            return row
+        rewards, lengths, truncated, staleness = (
+            np.concatenate([getattr(group, name) for group in self._groups])
+            for name in ("rewards", "response_lengths", "truncated", "staleness")
+        )
+        rewards = rewards.astype(np.float64)
+        row["reward/mean"], row["reward/std"] = float(rewards.mean()), float(rewards.std())
+        given = {name: np.concatenate(each) for name, each in self._reward_parts.items()}
+        row |= {f"reward/{name}": float(each.mean()) for name, each in given.items() if len(each)}
+        row["response_length/mean"], row["response_length/std"] = float(lengths.mean()), float(lengths.std())
+        row["response_length/clipped_ratio"] = float(truncated.astype(bool).mean())
+        row["staleness/mean"], row["staleness/max"] = float(staleness.mean()), int(staleness.max())
         return row
 
     def critic_row(self) -> dict[str, float | int]:
@@ -322,20 +275,23 @@ class StepMetrics:
             "policy/skipped_updates": self._skipped,
             "policy/non_finite_micro_batches": self._non_finite,
         }
-        if self._loss_tokens:
-            tokens = self._loss_tokens
-            row.update({name: total if is_maximum(name) else total / tokens for name, total in self._metric_sums.items()})
+        sums: dict[str, float] = {}
+        for group in self._losses:
+            for name, total in group.metrics.items():
+                sums[name] = max(sums.get(name, total), total) if is_maximum(name) else sums.get(name, 0.0) + total
+        if tokens := sum(group.computed_tokens for group in self._losses):
+            row.update({name: total if is_maximum(name) else total / tokens for name, total in sums.items()})
             # Of rows of staleness 0 alone, so their means are over other tokens than those above.
-            mismatch_tokens = self._metric_sums.get("mismatch/tokens", 0.0)
+            mismatch_tokens = sums.get("mismatch/tokens", 0.0)
             row.pop("mismatch/tokens", None)
             for name in MISMATCHES:
                 if row.pop(name, None) is not None and mismatch_tokens:
-                    row[name] = self._metric_sums[name] / mismatch_tokens
+                    row[name] = sums[name] / mismatch_tokens
             square = row.pop("importance_weight/square", 0.0)
             if square:
                 row["importance_weight/effective_sample_ratio"] = row["importance_weight/mean"] ** 2 / square
         if self._normaliser:
-            row["policy/loss"] = self._loss_sum / self._normaliser
+            row["policy/loss"] = sum(group.loss_sum for group in self._losses) / self._normaliser
         if self._grad_norms:
             row["policy/grad_norm"] = float(np.mean(self._grad_norms))
         if self._learning_rate is not None:
@@ -346,7 +302,8 @@ class StepMetrics:
         start, end = times.started, times.committed
         row: dict[str, float | int] = {"perf/step_seconds": end - start}
         if end > start:
-            row["perf/tpspd"] = self._trained_tokens / ((end - start) * num_devices)
+            trained_tokens = sum(group.logical_tokens for group in self._groups)
+            row["perf/tpspd"] = trained_tokens / ((end - start) * num_devices)
         if times.could_generate is not None and times.train_began is not None:
             row["perf/train_startup_seconds"] = times.train_began - times.could_generate
         if self._logical_tokens:

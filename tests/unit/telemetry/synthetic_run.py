@@ -7,12 +7,13 @@ import heapq
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
 from asyncflow.telemetry.attribution import attributed
-from asyncflow.telemetry.metrics import StepMetrics, StepTimes
+from asyncflow.telemetry.metrics import GroupFigures, StepMetrics, StepTimes
 from asyncflow.telemetry.spans import Recorder, Span
 from asyncflow.telemetry.trace import SpanLog
 from asyncflow.telemetry.trackers import make_trackers
@@ -110,6 +111,14 @@ def write_run(run_dir: Path, num_steps: int = 10) -> list[Span]:
     return spans
 
 
+def figures(**known: Any) -> GroupFigures:
+    """Figures of a group of which only these are known."""
+    arrays = ("rewards", "response_lengths", "truncated", "staleness", "num_spans")
+    numbers = ("prompt_length", "loss_sum", "computed_tokens", "logical_tokens", "physical_tokens")
+    unknown = {**dict.fromkeys(arrays, np.empty(0)), **dict.fromkeys(numbers, 0), "metrics": {}}
+    return GroupFigures(**{**unknown, **known})
+
+
 def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int) -> None:
     draw = random.Random(1)
     trackers = make_trackers(["jsonl", "tensorboard"], run_dir, {}, "run")
@@ -120,16 +129,17 @@ def write_metrics(run_dir: Path, spans: list[Span], log: SpanLog, num_steps: int
             rewards = np.array([draw.random() < 0.4 + 0.04 * step for _ in range(4)], np.float32)
             lengths = np.array([draw.randint(20, 60) for _ in range(4)])
             truncated = lengths > 57
-            metrics.add_group(
+            group = figures(
                 rewards=rewards,
                 response_lengths=lengths,
                 truncated=truncated,
                 staleness=np.zeros(4, int),
-                trained_tokens=4 * 20 + int(lengths.sum()),
+                logical_tokens=4 * 20 + int(lengths.sum()),
             )
+            metrics.add_group(group)
             sums = {"policy/kl": 0.02 * step * 160, "policy/entropy": (1.5 - 0.05 * step) * 160, "policy/clip_ratio": 0.01 * 160}
             loss = draw.gauss(0, 1)
-            metrics.add_micro_batch(loss_sum=loss, loss_tokens=160, logical_tokens=240, physical_tokens=180, metrics=sums)
+            metrics.add_losses(figures(loss_sum=loss, computed_tokens=160, logical_tokens=240, physical_tokens=180, metrics=sums))
         metrics.add_update(grad_norm=1 + draw.random(), learning_rate=1e-4, normaliser=8 * 160)
         committed = next(span.end for span in spans if span.task == "optim_step" and span.step == step)
         begun = min(span.start for span in spans if span.task == "forward_backward" and span.step == step)

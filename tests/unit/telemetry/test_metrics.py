@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from asyncflow.telemetry.idle import active_seconds, busy_and_idle, idle_ratios, tokens_within
-from asyncflow.telemetry.metrics import DEFINITIONS, StepMetrics, StepTimes, definitions_table, metric_key
+from asyncflow.telemetry.metrics import DEFINITIONS, GroupFigures, StepMetrics, StepTimes, definitions_table, metric_key
 from asyncflow.telemetry.spans import Recorder, Span
+from tests.unit.telemetry.synthetic_run import figures
 
 
 def lane(worker: str, task: str, start: float, end: float, cause: str = "", tokens: int = 0, is_lane: bool = True) -> Span:
@@ -25,23 +26,28 @@ SPANS = [
 ]
 
 
-def group(rewards: list[float], lengths: list[int], cut: list[bool], stale: list[int], prompt: int) -> dict:
-    tokens = sum(lengths) + len(lengths) * prompt
-    arrays = {"rewards": np.array(rewards, np.float32), "response_lengths": np.array(lengths)}
-    return {**arrays, "truncated": np.array(cut), "staleness": np.array(stale), "trained_tokens": tokens}
+def group(rewards: list[float], lengths: list[int], cut: list[bool], stale: list[int], prompt: int) -> GroupFigures:
+    return figures(
+        prompt_length=prompt,
+        rewards=np.array(rewards, np.float32),
+        response_lengths=np.array(lengths),
+        truncated=np.array(cut, np.uint8),
+        staleness=np.array(stale),
+        logical_tokens=sum(lengths) + len(lengths) * prompt,
+    )
+
+
+def losses(loss_sum: float, tokens: int, logical: int, physical: int, metrics: dict[str, float]) -> GroupFigures:
+    return figures(loss_sum=loss_sum, computed_tokens=tokens, logical_tokens=logical, physical_tokens=physical, metrics=metrics)
 
 
 def full_step() -> StepMetrics:
     metrics = StepMetrics()
-    metrics.add_group(**group([1, 0], [10, 20], [False, True], [0, 0], 5))
-    metrics.add_group(**group([1, 1], [30, 40], [False, False], [2, 1], 10))
-    metrics.add_group(**group([0, 0, 0, 0], [10, 10, 10, 10], [False] * 4, [0] * 4, 7))
-    metrics.add_micro_batch(
-        loss_sum=6.0, loss_tokens=30, logical_tokens=40, physical_tokens=35, metrics={"policy/kl": 3.0, "policy/entropy": 30.0}
-    )
-    metrics.add_micro_batch(
-        loss_sum=-2.0, loss_tokens=70, logical_tokens=90, physical_tokens=80, metrics={"policy/kl": 7.0, "policy/entropy": 70.0}
-    )
+    metrics.add_group(group([1, 0], [10, 20], [False, True], [0, 0], 5))
+    metrics.add_group(group([1, 1], [30, 40], [False, False], [2, 1], 10))
+    metrics.add_group(group([0, 0, 0, 0], [10, 10, 10, 10], [False] * 4, [0] * 4, 7))
+    metrics.add_losses(losses(6.0, 30, 40, 35, {"policy/kl": 3.0, "policy/entropy": 30.0}))
+    metrics.add_losses(losses(-2.0, 70, 90, 80, {"policy/kl": 7.0, "policy/entropy": 70.0}))
     metrics.add_update(grad_norm=2.0, learning_rate=1e-3, normaliser=100, fill_tokens=10)
     metrics.count_rows(dead=1, redelivered=3)
     return metrics
@@ -118,7 +124,7 @@ def test_what_is_not_known_is_left_out():
 def test_equal_float32_rewards_count_as_a_group_without_signal():
     rewards = [0.1, 0.1, 0.1]
     metrics = StepMetrics()
-    metrics.add_group(**group(rewards, [1] * 3, [False] * 3, [0] * 3, 1))
+    metrics.add_group(group(rewards, [1] * 3, [False] * 3, [0] * 3, 1))
     assert metrics.row(StepTimes(started=0, committed=1), 1, [])["reward/zero_std_groups"] == 1
 
 
@@ -128,7 +134,7 @@ def test_importance_weights_have_a_mean_a_maximum_and_an_effective_sample_size()
         sums = {"mean": sum(weights), "square": sum(w * w for w in weights), "max": max(weights), "outside_ratio": 1.0}
         sums = {f"importance_weight/{name}": total for name, total in sums.items()}
         tokens = len(weights)
-        metrics.add_micro_batch(loss_sum=0.0, loss_tokens=tokens, logical_tokens=9, physical_tokens=9, metrics=sums)
+        metrics.add_losses(losses(0.0, tokens, 9, 9, sums))
     row = metrics.row(StepTimes(started=0, committed=1), 1, [])
     assert {name: value for name, value in row.items() if name.startswith("importance_weight/")} == {
         "importance_weight/mean": 1.0,
@@ -141,9 +147,7 @@ def test_importance_weights_have_a_mean_a_maximum_and_an_effective_sample_size()
 
 def test_skipped_updates_and_non_finite_micro_batches_are_counted_and_enter_no_mean():
     metrics = full_step()
-    metrics.add_micro_batch(
-        loss_sum=math.nan, loss_tokens=5, logical_tokens=10, physical_tokens=10, metrics={"policy/kl": math.nan}, is_finite=False
-    )
+    metrics.add_losses(losses(math.nan, 5, 10, 10, {"policy/kl": math.nan}), is_finite=False)
     metrics.add_update(grad_norm=math.inf, learning_rate=2e-3, normaliser=100, is_skipped=True)
     row = metrics.row(StepTimes(started=0, committed=10), 4, SPANS)
     assert row["policy/skipped_updates"] == row["policy/non_finite_micro_batches"] == 1
@@ -155,12 +159,12 @@ def test_skipped_updates_and_non_finite_micro_batches_are_counted_and_enter_no_m
 
 def test_a_group_with_unequal_arrays_is_refused():
     with pytest.raises(ValueError, match="different lengths"):
-        StepMetrics().add_group(**group([1, 0], [10], [False], [0], 5))
+        StepMetrics().add_group(group([1, 0], [10], [False], [0], 5))
 
 
 def test_what_each_scorer_gave_is_a_mean_over_the_rows_for_which_it_gave_anything():
     metrics = StepMetrics()
-    metrics.add_group(**group([1, 0], [10, 10], [False, False], [0, 0], 5))
+    metrics.add_group(group([1, 0], [10, 10], [False, False], [0, 0], 5))
     metrics.add_reward_parts({"a": np.array([1.0, 0.0], np.float32), "b": np.array([np.nan, 0.5], np.float32)})
     metrics.add_reward_parts({"a": np.array([0.5], np.float32), "b": np.array([np.nan], np.float32)})
     metrics.add_reward_parts({"c": np.array([np.nan], np.float32)})
@@ -196,14 +200,14 @@ def test_a_critic_tells_how_much_of_the_returns_it_foretells():
         "critic/value": 10.0, "critic/return": 10.0, "critic/return_square": 30.0, "critic/error": 0.0,
         "critic/error_square": 0.5, "critic/clip_ratio": 1.0,
     }  # fmt: skip
-    metrics.add_micro_batch(loss_sum=8.0, loss_tokens=4, logical_tokens=9, physical_tokens=9, metrics=sums)
+    metrics.add_losses(losses(8.0, 4, 9, 9, sums))
     metrics.add_update(grad_norm=2.0, learning_rate=0.1, normaliser=4)
     row = metrics.critic_row()
     assert set(row) == {name for name in DEFINITIONS if name.startswith("critic/")}
     assert row["critic/explained_variance"] == pytest.approx(0.9)
     assert (row["critic/loss"], row["critic/value"], row["critic/clip_ratio"], row["critic/grad_norm"]) == (2.0, 2.5, 0.25, 2.0)
     metrics = StepMetrics()
-    metrics.add_micro_batch(loss_sum=0.0, loss_tokens=2, logical_tokens=2, physical_tokens=2, metrics=dict.fromkeys(sums, 0.0))
+    metrics.add_losses(losses(0.0, 2, 2, 2, dict.fromkeys(sums, 0.0)))
     assert "critic/explained_variance" not in metrics.critic_row()
 
 
@@ -212,7 +216,7 @@ def test_mismatches_are_means_over_the_tokens_of_rows_without_staleness():
     assert not [name for name in metrics.row(StepTimes(started=0, committed=10), 4, SPANS) if name.startswith("mismatch/")]
     for tokens, difference in ((0, 0.0), (10, 0.5), (30, 1.5)):
         sums = {"mismatch/tokens": tokens, "mismatch/logprob_difference": difference, "mismatch/kl": difference / 100}
-        metrics.add_micro_batch(loss_sum=0.0, loss_tokens=60, logical_tokens=60, physical_tokens=60, metrics=sums)
+        metrics.add_losses(losses(0.0, 60, 60, 60, sums))
         row = metrics.row(StepTimes(started=0, committed=10), 4, SPANS)
         assert "mismatch/tokens" not in row and ("mismatch/kl" in row) == (tokens > 0)
     assert row["mismatch/logprob_difference"] == pytest.approx(0.05) and row["mismatch/kl"] == pytest.approx(0.0005)
