@@ -1,6 +1,6 @@
 """Weights by a broadcast of torch.distributed: the synchronous mode of the paper (AF 4, 8a). The trainer is rank 0.
 
-    receivers --join(version)--> Broadcasts: gathers them --seat (epoch, rank)--> all form the group, if it is not the last one
+    receivers --join(version)--> the sender: gathers them --seat (epoch, rank)--> all form the group, if it is not the last one
               <======================== chunks of the retained file ========================
               --ended(has it?)-->  all have it: the group is kept; or not: the next one is another epoch's
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,11 +27,11 @@ import msgspec
 from torch import Tensor
 
 from asyncflow.threads import ComputeThread
-from asyncflow.transport import ConnectionLost, Credentials, Peer, Server, client_key, client_name, proxy, remote
+from asyncflow.transport import ConnectionLost, Peer, client_key, client_name, proxy, remote
 from asyncflow.types import Array, WeightSource
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.door import Dialler, ServedSender
 from asyncflow.weight_sync.group import Group, GroupStore, reason
-from asyncflow.weight_sync.shared_memory import SharedMemorySender
 from asyncflow.weight_sync.staging import Arriving, Staging
 
 log = logging.getLogger(__name__)
@@ -64,41 +64,15 @@ class Seat(msgspec.Struct, frozen=True):
     size: int
 
 
-class CollectiveSender:
-    """Implements `WeightSender`: retains versions as the shared memory's sender does, and broadcasts those that are asked for."""
+class CollectiveSender(ServedSender):
+    """Implements `WeightSender`, as rank 0: broadcasts the versions that it retains to those that ask for one.
+
+    Client keys stand for the members: a receiver that has come back is another one.
+    """
 
     def __init__(self, options: WeightSyncOptions, incarnation: str) -> None:
-        self._kept = SharedMemorySender(options, incarnation)
-        self._broadcasts = Broadcasts(self._kept, options)
-        self._listen = options.listen or f"unix:{options.directory / SOCKET_FILE}"
-        credentials = None if options.key is None else Credentials.load(options.key)
-        self._server = Server({"weights": self._broadcasts}, self._broadcasts.gone, credentials=credentials)
-        self._served_at = ""
-
-    async def publish(self, version: int, source: WeightSource) -> Manifest:
-        """See `WeightSender.publish`."""
-        if not self._served_at:
-            self._served_at = await self._server.start(self._listen)
-        manifest = await self._kept.publish(version, source)
-        self._broadcasts.published(version)
-        return msgspec.structs.replace(manifest, served_at=self._served_at)
-
-    def retain(self, versions: Collection[int]) -> None:
-        """See `WeightSender.retain`."""
-        self._kept.retain(versions)
-
-    async def close(self) -> None:
-        """See `WeightSender.close`."""
-        await self._server.close()
-        self._broadcasts.close()
-        await self._kept.close()
-
-
-class Broadcasts:
-    """The sender's service. Client keys stand for the members: a receiver that has come back is another one."""
-
-    def __init__(self, kept: SharedMemorySender, options: WeightSyncOptions) -> None:
-        self._kept, self._options = kept, options
+        super().__init__(options, incarnation, f"unix:{options.directory / SOCKET_FILE}")
+        self._options = options
         self._asked: dict[int, dict[str, asyncio.Future[Seat]]] = {}  # by version and client key
         self._has: dict[int, set[str]] = {}  # by version: the names of those who have it
         self._here: set[str] = set()  # names of those who have asked, and have not gone
@@ -112,13 +86,15 @@ class Broadcasts:
         self._group: tuple[int, Group] | None = None
         self._changed = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
-        self._thread = ComputeThread("weight-broadcast")
+        self._broadcast_thread = ComputeThread("weight-broadcast")
 
-    def published(self, version: int) -> None:
-        """Begin with a new version, which no receiver has yet."""
-        self._has[version] = set()
-        for old in [old for old in self._has if not self._kept.has(old)]:
+    async def publish(self, version: int, source: WeightSource) -> Manifest:
+        """See `WeightSender.publish`."""
+        manifest = await super().publish(version, source)
+        self._has[version] = set()  # no receiver has it yet
+        for old in [old for old in self._has if not self.has(old)]:
             del self._has[old]
+        return manifest
 
     def gone(self, key: str) -> None:
         """A client has hung up."""
@@ -133,16 +109,17 @@ class Broadcasts:
             self._lost.add(key)
         self._notify()
 
-    def close(self) -> None:
-        """Stop; a broadcast under way ends by itself."""
+    async def close(self) -> None:
+        """See `WeightSender.close`. A broadcast under way ends by itself."""
+        await super().close()
         if self._running is not None:
             self._running.cancel()
-        self._thread.close()
+        self._broadcast_thread.close()
 
     @remote
     async def join(self, incarnation: str, version: int) -> Seat:
         """Wait for a seat in the broadcast of a version. Raises `WeightSyncError` if it is no longer kept."""
-        self._kept.file(incarnation, version)
+        self.file(incarnation, version)
         self._here.add(client_name.get())
         self._absent.discard(client_name.get())
         seat: asyncio.Future[Seat] = asyncio.get_running_loop().create_future()
@@ -201,7 +178,7 @@ class Broadcasts:
     async def _broadcast(self, version: int, asked: Mapping[str, asyncio.Future[Seat]]) -> None:
         """Broadcast a version to the workers that have asked. Failures go to the log, and the receivers report them too."""
         try:
-            file = self._kept.file(self._kept.incarnation, version)
+            file = self.file(self.incarnation, version)
         except WeightSyncError as error:
             for seat in asked.values():
                 seat.set_exception(error)
@@ -214,7 +191,7 @@ class Broadcasts:
             asked[key].set_result(Seat(self._epoch, rank, len(asked) + 1))
         why, patience_seconds = "no word of how it ended", self._options.deadline_seconds
         try:
-            await self._thread.run(self._send, asyncio.get_running_loop(), self._epoch, len(asked) + 1, file)
+            await self._broadcast_thread.run(self._send, asyncio.get_running_loop(), self._epoch, len(asked) + 1, file)
         except (RuntimeError, WeightSyncError, TimeoutError) as error:
             why, patience_seconds = reason(error), 1.0  # the others find out as soon
         await self._until(lambda: not self._missing, patience_seconds)
@@ -263,10 +240,8 @@ class CollectiveReceiver:
     """Implements `WeightReceiver`."""
 
     def __init__(self, options: WeightSyncOptions, name: str) -> None:
-        self._options, self._name = options, name
-        self._credentials = None if options.key is None else Credentials.load(options.key)
-        self._staging = Staging()
-        self._peer: Peer | None = None
+        self._options, self._staging = options, Staging()
+        self._dialler = Dialler(name, options, options.deadline_seconds)
         self._group: tuple[Peer, int, Group] | None = None  # the connection and the epoch that it belongs to
         self._thread = ComputeThread("weight-receiver")
 
@@ -275,8 +250,8 @@ class CollectiveReceiver:
         arriving, deadline = self._staging.begin(manifest), self._options.deadline_seconds
         trainer = f"the trainer's sender at {manifest.served_at}"
         try:
-            peer = await self._dial(manifest.served_at)
-            sender = proxy(Broadcasts, peer, "weights")
+            peer = await self._dialler.peer(manifest.served_at)
+            sender = proxy(CollectiveSender, peer, "weights")
             async with asyncio.timeout(2 * deadline):  # one broadcast that breaks may be before this one
                 seat = await sender.join(manifest.incarnation, manifest.version)
         except TimeoutError as error:
@@ -300,17 +275,8 @@ class CollectiveReceiver:
 
     async def close(self) -> None:
         """See `WeightReceiver.close`."""
-        if self._peer is not None:
-            await self._peer.close()
+        await self._dialler.close()
         self._thread.close()
-
-    async def _dial(self, address: str) -> Peer:
-        if self._peer is None or self._peer.is_lost or self._peer.address != address:
-            if self._peer is not None:
-                await self._peer.close()
-            timeout = self._options.deadline_seconds
-            self._peer = await Peer.connect(address, self._name, credentials=self._credentials, timeout_seconds=timeout)
-        return self._peer
 
     def _receive(
         self, loop: asyncio.AbstractEventLoop, peer: Peer, seat: Seat, arriving: Arriving, manifest: Manifest
@@ -320,7 +286,7 @@ class CollectiveReceiver:
         if group is None or group[:2] != (peer, seat.epoch):
             if group is not None:
                 group[2].close()
-            store = _store(proxy(Broadcasts, peer, "weights"), seat.epoch, loop, self._options.deadline_seconds)
+            store = _store(proxy(CollectiveSender, peer, "weights"), seat.epoch, loop, self._options.deadline_seconds)
             group = peer, seat.epoch, _group(store, seat, self._options)
         group[2].receive(manifest.num_bytes, arriving.write)
         self._group = group
@@ -332,7 +298,7 @@ def _group(store: GroupStore, seat: Seat, options: WeightSyncOptions) -> Group:
     return Group(store, seat.rank, seat.size, device=options.device, timeout_seconds=timeout, is_local=is_local)
 
 
-def _store(sender: Broadcasts, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> GroupStore:
+def _store(sender: CollectiveSender, epoch: int, loop: asyncio.AbstractEventLoop, deadline_seconds: float) -> GroupStore:
     """Store for a thread that forms a group while `loop` talks to the sender."""
 
     def wait(call: Any) -> Any:

@@ -24,7 +24,7 @@ import os
 import shutil
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -32,11 +32,12 @@ import xxhash
 from torch import Tensor
 
 from asyncflow.threads import ComputeThread
-from asyncflow.transport import ConnectionLost, Credentials, Peer, Server, proxy, remote
-from asyncflow.types import Array, UserError, WeightSource
+from asyncflow.transport import ConnectionLost, Peer, Server, proxy, remote
+from asyncflow.types import Array, UserError
 from asyncflow.weight_sync.base import Manifest, WeightSyncError, WeightSyncOptions
+from asyncflow.weight_sync.door import Dialler, ServedSender
 from asyncflow.weight_sync.files import VersionFiles, make_private
-from asyncflow.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from asyncflow.weight_sync.shared_memory import SharedMemoryReceiver
 from asyncflow.weight_sync.staging import copy_and_hash
 
 LISTEN = "tls:127.0.0.1:0"
@@ -52,53 +53,27 @@ class Network:
     def __init__(self, options: WeightSyncOptions) -> None:
         if options.key is None:
             raise UserError("weight_sync 'network' needs the run's key.")
-        self._options, self._credentials = options, Credentials.load(options.key)
+        self._options = options
 
     def sender(self, incarnation: str) -> NetworkSender:
         """The trainer's end."""
-        return NetworkSender(self._options, self._credentials, incarnation)
+        return NetworkSender(self._options, incarnation)
 
     def receiver(self, name: str) -> NetworkReceiver:
         """A rollout worker's end."""
-        return NetworkReceiver(self._options, self._credentials, name)
+        return NetworkReceiver(self._options, name)
 
 
-class NetworkSender:
-    """Implements `WeightSender`: retains versions as the shared memory's sender does, and serves them."""
+class NetworkSender(ServedSender):
+    """Implements `WeightSender`: serves the bytes of the versions that it retains."""
 
-    def __init__(self, options: WeightSyncOptions, credentials: Credentials, incarnation: str) -> None:
-        self._kept = SharedMemorySender(options, incarnation)
-        self._listen = options.listen or LISTEN
-        self._server = Server({"weights": SenderService(self._kept)}, credentials=credentials)
-        self._served_at = ""
-
-    async def publish(self, version: int, source: WeightSource) -> Manifest:
-        """See `WeightSender.publish`."""
-        if not self._served_at:
-            self._served_at = await self._server.start(self._listen)
-        manifest = await self._kept.publish(version, source)
-        return msgspec.structs.replace(manifest, served_at=self._served_at)
-
-    def retain(self, versions: Collection[int]) -> None:
-        """See `WeightSender.retain`."""
-        self._kept.retain(versions)
-
-    async def close(self) -> None:
-        """See `WeightSender.close`."""
-        await self._server.close()
-        await self._kept.close()
-
-
-class SenderService:
-    """The sender's service."""
-
-    def __init__(self, kept: SharedMemorySender) -> None:
-        self._kept = kept
+    def __init__(self, options: WeightSyncOptions, incarnation: str) -> None:
+        super().__init__(options, incarnation, LISTEN)
 
     @remote
     async def read(self, incarnation: str, version: int, begin: int, end: int) -> Array:
         """Bytes of a version's file: uint8 [end - begin]. Raises `WeightSyncError` if it is no longer kept."""
-        file = self._kept.file(incarnation, version)
+        file = self.file(incarnation, version)
         if not 0 <= begin < end <= len(file):
             raise ValueError(f"version {version} has no bytes {begin} to {end}")
         return file[begin:end]
@@ -107,13 +82,13 @@ class SenderService:
 class NodeReceiver:
     """The service of a machine's receiver: pulls versions into files, which the workers of the machine read."""
 
-    def __init__(self, directory: Path, options: WeightSyncOptions, credentials: Credentials, name: str) -> None:
+    def __init__(self, directory: Path, options: WeightSyncOptions, name: str) -> None:
         """`directory`: for the files, not there yet."""
         self._files = VersionFiles(directory, options.keep, options.deadline_seconds)
-        self._deadline_seconds, self._credentials, self._name = options.deadline_seconds, credentials, name
+        self._deadline_seconds, self._name = options.deadline_seconds, name
         self._pulls: dict[int, tuple[Manifest, asyncio.Task[Path]]] = {}  # by version, the last one asked for
         self._one_by_one = asyncio.Lock()
-        self._peer: Peer | None = None
+        self._dialler = Dialler(name, options, min(5.0, options.deadline_seconds))
         self._thread = ComputeThread("weight-node")
 
     @remote
@@ -135,8 +110,7 @@ class NodeReceiver:
         """Stop pulling."""
         for _, pull in self._pulls.values():
             pull.cancel()
-        if self._peer is not None:
-            await self._peer.close()
+        await self._dialler.close()
         await self._thread.run(self._files.close)
         self._thread.close()
 
@@ -181,7 +155,7 @@ class NodeReceiver:
 
     async def _chunks(self, manifest: Manifest, begin: int) -> AsyncGenerator[Array, None]:
         """The bytes of a version from `begin` on, uint8 [n] each, a few asked for ahead."""
-        source, num_bytes = proxy(SenderService, await self._dial(manifest.served_at), "weights"), manifest.num_bytes
+        source, num_bytes = proxy(NetworkSender, await self._dialler.peer(manifest.served_at), "weights"), manifest.num_bytes
         begins = iter(range(begin, num_bytes, CHUNK_BYTES))
         asked: deque[asyncio.Task[Array]] = deque()
 
@@ -203,20 +177,12 @@ class NodeReceiver:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _dial(self, address: str) -> Peer:
-        if self._peer is None or self._peer.is_lost or self._peer.address != address:
-            if self._peer is not None:
-                await self._peer.close()
-            timeout = min(5.0, self._deadline_seconds)
-            self._peer = await Peer.connect(address, self._name, credentials=self._credentials, timeout_seconds=timeout)
-        return self._peer
-
 
 class NetworkReceiver:
     """Implements `WeightReceiver`; the one that finds none on its machine is the machine's `NodeReceiver`, too."""
 
-    def __init__(self, options: WeightSyncOptions, credentials: Credentials, name: str) -> None:
-        self._options, self._credentials, self._name = options, credentials, name
+    def __init__(self, options: WeightSyncOptions, name: str) -> None:
+        self._options, self._name = options, name
         self._directory = options.directory / NODE_DIR
         self._shared = SharedMemoryReceiver()
         self._lock_fd = -1  # locked while `_node` is this machine's receiver
@@ -285,7 +251,7 @@ class NetworkReceiver:
         os.write(lock_fd, self._name.encode())
         for left in self._directory.glob(f"{FILES_PREFIX}*"):  # by the one before; whoever still reads there has the files mapped
             shutil.rmtree(left)
-        node = NodeReceiver(self._directory / f"{FILES_PREFIX}{uuid.uuid4().hex}", self._options, self._credentials, self._name)
+        node = NodeReceiver(self._directory / f"{FILES_PREFIX}{uuid.uuid4().hex}", self._options, self._name)
         server = Server({"node": node})
         try:
             await server.start(self._directory / SOCKET_FILE)

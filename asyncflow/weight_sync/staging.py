@@ -132,12 +132,6 @@ def check_hash(digest: str, manifest: Manifest) -> None:
         )
 
 
-def raw_bytes(tensor: Tensor) -> Array:
-    """The bytes of a tensor (CPU, contiguous), not copied: uint8 [n]."""
-    data: Array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return data
-
-
 def _copied(target: Array, source: Tensor, dtype: torch.dtype) -> Iterator[Array]:
     """Each chunk of `target` (uint8 [n]) when it has been filled from `source` (of one dimension), cast to `dtype`."""
     cast, step = torch.from_numpy(target).view(dtype), _CHUNK_BYTES // source.element_size()

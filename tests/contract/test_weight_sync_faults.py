@@ -85,7 +85,7 @@ async def test_a_member_that_hangs_holds_up_a_broadcast_until_the_deadline(
     manifest, start = await sender.publish(0, HeldWeights(weights(0))), time.monotonic()
     with running("receiver", "collective", json.dumps(given), "rollout/1", str(signal.SIGSTOP), str(NUM_BYTES // 3)) as hanging:
         hanging.tell(encoded(manifest))
-        while not sender._broadcasts._asked and time.monotonic() < start + 20:  # its interpreter starts
+        while not sender._asked and time.monotonic() < start + 20:  # its interpreter starts
             await asyncio.sleep(0.02)
         start = time.monotonic()
         assert await fetched(receiver, manifest) == digest(weights(0))
