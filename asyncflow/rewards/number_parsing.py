@@ -65,7 +65,7 @@ def are_equal(found: Quantity, expected: Quantity, *, relative_tolerance: float 
 def is_range(text: str) -> bool:
     """Whether a text is two or more bare numbers with a dash between them, which is no subtraction: `20-30`, `20-30 minutes`."""
     found = _without_unit(plain(text)) if len(text) <= MAX_CHARACTERS else None
-    return found is not None and _RANGE.fullmatch(found.text) is not None
+    return found is not None and _RANGE.fullmatch(found[0]) is not None
 
 
 def sides_of(text: str) -> list[str]:
@@ -151,8 +151,9 @@ def _number_in(text: str) -> Quantity | None:
     found = _without_unit(text.strip())
     if found is None:
         return None
-    value = _spelled_out(found.text) if found.text and found.text[0].isalpha() else _value(found.text)
-    return None if value is None else Quantity(value, found.unit, found.is_percent, found.written)
+    alone, unit, is_percent, written = found
+    value = _spelled_out(alone) if alone[:1].isalpha() else _value(alone)
+    return None if value is None else Quantity(value, unit, is_percent, written)
 
 
 def _is_same_amount(found: Quantity, expected: Quantity, relative_tolerance: Fraction) -> bool:
@@ -220,18 +221,9 @@ _NO_NAMES: Final = frozenset(
 )
 
 
-class _Alone(NamedTuple):
-    """A number's own text, and its unit in one spelling and as it is written."""
-
-    text: str
-    unit: str
-    is_percent: bool
-    written: str
-
-
-def _without_unit(text: str) -> _Alone | None:
-    """A number alone, and what its unit is. A scale stays with the number, as a product. None: what stands beside the number is
-    more than a unit."""
+def _without_unit(text: str) -> tuple[str, str, bool, str] | None:
+    """A number's own text; then its unit in one spelling, whether it is a percentage, and the unit as it is written. A scale stays
+    with the number, as a product. None: what stands beside the number is more than a unit."""
     units: list[str | None] = []
     written = ""
     if found := _CURRENCY_FIRST.match(text):
@@ -250,7 +242,7 @@ def _without_unit(text: str) -> _Alone | None:
             units.append(_one_spelling(rest))
     if None in units or len(set(units)) > 1:
         return None
-    return _Alone(text.strip(), (units[0] or "") if units else "", is_percent, written)
+    return text.strip(), (units[0] or "") if units else "", is_percent, written
 
 
 def _one_spelling(unit: str) -> str | None:
@@ -261,16 +253,17 @@ def _one_spelling(unit: str) -> str | None:
         unit = f"{'sq' if found[2] == '2' else 'cu'} {found[1].strip()}"
     if not unit or _NO_UNITS & set(unit.split()):
         return None
-    whole = _UNIT_OF.get(unit) or _UNIT_OF.get(_singular(unit))
-    if whole is not None:
+    if (whole := _singular(unit)) in _SAME_UNITS:
         return whole
-    words = [_UNIT_OF.get(word) or _UNIT_OF.get(_singular(word)) or _singular(word) for word in unit.split()]
+    words = [_singular(word) for word in unit.split()]
     is_short = all(len(word) < 3 and word not in _UNIT_OF and word not in ("sq", "cu") for word in words)
     return None if is_short else " ".join(words)
 
 
-def _singular(word: str) -> str:
-    return re.sub(r"(?<=[a-rt-z][a-rt-z])s$", "", word)
+def _singular(unit: str) -> str:
+    """A unit in the spelling of `_SAME_UNITS`; another word without its plural's s."""
+    shorter = re.sub(r"(?<=[a-rt-z][a-rt-z])s$", "", unit)
+    return _UNIT_OF.get(unit) or _UNIT_OF.get(shorter) or shorter
 
 
 # -- typography -----------------------------------------------------------------------------------------------------------------
