@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from asyncflow.config import Config, load, parse
+from asyncflow.run.driver import Driver
 from asyncflow.run.job import Job, Listener
 from asyncflow.types import RunError
 
@@ -108,6 +109,12 @@ class Trainer:
             raise RunError("this trainer is not running: call start first")
         return self._job
 
+    def _driver(self) -> Driver:
+        """The driver of a run that goes on. Raises `RunError`."""
+        if (driver := self._started.driver) is None:
+            raise RunError("this run has stopped")
+        return driver
+
     async def _make_job(self) -> Job:
         return Job(self.config, self._listener, resume=self._resume)
 
@@ -115,23 +122,17 @@ class Trainer:
         self._started.push(rows)
 
     async def _scale(self, num_workers: int, grace_seconds: float) -> str:
-        job = self._started
-        if job.driver is None:
-            raise RunError("this run has stopped")
-        return await job.scaling.scale("rollout", num_workers, grace_seconds)
+        self._driver()
+        return await self._started.scaling.scale("rollout", num_workers, grace_seconds)
 
     async def _one_step(self, step: int) -> None:
         job = self._started
-        if job.driver is None:
-            raise RunError("this run has stopped")
-        job.driver.ledger.allow(step + 1, self.config.run.steps)
+        self._driver().ledger.allow(step + 1, self.config.run.steps)
         if not await job.until(lambda: step in job.rows):
             raise RunError(f"the run was interrupted in step {step}")
 
     async def _weights_arrived(self, timeout_seconds: float) -> int:
-        driver = self._started.driver
-        if driver is None:
-            raise RunError("this run has stopped")
+        driver = self._driver()
         version, versions = driver.ledger.ledger.committed, driver.versions
         versions.call_for(version)
         try:

@@ -1,4 +1,5 @@
-"""Display of a run in the terminal: a progress bar with the figures of the last step, or one line a step where there is none."""
+"""Display of a run in the terminal: a progress bar with the figures of the last step, or one line a step where there is none; and
+the sentence that a user reads about an error."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from asyncflow.loops.evaluation import Row
 from asyncflow.run.job import Listener
+from asyncflow.types import first_error
 
 
 class Display(Listener):
@@ -58,3 +60,9 @@ class Display(Listener):
         unscored = sum(value for name, value in row.items() if name.startswith("unscored/"))
         lost = f", {unscored} responses could not be scored" if unscored else ""
         self.log(f"held-out accuracy after {row['step']} steps: {figures} ({row['num_prompts']} prompts{lost})")
+
+
+def sentence(group: BaseExceptionGroup) -> str:
+    """Sentence that tells a user of the first error of a group."""
+    error = first_error(group)
+    return f"{error.filename or 'a file'}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)

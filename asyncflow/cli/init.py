@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from asyncflow.cli.shipped import shipped_model
+from asyncflow.cli.quickstart import shipped_model
 from asyncflow.types import UserError
 
 TEMPLATES: Final = Path(__file__).with_name("project")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from asyncflow.cli.shipped import shipped_folder, shipped_model
 from asyncflow.cli.train import train
+from asyncflow.types import RunError
 
 
 def quickstart(
@@ -16,3 +17,17 @@ def quickstart(
     """Train the shipped model for 40 steps, in about a minute on two cores. The run in runs/quickstart replaces an earlier one."""
     settings = [f"model.path={shipped_model()}", "run.overwrite=true", *(overrides or [])]
     train(shipped_folder() / "quickstart.yaml", settings)
+
+
+def shipped_folder() -> Path:
+    """Folder of the shipped recipes: `asyncflow/recipes` in an installed wheel, `recipes` in a checkout."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "recipes", package.parent / "recipes"):
+        if (folder / "quickstart.yaml").is_file():
+            return folder
+    raise RunError(f"there is no recipe in {package / 'recipes'}: install AsyncFlow again")
+
+
+def shipped_model() -> Path:
+    """Folder of the model of 0.44M parameters, in Hugging Face format."""
+    return shipped_folder() / "models" / "tiny-arithmetic"

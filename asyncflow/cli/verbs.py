@@ -9,7 +9,7 @@ import typer
 
 from asyncflow.cli.check import check
 from asyncflow.cli.cluster import app as cluster
-from asyncflow.cli.errors import sentence
+from asyncflow.cli.display import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.init import init
 from asyncflow.cli.queue import app as queue

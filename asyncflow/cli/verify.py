@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from asyncflow.cli.display import Display
-from asyncflow.cli.errors import sentence
+from asyncflow.cli.display import Display, sentence
 from asyncflow.config import Config, dump, load, parse
 from asyncflow.control import SCHEDULES
 from asyncflow.control.schedule import Schedule

@@ -18,9 +18,7 @@ from string import Formatter
 from typing import Any
 
 from asyncflow.data.datasets import Row
-from asyncflow.rows import ANSWER, ANSWERS, QUESTIONS, READY_PROMPT
-from asyncflow.rows import found_in as _found
-from asyncflow.rows import value_in as _value
+from asyncflow.rows import ANSWER, ANSWERS, QUESTIONS, READY_PROMPT, found_in, value_in
 from asyncflow.types import UserError
 
 Message = dict[str, Any]
@@ -40,16 +38,16 @@ class Columns:
         if self.template is not None:
             return self.template.format_map(row)
         assert self.prompt is not None
-        value = _value(row, self.prompt)
+        value = value_in(row, self.prompt)
         if _is_conversation(value):
             return [dict(message) for message in value]
         if not isinstance(value, str):
             raise TypeError(f"column {self.prompt!r} is neither text nor a list of messages with role and content")
-        return value if _last(self.prompt).lower() == READY_PROMPT else f"{value}\n"
+        return value if self.prompt.rpartition(".")[2].lower() == READY_PROMPT else f"{value}\n"
 
     def example_of(self, row: Row) -> Row:
         """Row as a scorer sees it: all of its columns, and the answer in `ANSWER`."""
-        return dict(row) if self.answer in (None, ANSWER) else {**row, ANSWER: _value(row, self.answer or "")}
+        return dict(row) if self.answer in (None, ANSWER) else {**row, ANSWER: value_in(row, self.answer or "")}
 
 
 def find_columns(
@@ -61,7 +59,7 @@ def find_columns(
     """
     first = rows[0]
     if template is None and prompt is None:
-        prompt = _found(first, (READY_PROMPT, *QUESTIONS))
+        prompt = found_in(first, (READY_PROMPT, *QUESTIONS))
         if prompt is None:
             raise UserError(
                 f"{path}: none of the columns {', '.join((READY_PROMPT, *QUESTIONS))}, but {_named(first)}: say by "
@@ -69,13 +67,13 @@ def find_columns(
             )
     if answer is None:
         is_verl = isinstance(first.get("reward_model"), Mapping) and "ground_truth" in first["reward_model"]
-        answer = "reward_model.ground_truth" if is_verl else _found(first, ANSWERS)
+        answer = "reward_model.ground_truth" if is_verl else found_in(first, ANSWERS)
     columns = Columns(template, prompt, answer)
     needed = template_columns(template) if template is not None else [prompt or ""]
     for number, row in enumerate(rows, 1):
         for column in [*needed, *([answer] if answer is not None else [])]:
             try:
-                value = _value(row, column)
+                value = value_in(row, column)
             except LookupError as error:
                 raise UserError(f"row {number} of {path} has no column {column!r}; it has {_named(row)}") from error
             if value is None:
@@ -101,10 +99,6 @@ def template_columns(template: str) -> list[str]:
     if odd:  # an attribute of Python's, or a position
         raise UserError(f"data.prompt_template {template!r} names {odd[0]!r}, which is no column; write {{{{ for a literal brace")
     return fields
-
-
-def _last(column: str) -> str:
-    return column.rpartition(".")[2]
 
 
 def _is_conversation(value: Any) -> bool:

@@ -10,6 +10,7 @@ Which columns make the prompt, and which one is the answer, is columns.py's to s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -98,11 +99,17 @@ def _generated(path: str, seed: int, split: Split, count: int) -> list[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
+    with _reading(path), path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _parse_line(path, number, line)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Context in which a text file is read. Raises `UserError` where that cannot be done."""
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _parse_line(path, number, line)
+        yield
     except OSError as error:
         raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -123,17 +130,15 @@ def _parse_line(path: Path, number: int, line: str) -> Row:
 
 def _read_json(path: Path) -> Iterator[Row]:
     """A list of objects, or an object with one such list in it. Many a `.json` file holds an object a line: those are read, too."""
+    with _reading(path):
+        text = path.read_text(encoding="utf-8")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             yield from _read_jsonl(path)
             return
         raise UserError(f"{path}, line {error.lineno} is not JSON: {error.msg} at column {error.colno}") from error
-    except OSError as error:
-        raise UserError(f"the data file {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"the data file {path} is not UTF-8 text: {error.reason}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"the data file {path} cannot be read: {error}") from error
     lists = [value for value in tree.values() if isinstance(value, list)] if isinstance(tree, dict) else [tree]

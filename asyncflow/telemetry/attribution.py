@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from asyncflow.telemetry.idle import WAIT
+from asyncflow.telemetry.idle import WAIT, lane_seconds
 from asyncflow.telemetry.spans import Span
 
 DATA: Final = "data"
@@ -91,9 +91,8 @@ def exposed_weights(spans: Iterable[Span], start: float, end: float) -> float | 
     Of the seconds that are recorded of their lanes, all of them together; None without any. `spans`: as `attributed` returns them.
     """
     exposed = recorded = 0.0
-    for span in spans:
-        seconds = min(span.end, end) - max(span.start, start)
-        if span.is_lane and seconds > 0 and span.worker.partition("/")[0] in ("rollout", "trainer"):
+    for span, seconds in lane_seconds(spans, start, end):
+        if span.worker.partition("/")[0] in ("rollout", "trainer"):
             recorded += seconds
             exposed += seconds * (span.task == "install" or (span.task, span.cause) == (WAIT, WEIGHTS))
     return exposed / recorded if recorded else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Final
 from zlib import crc32
 
@@ -203,9 +204,7 @@ def _grouped(run: Sequence[Bar]) -> list[Bar]:
     grouped = []
     start = run[0].start
     for same in by_state.values():
-        merged = same[0]
-        for bar in same[1:]:
-            merged = _merge(merged, bar)
+        merged = reduce(_merge, same)
         if not merged.state.is_lane:
             grouped.append(replace(merged, end=max(bar.end for bar in same)))
             continue
@@ -232,12 +231,11 @@ def _joined(bars: Iterable[Bar]) -> list[Bar]:
     out: list[Bar] = []
     for bar in bars:
         last = out[-1] if out else None
-        if last and (last.lane, last.state, last.step, last.version) == (bar.lane, bar.state, bar.step, bar.version):
-            touches = bar.start - last.end <= 1e-9
-            if touches:
-                out[-1] = replace(_merge(last, bar), end=max(last.end, bar.end))
-                continue
-        out.append(bar)
+        is_same = last and (last.lane, last.state, last.step, last.version) == (bar.lane, bar.state, bar.step, bar.version)
+        if last and is_same and bar.start - last.end <= 1e-9:
+            out[-1] = replace(_merge(last, bar), end=max(last.end, bar.end))
+        else:
+            out.append(bar)
     return out
 
 

@@ -10,7 +10,8 @@ and was started again) is `unrecorded`: neither busy nor idle, and never hidden 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncflow.telemetry.spans import Span
@@ -43,19 +44,24 @@ class Activity:
         return max(0.0, self.wall - self.busy_seconds - self.idle_seconds)
 
 
+def lane_seconds(spans: Iterable[Span], start: float = -math.inf, end: float = math.inf) -> Iterator[tuple[Span, float]]:
+    """Lane spans that reach into [start, end], each with its seconds there."""
+    for span in spans:
+        seconds = min(span.end, end) - max(span.start, start)
+        if span.is_lane and seconds > 0:
+            yield span, seconds
+
+
 def busy_and_idle(spans: Iterable[Span], worker: str, start: float = -math.inf, end: float = math.inf) -> Activity:
     """Activity of one worker's lane, or of the part that lies inside [start, end]; all zero when there are no lane spans."""
-    busy: dict[str, float] = {}
-    idle: dict[str, float] = {}
+    busy: defaultdict[str, float] = defaultdict(float)
+    idle: defaultdict[str, float] = defaultdict(float)
     first, last = math.inf, -math.inf
-    for span in spans:
-        low, high = max(span.start, start), min(span.end, end)
-        if span.worker != worker or not span.is_lane or high <= low:
-            continue
+    for span, seconds in lane_seconds((span for span in spans if span.worker == worker), start, end):
         by_state, state = (idle, span.cause) if span.task == WAIT else (busy, span.task)
-        by_state[state] = by_state.get(state, 0.0) + high - low
-        first, last = min(first, low), max(last, high)
-    return Activity(max(0.0, last - first), busy, idle) if busy or idle else Activity()
+        by_state[state] += seconds
+        first, last = min(first, max(span.start, start)), max(last, min(span.end, end))
+    return Activity(max(0.0, last - first), dict(busy), dict(idle))
 
 
 def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, float]:
@@ -64,16 +70,12 @@ def idle_ratios(spans: Iterable[Span], start: float, end: float) -> dict[str, fl
     The denominator is what is recorded, not end - start: a state that is still going on has not reached the log, and counting its
     time as busy or as idle would be a guess. Workers without a lane span in the interval are left out.
     """
-    idle: dict[str, float] = {}
-    recorded: dict[str, float] = {}
-    for span in spans:
-        seconds = min(span.end, end) - max(span.start, start)
-        if not span.is_lane or seconds <= 0:
-            continue
-        recorded[span.worker] = recorded.get(span.worker, 0.0) + seconds
-        if span.task == WAIT:
-            idle[span.worker] = idle.get(span.worker, 0.0) + seconds
-    return {worker: idle.get(worker, 0.0) / seconds for worker, seconds in sorted(recorded.items())}
+    idle: defaultdict[str, float] = defaultdict(float)
+    recorded: defaultdict[str, float] = defaultdict(float)
+    for span, seconds in lane_seconds(spans, start, end):
+        recorded[span.worker] += seconds
+        idle[span.worker] += seconds if span.task == WAIT else 0.0
+    return {worker: idle[worker] / seconds for worker, seconds in sorted(recorded.items())}
 
 
 def active_seconds(spans: Iterable[Span], tasks: Iterable[str], start: float, end: float) -> float:
@@ -95,9 +97,5 @@ def covered_seconds(spans: Iterable[Span], start: float, end: float) -> float:
 
 def tokens_within(spans: Iterable[Span], task: str, start: float, end: float) -> float:
     """Tokens of the lane spans of `task`; a span that is partly inside [start, end] counts in proportion."""
-    total = 0.0
-    for span in spans:
-        seconds = min(span.end, end) - max(span.start, start)
-        if span.is_lane and span.task == task and seconds > 0:
-            total += span.tokens * seconds / (span.end - span.start)
-    return total
+    found = (pair for pair in lane_seconds(spans, start, end) if pair[0].task == task)
+    return sum((span.tokens * seconds / (span.end - span.start) for span, seconds in found), 0.0)

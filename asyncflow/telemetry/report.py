@@ -28,7 +28,7 @@ from asyncflow.telemetry.charts import MetricRow, accuracy_keys, metric_charts
 from asyncflow.telemetry.gantt import BarKind, colours_of, gantt_chart, state_of, step_ends
 from asyncflow.telemetry.idle import Activity, busy_and_idle
 from asyncflow.telemetry.spans import Span
-from asyncflow.telemetry.trace import SPANS_FILE, read_spans, worker_order
+from asyncflow.telemetry.trace import SPANS_FILE, read_lines, read_spans, worker_order
 from asyncflow.telemetry.trackers import METRICS_FILE
 from asyncflow.types import UserError
 
@@ -89,19 +89,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
     A half-written last line is left out. A `UserError` names any other line that is no such row.
     """
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError as error:
-            raise UserError(f"{path} line {number} is not a JSON object ({error}).") from error
+    rows = list(read_lines(path, dict[str, Any], "a JSON object"))
+    for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int):
             raise UserError(f"{path} line {number} has no integer 'step'.")
-        rows.append(row)
     return rows
 
 

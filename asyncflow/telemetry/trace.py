@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from asyncflow.telemetry.idle import WAIT
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import UserError
+
+T = TypeVar("T")
 
 SPANS_FILE: Final = "spans.jsonl"
 TRACE_FILE: Final = "trace.json"
@@ -72,23 +74,26 @@ def _cut_partial_line(path: Path) -> None:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Spans of a file in the order written; none when it is missing. A half-written last line is left out.
+    """Spans of a file in the order written; see `read_lines`."""
+    return list(read_lines(path, Span, "a span"))
 
-    A `UserError` names the line that is no span.
+
+def read_lines(path: Path, kind: type[T], what: str) -> Iterator[T]:
+    """The lines of a JSON Lines file, each an object of this kind; none when it is missing. A half-written last line is left out.
+
+    A `UserError` names a line that is not `what` is to be in the file.
     """
     if not path.exists():
-        return []
-    decoder = msgspec.json.Decoder(Span)
-    spans = []
+        return
+    decoder = msgspec.json.Decoder(kind)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                break
+                return
             try:
-                spans.append(decoder.decode(line))
+                yield decoder.decode(line)
             except msgspec.DecodeError as error:
-                raise UserError(f"{path} line {number} is not a span ({error}).") from error
-    return spans
+                raise UserError(f"{path} line {number} is not {what} ({error}).") from error
 
 
 def join_pieces(spans: Iterable[Span]) -> list[Span]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.cli.init import NUM_EXAMPLES, NUM_HELD_OUT
-from asyncflow.cli.shipped import shipped_folder, shipped_model
+from asyncflow.cli.quickstart import shipped_folder, shipped_model
 from asyncflow.run_dir import CONFIG_FILE
 from tests.conftest import MODEL, ROOT
 from tests.e2e.commands import run_command
