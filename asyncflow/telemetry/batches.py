@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +37,7 @@ class BatchLog:
     def __init__(self, run_dir: Path, keep: int, *, rank: int, first: int) -> None:
         self._folder, self._keep, self._rank = run_dir / BATCHES_DIR, keep, rank
         self._groups: dict[int, Batch] = {}
-        for path, step in self._files() if rank == 0 else ():
+        for path, step, _ in _files(run_dir) if rank == 0 else ():
             if step >= first:
                 path.unlink(missing_ok=True)
 
@@ -56,14 +56,9 @@ class BatchLog:
         self._folder.mkdir(exist_ok=True)
         name = f"step-{step:06d}{f'-{self._rank}' if self._rank else ''}.safetensors"
         replace(self._folder / name, safetensors.numpy.save(_as_tensors(joined(batches)), {"step": str(step)}))
-        for path, old in self._files() if self._rank == 0 else ():
+        for path, old, _ in _files(self._folder.parent) if self._rank == 0 else ():
             if old <= step - self._keep:
                 path.unlink(missing_ok=True)
-
-    def _files(self) -> list[tuple[Path, int]]:
-        """Files of all ranks."""
-        found = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step-*.safetensors")]
-        return [(path, int(match[1])) for path, match in found if match is not None]
 
 
 class StepLogs:
@@ -85,14 +80,19 @@ class StepLogs:
 
 def kept_steps(run_dir: Path) -> list[int]:
     """The steps whose batches are there, in order."""
-    found = (_NAME.fullmatch(path.name) for path in (run_dir / BATCHES_DIR).glob("step-*.safetensors"))
-    return sorted({int(match[1]) for match in found if match is not None})
+    return sorted({step for _, step, _ in _files(run_dir)})
+
+
+def _files(run_dir: Path) -> Iterator[tuple[Path, int, int]]:
+    """The kept batches: file, step, rank."""
+    for path in [*(run_dir / BATCHES_DIR).glob("step-*.safetensors")]:
+        if (match := _NAME.fullmatch(path.name)) is not None:
+            yield path, int(match[1]), int(match[2] or 0)
 
 
 def read_batch(run_dir: Path, step: int) -> Batch:
     """The groups that a step trained, of all ranks, the first rank's first. Raises `RunError` where a file is damaged."""
-    found = ((path, _NAME.fullmatch(path.name)) for path in (run_dir / BATCHES_DIR).glob("step-*.safetensors"))
-    ranks = {int(match[2] or 0): path for path, match in found if match is not None and int(match[1]) == step}
+    ranks = {rank: path for path, found, rank in _files(run_dir) if found == step}
     batches = []
     for _, path in sorted(ranks.items()):
         try:

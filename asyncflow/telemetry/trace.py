@@ -29,14 +29,14 @@ _LANE_THREAD: Final = 1
 
 
 class SpanLog:
-    """Appends spans to a JSON Lines file, buffered: call `flush` once per step. A resumed run appends to the same file.
+    """Appends spans to a JSON Lines file, buffered: call `flush` once per step. A resumed run appends to the same file,
+    which has been cut back (`run/resume.py`).
 
     Finished spans are also kept in memory until `window` has moved past them, the newest 200,000 at most.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_partial_line(path)
         self._file = path.open("ab", buffering=1 << 16)
         self._encoder = msgspec.json.Encoder()
         self._recent: deque[Span] = deque(maxlen=_MAX_RECENT)
@@ -62,15 +62,6 @@ class SpanLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _cut_partial_line(path: Path) -> None:
-    """A killed run can leave half a line, which would swallow the first span of the run that goes on."""
-    if path.exists():
-        written = path.read_bytes()
-        if not written.endswith(b"\n"):
-            with path.open("r+b") as file:
-                file.truncate(written.rfind(b"\n") + 1)
 
 
 def read_spans(path: Path) -> list[Span]:

@@ -39,43 +39,18 @@ class Tracker(Protocol):
 class JsonlTracker:
     """Tracker that writes a line `{"step": ..., <name>: <number>, ...}` per step; a number that is not finite becomes null.
 
-    Logging a step again (a run resumed from a checkpoint) drops the lines of that step and of all later ones first, so the file
-    always tells one story. A half-written last line, left by a killed run, is cut off. A `UserError` when a line is no row.
+    A resumed run goes on in the file, which has been cut back to the steps before its checkpoint (`run/resume.py`).
     """
 
     def __init__(self, path: Path) -> None:
-        self._offsets: dict[int, int] = {}
-        self._file = path.open("r+b" if path.exists() else "w+b")
-        whole = 0
-        for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                self._offsets[msgspec.json.decode(line, type=_StepOnly).step] = whole
-            except msgspec.DecodeError as error:
-                raise UserError(f"{path} line {number} is not a row of metrics; move the file away to go on.") from error
-            whole += len(line)
-        self._cut(whole)
+        self._file = path.open("ab")
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        undone = [offset for logged, offset in self._offsets.items() if logged >= step]
-        if undone:
-            self._offsets = {logged: offset for logged, offset in self._offsets.items() if logged < step}
-            self._cut(min(undone))
-        self._offsets[step] = self._file.tell()
         self._file.write(msgspec.json.encode({"step": step, **row}) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
-
-    def _cut(self, size: int) -> None:
-        self._file.truncate(size)
-        self._file.seek(size)
-
-
-class _StepOnly(msgspec.Struct):
-    step: int
 
 
 class TensorBoardTracker:
