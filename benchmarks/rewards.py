@@ -18,7 +18,8 @@ from figures import Figure, finish, parser
 
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart, Sample
-from asyncflow.rewards.sandbox import RewardLimits, RewardPool
+from asyncflow.rewards.messages import RewardLimits
+from asyncflow.rewards.sandbox import RewardPool
 
 TIMES = ("user", "system", "children_user", "children_system")
 

@@ -19,12 +19,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
-from asyncflow.rewards.messages import Failed, Reply, Scored, frame
+from asyncflow.rewards.messages import Failed, Reply, RewardLimits, Scored, frame
 from asyncflow.rewards.processes import die_with_parent, end_children, limit_memory, limit_output
 
 LAST_WORDS_BYTES: Final = 4096
@@ -34,17 +33,8 @@ LOOK_AGAIN_SECONDS: Final = 0.02  # for the child's end, where the kernel does n
 _decoder = msgspec.msgpack.Decoder(Scored | Failed)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleLimits:
-    """Limits of scoring one sample."""
-
-    deadline_seconds: float
-    memory_bytes: int
-    output_bytes: int
-
-
 def in_child(
-    work: Callable[[], Reply], limits: SampleLimits, who: str, not_for_child: tuple[int, ...], spared: Set[int] = frozenset()
+    work: Callable[[], Reply], limits: RewardLimits, who: str, not_for_child: tuple[int, ...], spared: Set[int] = frozenset()
 ) -> Reply:
     """Reply of `work`, called in a fork of this process. `not_for_child`: file descriptors that the child does not get. `spared`:
     children of this process that live on; all others are killed at the end. Raises `TimeoutError` if some cannot be."""
@@ -69,7 +59,7 @@ def in_child(
             end_children(spared)
 
 
-def _score(work: Callable[[], Reply], limits: SampleLimits, parent: int, answer: int, word: int, folder: str) -> None:
+def _score(work: Callable[[], Reply], limits: RewardLimits, parent: int, answer: int, word: int, folder: str) -> None:
     """The child. It never returns: what comes after the fork is its parent's to do."""
     status = 1
     try:
@@ -98,7 +88,7 @@ def _score(work: Callable[[], Reply], limits: SampleLimits, parent: int, answer:
 class _Watch:
     """The parent's view of a child."""
 
-    def __init__(self, child: int, answers: int, words: int, limits: SampleLimits, who: str) -> None:
+    def __init__(self, child: int, answers: int, words: int, limits: RewardLimits, who: str) -> None:
         self._child, self._answers, self._words = child, answers, words
         self._limits, self._who = limits, who
         self._deadline = time.monotonic() + limits.deadline_seconds

@@ -16,17 +16,24 @@ MAX_FRAME_BYTES = 1 << 28
 TOKEN_BYTES = 8
 
 
-class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Scorers to build, and their limits.
+class RewardLimits(msgspec.Struct, frozen=True):
+    """Limits of a process that scores."""
 
-    `memory_bytes`: the address space that scoring may add to what the built scorers already have; `output_bytes`: what scoring a
-    sample may print, and write to a file; `prompt_column`, `prompt_template`: what makes a row's prompt, where `data` says it.
-    """
+    deadline_seconds: float
+    """For one sample, from the moment a worker takes it up."""
+    memory_bytes: int
+    """Address space that scoring may add to what the built scorers already have."""
+    output_bytes: int = 1 << 20
+    """Bytes that scoring a sample may print, and write to a file."""
+    start_seconds: float = 60.0
+    """For importing and building the scorers."""
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """Scorers to build, and their limits. `prompt_column`, `prompt_template`: what makes a row's prompt, where `data` says it."""
 
     parts: list[RewardPart]
-    deadline_seconds: float
-    memory_bytes: int
-    output_bytes: int
+    limits: RewardLimits
     prompt_column: str | None = None
     prompt_template: str | None = None
 

@@ -18,7 +18,6 @@ import signal
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +25,18 @@ import msgspec
 
 from asyncflow.rewards import guard
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score
-from asyncflow.rewards.messages import MAX_FRAME_BYTES, TOKEN_BYTES, Broken, Failed, Ready, Reply, Scored, Setup, frame
+from asyncflow.rewards.messages import (
+    MAX_FRAME_BYTES,
+    TOKEN_BYTES,
+    Broken,
+    Failed,
+    Ready,
+    Reply,
+    RewardLimits,
+    Scored,
+    Setup,
+    frame,
+)
 from asyncflow.types import RunError, UserError
 
 LAST_WORDS_BYTES = 4096
@@ -168,20 +178,6 @@ class Worker(asyncio.SubprocessProtocol):
         guard.kill_sessions({self.pid})
 
 
-@dataclass(frozen=True, slots=True)
-class RewardLimits:
-    """Limits of a process that scores."""
-
-    deadline_seconds: float
-    """For one sample, from the moment a worker takes it up."""
-    memory_bytes: int
-    """Bytes that scoring may add to a worker's address space."""
-    output_bytes: int = 1 << 20
-    """Bytes that scoring a sample may print, and write to a file."""
-    start_seconds: float = 60.0
-    """For importing and building the scorers."""
-
-
 class RewardPool:
     """Several processes, each with the same scorers. Use it from one event loop, in a thread that lives as long as the pool."""
 
@@ -206,11 +202,8 @@ class RewardPool:
         parts = [msgspec.structs.replace(part, scorer=_whole(part.scorer)) for part in parts]
         self.failures: Counter[str] = Counter()
         self._scorer = ", ".join(part.scorer for part in parts)
-        seconds, memory_bytes, output_bytes = limits.deadline_seconds, limits.memory_bytes, limits.output_bytes
-        self._setup = frame(Setup(parts, seconds, memory_bytes, output_bytes, prompt_column, prompt_template))
-        self._num_workers = num_workers
-        self._deadline_seconds, self._start_seconds = limits.deadline_seconds, limits.start_seconds
-        self._name, self._on_scored = name, on_scored
+        self._setup = frame(Setup(parts, limits, prompt_column, prompt_template))
+        self._num_workers, self._limits, self._name, self._on_scored = num_workers, limits, name, on_scored
         self._guard: asyncio.subprocess.Process | None = None
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
@@ -296,10 +289,10 @@ class RewardPool:
 
     async def _ask(self, worker: Worker, question: bytes) -> Score:
         try:
-            reply = await worker.ask(question, self._deadline_seconds + worker.grace_seconds)
+            reply = await worker.ask(question, self._limits.deadline_seconds + worker.grace_seconds)
         except TimeoutError:
             await worker.kill()
-            late = f"gave no answer within {self._deadline_seconds:g} s and was killed"
+            late = f"gave no answer within {self._limits.deadline_seconds:g} s and was killed"
             raise RewardFailure("timeout", f"scorer {self._scorer} {late}{worker.last_words}") from None
         except _Ended:
             # Nobody here kills a worker that may still answer, so a SIGKILL is the kernel's, and its reason is memory.
@@ -323,10 +316,10 @@ class RewardPool:
         self._tell_guard(f"+{worker.pid}\n")
         who = f"reward scorer {self._scorer}"
         try:
-            reply = await worker.ask(self._setup, self._start_seconds)
+            reply = await worker.ask(self._setup, self._limits.start_seconds)
         except TimeoutError:
             await self._remove(worker)
-            raise UserError(f"{who} was not imported and built within {self._start_seconds:g} s{worker.last_line}") from None
+            raise UserError(f"{who} was not imported and built within {self._limits.start_seconds:g} s{worker.last_line}") from None
         except _Ended:
             await self._remove(worker)
             raise UserError(f"{who}: its process {worker.end} before the scorer was built{worker.last_line}") from None

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from asyncflow.rewards.base import RewardPart, Sample, weighted
-from asyncflow.rewards.forked import SampleLimits, in_child
+from asyncflow.rewards.forked import in_child
 from asyncflow.rewards.messages import TOKEN_BYTES, Broken, Failed, Message, Ready, Reply, Scored, Setup, frame
 from asyncflow.rewards.processes import adopt_orphans, children, die_with_parent, limit_memory, limit_output
 from asyncflow.rewards.signatures import Adapted, adapted
@@ -169,14 +169,13 @@ def main() -> None:
             return send(token, Broken(part.scorer, str(reason)))
     is_stateless = all(getattr(scorer.call, "is_stateless", False) for scorer in scorers)
     if is_stateless:
-        limit_memory(setup.memory_bytes)
-        limit_output(setup.output_bytes)
+        limit_memory(setup.limits.memory_bytes)
+        limit_output(setup.limits.output_bytes)
     else:
         adopt_orphans()
     gc.collect()
     gc.freeze()  # a child's collector leaves what is built alone, and shared
     send(token, Ready(has_deadline=not is_stateless))
-    limits = SampleLimits(setup.deadline_seconds, setup.memory_bytes, setup.output_bytes)
     who = f"scorer {', '.join(part.scorer for part in setup.parts)}"
     pipes = requests.fileno(), replies.fileno()
     own = children()  # what building the scorers has started
@@ -184,7 +183,7 @@ def main() -> None:
     while (asked := _receive(requests, samples)) is not None:
         token, sample = asked
         work = functools.partial(answer, scorers, setup.parts, sample)
-        send(token, work() if is_stateless else in_child(work, limits, who, pipes, own))
+        send(token, work() if is_stateless else in_child(work, setup.limits, who, pipes, own))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from asyncflow.loops.samples import SELECT_TASK, VALUES_TASK, Shape, schema
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
-from asyncflow.rewards.sandbox import RewardLimits, RewardPool
+from asyncflow.rewards.messages import RewardLimits
+from asyncflow.rewards.sandbox import RewardPool
 from asyncflow.run_dir import SNAPSHOTS_DIR
 from asyncflow.transfer_queue import STORAGES
 from asyncflow.transfer_queue.sampler.checks import check_sampler

@@ -15,7 +15,8 @@ import pytest
 
 from asyncflow.rewards import REWARDS, processes
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score, weighted
-from asyncflow.rewards.sandbox import RewardLimits, RewardPool
+from asyncflow.rewards.messages import RewardLimits
+from asyncflow.rewards.sandbox import RewardPool
 from asyncflow.rewards.scorings import with_fallback
 from tests.patience import patience
 from tests.processes import below, is_alive, words_of

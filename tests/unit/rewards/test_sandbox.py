@@ -17,8 +17,8 @@ import pytest
 from asyncflow.cluster.fork_server import TITLE
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample
-from asyncflow.rewards.messages import TOKEN_BYTES, Scored, frame
-from asyncflow.rewards.sandbox import RewardLimits, RewardPool, Worker
+from asyncflow.rewards.messages import TOKEN_BYTES, RewardLimits, Scored, frame
+from asyncflow.rewards.sandbox import RewardPool, Worker
 from asyncflow.types import RunError, UserError
 from tests.patience import patience
 from tests.processes import below, is_alive, name_of, words_of
@@ -431,7 +431,8 @@ async def test_close_leaves_no_process_and_nobody_waiting(open_pool: Open) -> No
 PARENT = """
 import asyncio, json, sys
 from asyncflow.rewards.base import RewardPart, Sample
-from asyncflow.rewards.sandbox import RewardLimits, RewardPool
+from asyncflow.rewards.messages import RewardLimits
+from asyncflow.rewards.sandbox import RewardPool
 
 async def main(path, responses):
     parts = [RewardPart("test", path)]
