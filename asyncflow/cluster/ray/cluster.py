@@ -1,6 +1,6 @@
 """Workers that Ray places: on this machine, or over the nodes of a cluster.
 
-    RayCluster (driver) --placement group of each pool--> Ray --> HostActor (of each worker, on some node): host.py
+    RayCluster (driver) --placement group of each pool--> Ray --> RayHost (of each worker, on some node): host.py
                |  node, start, kill                                 |  spawns, and holds the control pipe of
                +<------------- what it prints, its end -------------+ child.py: the worker, in a process of its own
 
@@ -8,7 +8,7 @@ consumes: worker specs; each worker's output and end, as its host tells
 waits for: room in the cluster, `start_seconds` at most; then for the workers' words
 is unblocked by: Ray; a worker's output or end; the loss of a host, with its node perhaps
 
-Below: connection.py (how the driver is connected to Ray; the only file that imports it), places.py (who has which bundle of
+Below: connection.py (how the driver is connected to Ray), places.py (who has which bundle of
 which placement group, and its host), process.py (a worker's process, as its host tells of it), plan.py (options).
 
 Ray places and supervises: samples travel by the transfer queue, weights by weight sync, and a worker itself knows nothing of Ray.

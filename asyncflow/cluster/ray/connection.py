@@ -1,4 +1,5 @@
-"""Being connected to a Ray cluster: to one that is there, or to one that is started for a run. The only file that imports Ray.
+"""Being connected to a Ray cluster: to one that is there, or to one that is started for a run. No other file imports Ray in
+the driver.
 
     RayConnection (driver) --joins--> Ray, on this node and others | Ray, on this one alone <--starts-- `start`, below guard.py
 

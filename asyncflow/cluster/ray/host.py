@@ -1,4 +1,4 @@
-"""Host of a worker's process on a node of a Ray cluster. Nothing of Ray is imported here: Ray makes an actor of it.
+"""Host of a worker's process on a node of a Ray cluster. Ray makes an actor of it.
 
 consumes: what its driver asks and tells it: sees, start, kill, leave
 waits for: what its worker prints, and its end; for the driver to take that
@@ -52,6 +52,12 @@ class RayHost:
         self._has_room_since = 0.0  # the reader waited for room until then
         self._status: int | None = None
         self._changed = threading.Condition()
+
+    def node(self) -> str:
+        """Ray's id of the node that it is on."""
+        import ray  # the process that it is in has it
+
+        return str(ray.get_runtime_context().get_node_id())
 
     def sees(self, job_file: str, digest: str) -> bool:
         """Whether the run's folder is seen here: its job file has this SHA-256."""

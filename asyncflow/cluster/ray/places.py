@@ -1,6 +1,6 @@
 """Places of workers in a Ray cluster: placement groups, with a bundle and a host for each worker.
 
-    reserve (a pool's workers) --> a bundle that another has left | one of a new placement group --> HostActor: host.py
+    reserve (a pool's workers) --> a bundle that another has left | one of a new placement group --> RayHost: host.py
     leave --> the bundle is free for another of the pool; the group is given back with its last worker
 
 consumes: the workers of a pool, and what they need, by plan.py
@@ -24,14 +24,6 @@ from asyncflow.config import Config
 from asyncflow.types import RunError, UserError
 
 _NODE_LABEL: Final = "ray.io/node-id"
-
-
-class HostActor(RayHost):
-    """A host, as Ray runs it."""
-
-    def node(self) -> str:
-        """Ray's id of the node that it is on."""
-        return str(import_ray().get_runtime_context().get_node_id())
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +61,7 @@ class WorkerPlace:
         """A new host, on the node of the bundle."""
         ray, needs = import_ray(), dict(self.needs)
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self.pool.group, self.bundle)
-        actor = ray.remote(HostActor).options(
+        actor = ray.remote(RayHost).options(
             num_cpus=needs.pop("CPU", 0),
             num_gpus=needs.pop("GPU", 0),
             memory=needs.pop("memory", None),

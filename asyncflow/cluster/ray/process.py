@@ -1,6 +1,6 @@
 """A worker's process, which its host has on some node of a Ray cluster: what the driver hears of it, and tells it.
 
-    RayProcess (driver) --listen, kill--> HostActor (on some node): host.py
+    RayProcess (driver) --listen, kill--> RayHost (on some node): host.py
                    log <--what it prints, its end--
 
 consumes: a worker's output and end, as its host tells

@@ -370,7 +370,7 @@ async def test_a_host_that_hangs_does_not_keep_the_cluster_from_stopping(make: M
 
 async def test_what_a_host_refuses_is_said_in_its_words(make: Make) -> None:
     cluster, ray = make(1)
-    error = RayError("ray::HostActor.start() (pid=7). Traceback")
+    error = RayError("ray::RayHost.start() (pid=7). Traceback")
     error.cause = UserError("/x must be a folder. Remove it")  # type: ignore[attr-defined]
     ray.start_error = error
     with pytest.raises(RunError, match=r"^worker rollout/0 could not be started: /x must be a folder. Remove it$"):
