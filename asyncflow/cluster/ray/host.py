@@ -20,7 +20,8 @@ from typing import Final
 
 import msgspec
 
-from asyncflow.cluster.remote_node import NodeFolders, RemoteNode
+from asyncflow.cluster.ray.node_folders import NodeFolders
+from asyncflow.cluster.remote_node import RemoteNode
 from asyncflow.devices import VISIBLE
 
 OUTPUT_BYTES: Final = 1 << 20  # of a worker, kept until the driver takes it; then the worker waits

@@ -222,7 +222,7 @@ def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_m
 ) -> None:
     memory = run_dir / "memory"
     memory.mkdir()
-    monkeypatch.setattr("asyncflow.cluster.remote_node.SHARED_MEMORY", memory)
+    monkeypatch.setattr("asyncflow.cluster.ray.node_folders.SHARED_MEMORY", memory)
     monkeypatch.setattr("tempfile.tempdir", str(run_dir))
     host = RayHost()
     host.start(letter(run_dir, "stays", is_abroad=True, environment={}, files={"key.pem": b"the key", "job.json": b"{}"}))
@@ -240,7 +240,7 @@ def test_on_another_machine_a_worker_gets_files_of_the_run_and_folders_of_that_m
 
 def test_a_run_of_any_name_has_a_folder_of_its_own_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run `model`, where the model's files lie beside it."""
-    monkeypatch.setattr("asyncflow.cluster.remote_node.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("asyncflow.cluster.ray.node_folders.SHARED_MEMORY", tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "workers.py").write_text(WORKERS)
     host = RayHost()
