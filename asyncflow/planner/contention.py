@@ -57,11 +57,6 @@ def share_of_cores(num_beside: Array, cores: int) -> Array:
     return np.minimum(num_beside, cores - 1) / (cores - 1) if cores > 1 else np.zeros_like(num_beside)
 
 
-def turns(num_beside: Array, cores: int) -> Array:
-    """Times as long as work takes because more workers compute than there are cores."""
-    return np.maximum(1.0, (1.0 + num_beside) / cores)
-
-
 def fit_slowdown(name: str, terms: Sequence[str], samples: Sequence[Sample], cores: int) -> tuple[float, Fit]:
     """Slowdown of the samples' pool, and the fit of their seconds alone. Without samples both alone and beside others the slowdown
     is not known, and 0."""
@@ -74,5 +69,10 @@ def fit_slowdown(name: str, terms: Sequence[str], samples: Sequence[Sample], cor
 
 def alone(name: str, terms: Sequence[str], samples: Sequence[Sample], slowdown: float, cores: int) -> Fit:
     """Fit of what the samples would have taken alone, given their pool's slowdown."""
+    return fit(name, terms, samples, factors_of(samples, slowdown, cores))
+
+
+def factors_of(samples: Sequence[Sample], slowdown: float, cores: int) -> Array:
+    """Times as long as alone that each sample takes: `Contention.factor`, for a mean number of workers beside it."""
     beside = np.array([sample.beside for sample in samples])
-    return fit(name, terms, samples, (1.0 + slowdown * share_of_cores(beside, cores)) * turns(beside, cores))
+    return np.asarray((1.0 + slowdown * share_of_cores(beside, cores)) * np.maximum(1.0, (1.0 + beside) / cores))

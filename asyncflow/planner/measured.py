@@ -24,7 +24,7 @@ import numpy as np
 from asyncflow.config import Config, load, parse
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN, Costs, Lengths
-from asyncflow.planner.contention import BusyWorkers, alone, fit_slowdown, share_of_cores, turns
+from asyncflow.planner.contention import BusyWorkers, alone, factors_of, fit_slowdown
 from asyncflow.planner.fit import Fit, Residual, Sample, residual
 from asyncflow.run.job import Job
 from asyncflow.run_dir import CONFIG_FILE
@@ -139,8 +139,14 @@ def read_run(run_dir: Path) -> tuple[Config, list[Span], dict[int, Row]]:
     return load(run_dir / CONFIG_FILE), join_pieces(read_spans(run_dir / SPANS_FILE)), rows
 
 
-def fitted(config: Config, spans: Sequence[Span], rows: Mapping[int, Row], *, cores: int | None = None) -> Measurement:
-    """Costs of a run of this configuration. `cores`: of the machine; None: this one's, if the run's workers share one."""
+def fitted(
+    config: Config, spans: Sequence[Span], rows: Mapping[int, Row], *, cores: int | None = None, known: Costs | None = None
+) -> Measurement:
+    """Costs of a run of this configuration. `cores`: of the machine; None: this one's, if the run's workers share one.
+
+    `known`: costs of the same model on one trainer. What a round of several ranks takes longer is their collectives' then; without
+    it, what does not depend on the tokens is.
+    """
     counted = {step: row for step, row in rows.items() if step >= WARM_UP} or dict(rows)
     if cores is None and config.cluster.name == "local" and config.train.device == "cpu" == config.rollout.device:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -148,6 +154,9 @@ def fitted(config: Config, spans: Sequence[Span], rows: Mapping[int, Row], *, co
     lengths = lengths_of(config, spans, counted)
     pieces = samples(config, spans, lengths.prompt)
     fits, slowdown = fit_all(pieces, cores or 1 << 20)
+    if known is not None and config.layout.dp > 1:
+        slowdown[TRAIN] = 0.0 if known.contention is None else known.contention.slowdown.get(TRAIN, 0.0)
+        fits["forward_backward"] = fit_collectives(pieces["forward_backward"], known, slowdown[TRAIN], cores or 1 << 20)
     if not pieces["decode_step"]:
         notes.append("the run has no spans of decode steps, as with vllm: rollout is known by its tokens a second alone")
         fits["decode_step"] = _by_tokens(spans)
@@ -185,6 +194,19 @@ def fit_all(pieces: Mapping[str, Sequence[Sample]], cores: int) -> tuple[dict[st
     return fits, {pool: value for pool, value in slowdown.items() if value}
 
 
+def fit_collectives(found: Sequence[Sample], known: Costs, slowdown: float, cores: int) -> Fit:
+    """Collectives of a round of data-parallel ranks: what it takes longer, on average, than one trainer's micro-batches."""
+    names = PIECES["forward_backward"].terms
+    factors = factors_of(found, slowdown, cores)
+    amounts = np.array([sample.amounts for sample in found], float).reshape(-1, len(names))
+    per_unit = np.array([0.0, known.forward_backward_seconds, known.train_token_seconds])
+    seconds = np.array([sample.seconds for sample in found])
+    per_unit[0] = max(0.0, float((seconds - factors * (amounts @ per_unit)).sum() / max(factors.sum(), 1e-9)))
+    of_model = factors * (amounts @ per_unit)
+    squares = float(((seconds - of_model) ** 2).sum())
+    return Fit(dict(zip(names, per_unit.tolist(), strict=True)), squares, residual("forward_backward", of_model, seconds))
+
+
 def residuals(costs: Costs, pieces: Mapping[str, Sequence[Sample]]) -> list[Residual]:
     """Residual of any costs, such as computed ones, at measured pieces of work. A term that is missing or counted twice shows."""
     contention, found = costs.contention, []
@@ -194,9 +216,7 @@ def residuals(costs: Costs, pieces: Mapping[str, Sequence[Sample]]) -> list[Resi
         per_unit = np.array([getattr(costs, term) or 0.0 for term in PIECES[name].terms])
         seconds = np.array([sample.amounts for sample in each], float) @ per_unit
         if contention is not None and PIECES[name].pool:
-            beside = np.array([sample.beside for sample in each])
-            slowdown = contention.slowdown.get(PIECES[name].pool, 0.0)
-            seconds *= (1.0 + slowdown * share_of_cores(beside, contention.cores)) * turns(beside, contention.cores)
+            seconds *= factors_of(each, contention.slowdown.get(PIECES[name].pool, 0.0), contention.cores)
         found.append(residual(name, seconds, np.array([sample.seconds for sample in each])))
     return found
 
@@ -372,8 +392,14 @@ def what_if(run_dir: Path, overrides: Sequence[str]) -> WhatIf:
 def measure(config: Config, run_dir: Path, *, steps: int = MEASURED_STEPS) -> Measurement:
     """Costs of a configuration on this machine: a short run of it is made in `run_dir`, which takes a minute or two.
 
+    With several data-parallel ranks one run is made with a single one before, which tells computation from collectives.
+
     Raises what a run raises.
     """
+    known = None
+    if config.layout.dp > 1:
+        one = parse(config.model_dump(mode="json") | {"plan": {"train": {"dp": 1}}})
+        known = measure(one, run_dir.with_name(f"{run_dir.name}-one-rank"), steps=steps).costs
     tree = config.model_dump(mode="json")
     tree["run"] |= {"dir": str(run_dir.parent), "name": run_dir.name, "steps": steps, "overwrite": True}
     tree["eval"] |= {"path": None}
@@ -381,4 +407,4 @@ def measure(config: Config, run_dir: Path, *, steps: int = MEASURED_STEPS) -> Me
     tree["telemetry"] |= {"trackers": []}
     if not asyncio.run(Job(parse(tree)).run()):
         raise RunError("the run that was to be measured was interrupted")
-    return measured(run_dir)
+    return fitted(*read_run(run_dir), known=known)

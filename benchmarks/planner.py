@@ -1,0 +1,333 @@
+"""What the planner foretells, beside what happens: step times, simulated runs, the order of plans, what-ifs, a planted flaw.
+
+    python benchmarks/planner.py [--parts steps sleeping order what_if flaw] [--few] [--dir FOLDER] [--json FILE]
+
+Predictions are in FOLDER/predictions.json before anything that they foretell is run. A machine's speed drifts, by more than the
+errors that are looked for. So a configuration is predicted as a multiple of a base run's step time, the base is run again before
+and after every two configurations, and what is measured is a multiple of these: a ratio inside one run. `--few`: the first
+configuration of each kind alone, to try the program.
+
+steps      Each model (the quickstart's, 0.44M parameters, and a random one of 4M), with dp 1 and 2, is calibrated by its base run.
+           Then configurations are predicted that differ from it in slots, prompts, group size, lengths, schedule and workers.
+           Responses are as long as they are drawn, so that learning does not change them.
+sleeping   Real processes with engines that sleep, against the simulation of the same. What is not simulated is the time that loops,
+           queue and processes take.
+order      Twelve plans of one workload: the one predicted to be the fastest against the fastest.
+what_if    From the quickstart's own run to other configurations of it, whose models learn.
+flaw       Costs measured with dp 2, and the same with the collectives counted twice, held against the run's pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from figures import Figure, finish, parser, run_name, runs_folder
+from lognormal import make_model
+
+from asyncflow.config import Config, parse
+from asyncflow.control import SCHEDULES
+from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.planner.measured import (
+    Measurement,
+    Prediction,
+    fitted,
+    means,
+    predicted,
+    read_run,
+    residuals,
+    samples,
+    what_if,
+)
+from asyncflow.run.job import Job
+from asyncflow.simulation.run import simulate
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "recipes/models/tiny-arithmetic"
+DRAWN, SLEEPING_ROLLOUT, SLEEPING_TRAIN = (
+    f"{ROOT}/benchmarks/{name}"
+    for name in ("lognormal.py:LognormalSlots", "sleeping_engines.py:SleepingRollout", "sleeping_engines.py:SleepingTrain")
+)
+STEPS = 10
+PROMPT_TOKENS = 30
+
+Override = Mapping[str, Any]
+"""Of a base configuration: keys with dots, and `median` and `sigma` of the lengths."""
+
+VARIED: Sequence[Override] = (
+    {"schedule": "delayed", "rollout.num_slots": 64},
+    {"schedule": "synchronous", "train.prompts_per_step": 24, "median": 32},
+    {"schedule": "delayed", "rollout.num_workers": 2, "rollout.num_slots": 16},
+    {"schedule": "sub_step", "rollout.num_workers": 2, "rollout.group_size": 4, "train.prompts_per_step": 32},
+    {"schedule": "periodic", "train.prompts_per_step": 8, "median": 96, "sigma": 0.9},
+)
+PLANS: Sequence[Override] = [
+    {"schedule": schedule, "rollout.num_workers": workers, "rollout.num_slots": slots}
+    for schedule in ("synchronous", "periodic", "delayed")
+    for workers in (1, 2)
+    for slots in (12, 48)
+]
+WHAT_IFS: Sequence[Override] = (
+    {"schedule": "delayed"},
+    {"schedule": "delayed", "rollout.num_workers": 2},
+    {"train.prompts_per_step": 16},
+    {"rollout.num_slots": 48},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, with what its run is predicted and then measured to take, in multiples of its base's step."""
+
+    name: str
+    config: Config
+    predicted: float
+    measured: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """|predicted - measured| / measured."""
+        return abs(self.predicted / self.measured - 1)
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------------
+
+
+def of_base(folder: Path, name: str, model: Path, dp: int = 1) -> dict[str, Any]:
+    """Base of the workloads whose lengths are drawn, as a tree."""
+    return {
+        "run": {"name": name, "dir": str(folder), "steps": STEPS, "overwrite": True},
+        "model": {"path": str(model)},
+        "data": {"path": "generated:arithmetic", "prompt_template": "{question}\n"},
+        "reward": {"scorer": "final_answer"},
+        "algorithm": "grpo",
+        "schedule": "periodic",
+        "rollout": {
+            "engine": {"path": DRAWN, "median": 48.0, "sigma": 0.6}, "num_workers": 1, "num_slots": 32, "group_size": 8,
+            "max_new_tokens": 256,
+        },
+        "train": {"prompts_per_step": 16, "learning_rate": 1e-6},
+        "telemetry": {"trackers": []},
+        "plan": {"train": {"dp": dp}},
+    }  # fmt: skip
+
+
+def varied(tree: Mapping[str, Any], name: str, override: Override) -> dict[str, Any]:
+    """The tree with these overrides, under another name."""
+    made: dict[str, Any] = json.loads(json.dumps(tree))
+    made["run"]["name"] = name
+    for key, value in override.items():
+        if key in ("median", "sigma"):
+            made["rollout"]["engine"][key] = float(value)
+            continue
+        section = made
+        *path, last = key.split(".")
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return made
+
+
+def run(config: Config) -> Prediction:
+    """Run a configuration, and return what it measures."""
+    print(f"  running {config.run.name}", flush=True)
+    assert asyncio.run(Job(config).run()), "the run was interrupted"
+    return means(read_run(config.run_dir)[2])
+
+
+def calibrated(tree: Mapping[str, Any], known: Costs | None = None) -> Measurement:
+    """Costs of a base, by a run of it; its lengths are those that are drawn. `known`: see `fitted`."""
+    config = parse(tree)
+    run(config)
+    found = fitted(*read_run(config.run_dir), known=known)
+    found = msgspec.structs.replace(found, costs=with_lengths(found.costs, config))
+    simulated = predicted(config, msgspec.structs.replace(found, left_out=1.0))
+    found = msgspec.structs.replace(found, left_out=found.step_seconds / simulated.step_seconds)
+    print("\n".join(f"    {line}" for line in found.lines()), flush=True)
+    return found
+
+
+def with_lengths(costs: Costs, config: Config) -> Costs:
+    """Costs whose lengths are those that the configuration's engine draws."""
+    drawn = config.rollout.engine.options
+    lengths = Lengths(prompt=costs.lengths.prompt, response_median=drawn["median"], response_sigma=drawn["sigma"])
+    return msgspec.structs.replace(costs, lengths=lengths)
+
+
+def told(folder: Path, part: str, cases: Sequence[Case]) -> None:
+    """Write predictions where they can be looked up."""
+    file = folder / "predictions.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known[part] = {case.name: case.predicted for case in cases}
+    file.write_text(json.dumps(known, indent=1))
+
+
+def measure(base: Config, cases: Sequence[Case], first: float) -> Iterator[Case]:
+    """Run cases, and before and after every two of them the base, whose step took `first` seconds when it was last run."""
+    for start in range(0, len(cases), 2):
+        two = cases[start : start + 2]
+        seconds = [run(case.config).step_seconds for case in two]
+        last = run(base).step_seconds
+        for case, taken in zip(two, seconds, strict=True):
+            done = Case(case.name, case.config, case.predicted, taken / statistics.fmean((first, last)))
+            print(f"    {done.name}: {done.predicted:.3f} predicted, {done.measured:.3f} measured ({done.error:.1%})", flush=True)
+            yield done
+        first = last
+
+
+def errors(part: str, done: Sequence[Case], median: float, most: float) -> list[Figure]:
+    """Median error, and the one that nine of ten are within."""
+    found = sorted(case.error for case in done)
+    ninth = found[max(0, -(-9 * len(found) // 10) - 1)]
+    return [
+        Figure(f"{part}: configurations", len(found), ""),
+        Figure(f"{part}: median error", 100 * statistics.median(found), "%", f"<= {median:g}"),
+        Figure(f"{part}: nine of ten within", 100 * ninth, "%", f"<= {most:g}"),
+    ]
+
+
+# -- parts --------------------------------------------------------------------------------------------------------------------
+
+
+def cases_of(
+    folder: Path, tree: Mapping[str, Any], overrides: Sequence[Override], known: Costs | None = None
+) -> tuple[Config, Measurement, list[Case]]:
+    """A base, calibrated, and its predicted variations. `known`: see `fitted`."""
+    base, found, cases = parse(tree), calibrated(tree, known), []
+    for override in overrides:
+        name = run_name(base.run.name, *(f"{key.split('.')[-1]}={value}" for key, value in override.items()))
+        config = parse(varied(tree, name, override))
+        costs = msgspec.structs.replace(found, costs=with_lengths(found.costs, config))
+        cases.append(Case(name, config, predicted(config, costs).step_seconds / found.step_seconds))
+    return base, found, cases
+
+
+def steps(folder: Path, few: bool) -> list[Figure]:
+    """Step times of configurations that were not used for the calibration."""
+    done: list[Case] = []
+    for name, model in models(folder).items():
+        known = None
+        for dp in (1, 2):
+            tree = of_base(folder, f"{name}-dp{dp}", model, dp)
+            base, found, cases = cases_of(folder, tree, VARIED[:1] if few else VARIED, known)
+            known = found.costs
+            told(folder, f"steps: {base.run.name}", cases)
+            done += measure(base, cases, found.step_seconds)
+    return errors("steps", done, 7, 15)
+
+
+def order(folder: Path, few: bool) -> list[Figure]:
+    """The predicted best of twelve plans against the measured best."""
+    base, found, cases = cases_of(folder, of_base(folder, "plans", models(folder)["4m"]), PLANS[::5] if few else PLANS)
+    told(folder, "order", cases)
+    done = [*measure(base, cases, found.step_seconds)]
+    chosen, best = min(done, key=lambda case: case.predicted), min(done, key=lambda case: case.measured)
+    print(f"  predicted best: {chosen.name}; measured best: {best.name}")
+    return [Figure("order: predicted best over measured best", chosen.measured / best.measured, "", "<= 1.05")]
+
+
+def from_quickstart(folder: Path, few: bool) -> list[Figure]:
+    """What-ifs from the quickstart's own run."""
+    from asyncflow.config import load
+
+    own = [
+        "run.steps=20",
+        f"run.dir={folder}",
+        "run.overwrite=true",
+        f"model.path={TINY}",
+        "eval.path=null",
+        "telemetry.trackers=[]",
+    ]
+    base, cases = load(ROOT / "recipes/quickstart.yaml", own), []
+    first = run(base).step_seconds
+    for override in WHAT_IFS[:1] if few else WHAT_IFS:
+        words = [f"{key}={value}" for key, value in override.items()]
+        name = run_name("what-if", *(word.split(".")[-1] for word in words))
+        found = what_if(base.run_dir, words)
+        config = load(ROOT / "recipes/quickstart.yaml", [*own, *words, f"run.name={name}"])
+        cases.append(Case(name, config, found.predicted.step_seconds / found.measured.step_seconds))
+    told(folder, "what_if", cases)
+    done = [*measure(base, cases, first)]
+    return [Figure("what_if: largest error", 100 * max(case.error for case in done), "%", "<= 10")]
+
+
+def sleeping(folder: Path, few: bool) -> list[Figure]:
+    """Real processes with sleeping engines against the simulation of the same configuration."""
+    costs = {
+        "decode_step_seconds": 0.02, "decode_slot_seconds": 0.0005, "prefill_seconds": 0.02, "prefill_token_seconds": 0.0,
+        "forward_backward_seconds": 0.05, "train_token_seconds": 0.0001, "optim_step_seconds": 0.1, "publish_seconds": 0.0,
+        "fetch_seconds": 0.0, "install_seconds": 0.05, "reward_seconds": 0.0, "load_seconds": 0.0,
+        "lengths": {"prompt": PROMPT_TOKENS, "response_median": 40.0, "response_sigma": 0.6},
+    }  # fmt: skip
+    done = []
+    for workers in (4,) if few else (4, 8, 16):
+        for schedule in ("delayed",) if few else SCHEDULES:
+            tree = of_base(folder, run_name("sleeping", schedule, str(workers)), TINY)
+            tree["schedule"], tree["run"]["steps"] = schedule, 8
+            tree["rollout"] |= {"engine": {"path": SLEEPING_ROLLOUT, "costs": costs}, "num_workers": workers, "num_slots": 16}
+            tree["train"] |= {"engine": {"path": SLEEPING_TRAIN, "costs": costs}, "prompts_per_step": 4 * workers}
+            config = parse(tree)
+            simulated = means(simulate(config, costs=msgspec.convert(costs, Costs)).rows).step_seconds
+            case = Case(config.run.name, config, simulated)
+            told(folder, case.name, [case])
+            done.append(Case(case.name, config, simulated, run(config).step_seconds))
+            print(f"    {simulated:.3f} s simulated, {done[-1].measured:.3f} s by the clock ({done[-1].error:.1%})", flush=True)
+    return errors("sleeping", done, 3, 7)
+
+
+def flaw(folder: Path, few: bool) -> list[Figure]:
+    """Costs with the collectives counted twice are reported, and those without are not."""
+    known = calibrated(of_base(folder, "flaw-dp1", TINY)).costs
+    tree = of_base(folder, "flaw-dp2", TINY, dp=2)
+    found, config = calibrated(tree, known), parse(tree)
+    pieces = samples(config, read_run(config.run_dir)[1], found.costs.lengths.prompt)
+    flawed = msgspec.structs.replace(found.costs, collectives_seconds=2 * found.costs.collectives_seconds)
+    seen = {}
+    for name, costs in (("as measured", found.costs), ("collectives twice", flawed)):
+        (of_training,) = residuals(costs, {"forward_backward": pieces["forward_backward"]})
+        seen[name] = of_training
+        print(f"  {name}: {of_training.line()}  {of_training.warning()}")
+    return [
+        Figure("flaw: warnings without it", float(seen["as measured"].is_bad), "", "<= 0"),
+        Figure("flaw: warnings with it", float(seen["collectives twice"].is_bad), "", ">= 1"),
+    ]
+
+
+@cache
+def models(folder: Path) -> dict[str, Path]:
+    """Models by name: of 0.44M and of 4M parameters."""
+    return {"tiny": TINY, "4m": make_model(folder / "model-4m")}
+
+
+PARTS: dict[str, Callable[[Path, bool], list[Figure]]] = {
+    "steps": steps,
+    "sleeping": sleeping,
+    "order": order,
+    "what_if": from_quickstart,
+    "flaw": flaw,
+}
+
+
+def main() -> int:
+    arguments = parser(__doc__, has_runs=True)
+    arguments.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="which of the figures to make")
+    arguments.add_argument("--few", action="store_true", help="the first configuration of each kind alone")
+    given = arguments.parse_args()
+    figures: list[Figure] = []
+    with runs_folder(given.dir) as folder:
+        for part in given.parts:
+            print(f"{part}:", flush=True)
+            figures += PARTS[part](folder, given.few)
+    return finish(figures, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
