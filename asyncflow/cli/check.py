@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import psutil
 import typer
 from rich.console import Console
@@ -35,6 +36,7 @@ EXTRAS = {
     "megatron": ("megatron-core", "training with Megatron-Core (train.engine=megatron)"),
 }
 """By extra of pyproject.toml: the package that AsyncFlow imports, and what for."""
+COSTS_FILE = "costs.json"
 UNUSED = {"service": "driving a run over HTTP"}
 """Extras whose packages nothing imports yet."""
 
@@ -51,7 +53,8 @@ def check(
     """Show the machine, versions, devices and ports, and what is missing for which feature.
 
     With --profile CONFIG: time one layer of the configuration's model under `plan.train` (forward, backward, optimiser,
-    collectives, weights), and keep it as a trace in runs/NAME-profile.
+    collectives, weights), then rollout, rewards, reference and critic, and keep it as a trace in runs/NAME-profile, with the costs
+    that `asyncflow simulate --costs` takes.
     """
     if profile is not None:
         _profile(profile, overrides or [], _token_counts(tokens), repeats, deadline)
@@ -81,6 +84,7 @@ def _token_counts(text: str) -> tuple[int, ...]:
 
 
 def _profile(path: Path, overrides: list[str], tokens: tuple[int, ...], repeats: int, deadline_seconds: float) -> None:
+    from asyncflow.planner.measured import profiled
     from asyncflow.run.profile import profile
     from asyncflow.telemetry.profile import costs, table
     from asyncflow.telemetry.trace import SPANS_FILE, read_spans
@@ -96,7 +100,14 @@ def _profile(path: Path, overrides: list[str], tokens: tuple[int, ...], repeats:
     for row in table(costs(read_spans(folder / SPANS_FILE))):
         shown.add_row(*(escape(f"  {cell}") for cell in row))
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(shown)
-    for name in (SPANS_FILE, "trace.json"):
+    found, residuals = profiled(config, read_spans(folder / SPANS_FILE), max(tokens) / (config.rollout.group_size + 1))
+    (folder / COSTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+    for residual in residuals:
+        print(f"  {residual.line()}")
+    for residual in residuals:
+        if warning := residual.warning():
+            print(f"warning: {warning}")
+    for name in (SPANS_FILE, COSTS_FILE, "trace.json"):
         print(f"  {folder / name}")
 
 

@@ -179,6 +179,19 @@ def fitted(
     return msgspec.structs.replace(found, left_out=seconds / predicted(config, found, steps=len(rows)).step_seconds)
 
 
+def profiled(config: Config, spans: Sequence[Span], prompt_tokens: float) -> tuple[Costs, tuple[Residual, ...]]:
+    """Costs from the spans of `asyncflow check --profile`, each piece alone, and their residuals.
+
+    Of what a profile does not measure as a whole, the policy's micro-batches and its update, they have the defaults.
+    `prompt_tokens`: as of `samples`.
+    """
+    pieces = {name: found for name, found in samples(config, spans, prompt_tokens).items() if name != "optim_step"}  # of a layer
+    fits = [each for each in fit_all(pieces, 1 << 20)[0].values() if each.residual.num_samples]
+    whole = max((span.bytes for span in spans if span.task == "install"), default=Costs().weight_bytes)
+    fields: dict[str, Any] = {name: value for each in fits for name, value in each.coefficients.items()}
+    return Costs(**fields, weight_bytes=whole), tuple(each.residual for each in fits)
+
+
 def fit_all(pieces: Mapping[str, Sequence[Sample]], cores: int) -> tuple[dict[str, Fit], dict[str, float]]:
     """Fit of every piece, and the slowdown of every pool, which its first piece with samples shows."""
     fits: dict[str, Fit] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
 from asyncflow.control.schedule import Schedule
 from asyncflow.devices import kind_of
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rollout_engine(run: RunConnection, device: str) -> RolloutEngine:
+def rollout_engine(config: Config, model: Path, max_context: int, device: str) -> RolloutEngine:
     """Loads the model, in the calling thread, to generate on `device`. Raises `UserError` for one that it does not compute."""
-    chosen, rollout = run.config.rollout.engine, run.config.rollout
+    chosen, rollout = config.rollout.engine, config.rollout
     options = {
-        "model_path": Path(run.job.model),
+        "model_path": model,
         "num_slots": rollout.num_slots,
-        "max_context": run.job.max_context,
+        "max_context": max_context,
         "dtype": rollout.dtype,
         "device": device,
         "num_threads": rollout.num_threads,
@@ -40,7 +41,7 @@ def rollout_engine(run: RunConnection, device: str) -> RolloutEngine:
     try:
         return cast(RolloutEngine, build("rollout engine", chosen.name, {**options, **chosen.options}, ROLLOUT_ENGINES))
     except ValueError as error:  # a model that it does not compute: starting it again would not help
-        raise UserError(f"the rollout engine cannot generate with the model {run.job.model}: {error}") from error
+        raise UserError(f"the rollout engine cannot generate with the model {model}: {error}") from error
 
 
 def train_engine(run: RunConnection) -> TrainEngine:
@@ -49,25 +50,24 @@ def train_engine(run: RunConnection) -> TrainEngine:
     return cast(TrainEngine, build("train engine", chosen.name, {**chosen.options, **arguments}, TRAIN_ENGINES))
 
 
-def reference_engine(run: RunConnection) -> LogProbEngine:
+def reference_engine(config: Config, model: Path) -> LogProbEngine:
     """The frozen reference, where it is a task of its own."""
-    train = run.config.train
+    train = config.train
     options = FrozenOptions(
         device=train.device,
         dtype=train.frozen_dtype or train.dtype,
-        temperature=run.config.rollout.temperature,
+        temperature=config.rollout.temperature,
         log_prob_chunk_tokens=train.log_prob_chunk_tokens,
         num_threads=train.num_threads,
         offload=train.offload,
     )
-    arguments = {"model_path": Path(run.job.model), "options": options}
+    arguments = {"model_path": model, "options": options}
     return cast(LogProbEngine, build("reference engine", "torch", arguments, LOG_PROB_ENGINES))
 
 
-def critic_engine(run: RunConnection) -> CriticEngine:
+def critic_engine(config: Config, model: Path) -> CriticEngine:
     """Train engine of the critic, from its own model, or from the policy's."""
-    path = run.config.train.critic.path or run.job.model
-    arguments = {"model_path": Path(path), "options": critic_options(run.config)}
+    arguments = {"model_path": Path(config.train.critic.path or model), "options": critic_options(config)}
     return cast(CriticEngine, build("critic engine", "torch", arguments, CRITIC_ENGINES))
 
 

@@ -1,6 +1,7 @@
-"""`asyncflow check --profile`: what one layer of a run's model costs under the run's layout, as spans.
+"""`asyncflow check --profile`: a layer of a run's model under the run's layout, and what is beside training, as spans.
 
-    config -> its folder <name>-profile -> a process per rank: profile_rank -> spans of each -> spans.jsonl, trace.json
+    config -> its folder <name>-profile -> a process per rank: profile_rank        -> spans of each -> spans.jsonl, trace.json
+                                        -> then one process: profile_tasks (tasks_profile.py)
 
 consumes: a configuration
 waits for: its ranks, until the deadline
@@ -14,20 +15,23 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from asyncflow.cluster.base import WorkerSpec
 from asyncflow.cluster.local import LocalCluster
 from asyncflow.config import Config, dump, load
 from asyncflow.engines.families import check_layout
 from asyncflow.model_folder import read_json
 from asyncflow.registry import build
 from asyncflow.run.factories import make_algorithm, train_engine_options, weights_need_key
-from asyncflow.run.fleet import trainers
+from asyncflow.run.fleet import rollout_worker, trainers
 from asyncflow.run.prepare import model_folder
 from asyncflow.run.prompts import read_source
 from asyncflow.run_dir import CONFIG_FILE, KEY_FILE, RunDir
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REQUEST_FILE = "profile.json"
+Measure = Callable[..., AbstractContextManager[object]]
+"""`Recorder.busy`: a context whose time is recorded as that of a task."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True):
@@ -70,25 +76,34 @@ async def profile(config: Config, *, tokens: tuple[int, ...], repeats: int, dead
     check_layout(read_json(model / "config.json"), config.layout)
     if weights_need_key(config):
         Credentials.create(folder.path / KEY_FILE)
-    weights_dir, cluster = folder.make_weights_dir(), LocalCluster(folder.path)
+    weights_dir = folder.make_weights_dir()
     request = ProfileRequest(str(model.resolve()), str(weights_dir), tokens, repeats)
     (folder.path / REQUEST_FILE).write_bytes(msgspec.json.encode(request))
     try:
-        workers = trainers(config, "asyncflow.run.profile:profile_rank", weights_dir)
-        await cluster.start(workers)
+        ranks = trainers(config, "asyncflow.run.profile:profile_rank", weights_dir)
+        tasks = replace(rollout_worker(config, "rollout/0"), entry="asyncflow.run.tasks_profile:profile_tasks", max_restarts=0)
         async with asyncio.timeout(deadline_seconds):
-            await cluster.wait(lambda name, why, is_final: None)
+            for workers in (ranks, [tasks]):  # one after the other: nothing is measured beside something else
+                await _until_ended(folder.path, workers)
     except TimeoutError as error:
         raise RunError(
             f"the profile had not ended within {deadline_seconds:g} s: take fewer tokens, or a smaller layout "
             f"({folder.path / 'logs'} has what its ranks said)"
         ) from error
     finally:
-        await cluster.stop(0.0)  # whoever has not ended waits for one that has failed
         shutil.rmtree(weights_dir, ignore_errors=True)
-    _join_spans(folder.path, [worker.name for worker in workers])
+    _join_spans(folder.path, [worker.name for worker in (*ranks, tasks)])
     write_trace(folder.path)
     return folder.path
+
+
+async def _until_ended(run_dir: Path, workers: list[WorkerSpec]) -> None:
+    cluster = LocalCluster(run_dir)
+    try:
+        await cluster.start(workers)
+        await cluster.wait(lambda name, why, is_final: None)
+    finally:
+        await cluster.stop(0.0)  # whoever has not ended waits for one that has failed
 
 
 async def profile_rank(name: str, run_dir: Path) -> None:
@@ -97,7 +112,7 @@ async def profile_rank(name: str, run_dir: Path) -> None:
 
     config = load(run_dir / CONFIG_FILE)
     request = msgspec.json.decode((run_dir / REQUEST_FILE).read_bytes(), type=ProfileRequest)
-    log, algorithm = SpanLog(_spans_of(run_dir, name)), make_algorithm(config)
+    log, algorithm = SpanLog(spans_of(run_dir, name)), make_algorithm(config)
     recorder = Recorder(name, time.monotonic, log.append, config.train.device)
     recorder.enter("between")
     measure = partial(recorder.busy, layout=layout_name(config.layout))
@@ -111,7 +126,7 @@ async def profile_rank(name: str, run_dir: Path) -> None:
         measure=measure,
     )
     if os.environ["RANK"] == "0":
-        await _time_weights(config, run_dir, Path(request.weights_dir), weights, request.repeats, measure)
+        await time_weights(config, run_dir, Path(request.weights_dir), weights, request.repeats, measure)
     recorder.flush()
     log.close()
 
@@ -121,10 +136,10 @@ def layout_name(layout: Layout) -> str:
     return f"dp{layout.dp}-tp{layout.tp}-pp{layout.pp}"
 
 
-async def _time_weights(
-    config: Config, run_dir: Path, weights_dir: Path, weights: Mapping[str, Tensor], repeats: int, measure: partial
+async def time_weights(
+    config: Config, run_dir: Path, weights_dir: Path, weights: Mapping[str, Tensor], repeats: int, measure: Measure
 ) -> None:
-    """Publish the layer's weights and fetch them, by the run's weight sync, in one process."""
+    """Publish weights and fetch them, by the run's weight sync, in one process."""
     options = WeightSyncOptions(
         directory=weights_dir / "weights",
         dtype=config.weight_sync.dtype,
@@ -144,16 +159,17 @@ async def _time_weights(
     await sender.close()
 
 
-def _spans_of(run_dir: Path, name: str) -> Path:
+def spans_of(run_dir: Path, name: str) -> Path:
+    """File with the spans of one process, until they are joined."""
     return run_dir / f"spans-{name.replace('/', '-')}.jsonl"
 
 
 def _join_spans(run_dir: Path, names: list[str]) -> None:
     """Join the ranks' span files into one."""
-    spans = [span for name in names for span in read_spans(_spans_of(run_dir, name))]
+    spans = [span for name in names for span in read_spans(spans_of(run_dir, name))]
     log = SpanLog(run_dir / SPANS_FILE)
     for span in sorted(spans, key=lambda span: span.start):
         log.append(span)
     log.close()
     for name in names:
-        _spans_of(run_dir, name).unlink()
+        spans_of(run_dir, name).unlink()

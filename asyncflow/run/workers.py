@@ -66,7 +66,7 @@ async def evaluator(name: str, run_dir: Path) -> None:
 async def _generate(name: str, run_dir: Path, device: Callable[[Config], str], *, is_evaluator: bool = False) -> None:
     async with connected(name, run_dir, device) as run, scoring(run, name) as score:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(rollout_engine, run, device(run.config))
+        engine = await asyncio.to_thread(rollout_engine, run.config, Path(run.job.model), run.job.max_context, device(run.config))
         receiver = weight_sync(run, device(run.config), receives=True).receiver(name)
         original = partial(tensors_of, Path(run.job.model))
         decode = CheckpointTokenizer(Path(run.job.model)).decode
@@ -206,7 +206,7 @@ async def reference_worker(name: str, run_dir: Path) -> None:
     """Adds the reference's log-probs to complete groups until the run stops."""
     async with connected(name, run_dir, lambda config: config.train.device) as run:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(reference_engine, run)
+        engine = await asyncio.to_thread(reference_engine, run.config, Path(run.job.model))
         await add_log_probs(run, engine)
 
 
@@ -221,7 +221,7 @@ async def critic_worker(name: str, run_dir: Path) -> None:
     """Adds values to complete groups and trains on them until the run stops, then saves the critic."""
     async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
         run.reporter.recorder.enter("load")
-        engine = await asyncio.to_thread(critic_engine, run)
+        engine = await asyncio.to_thread(critic_engine, run.config, Path(run.job.model))
         saving, version = await critic_steps(run, engine)
         with run.reporter.recorder.busy("save"), RunDir(run_dir).saving_model(CRITIC_DIR, version=version) as folder:
             await engine.save(folder)

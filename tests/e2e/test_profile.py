@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from asyncflow.engines.sleeping import Costs
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.profile import costs
 from asyncflow.telemetry.trace import read_spans
@@ -27,7 +30,11 @@ def test_a_layer_on_two_ranks_is_timed_and_kept_as_a_trace(small: Small, tmp_pat
     for task, tokens in (("layer_forward", 60), ("layer_backward", 125), ("head_loss", 48), ("optim_step", 0), ("publish", 0)):
         assert found[task, tokens].repeats == 2 and 0 < found[task, tokens].seconds < 10
     assert {span.layout for span in spans if span.task == "layer_forward"} == {"dp1-tp2-pp1"}
-    assert {span.worker for span in spans} == {"trainer/0", "trainer/1"}
+    assert {span.worker for span in spans} == {"trainer/0", "trainer/1", "rollout/0"}
+    steps = {span.rows for span in spans if span.task == "decode_step"}
+    assert {"decode_step", "prefill", "install", "score"} <= {span.task for span in spans} and 1 in steps and len(steps) > 1
+    fitted = msgspec.json.decode((run_dir / "costs.json").read_bytes(), type=Costs)
+    assert 0 < fitted.decode_step(4) < 1 and fitted.publish() > 0 and fitted.weight_bytes > 10_000
     for worker in ("trainer/0", "trainer/1"):
         activity = busy_and_idle(spans, worker)
         assert activity.wall > 0 and activity.unrecorded_seconds < 1e-6 * activity.wall
