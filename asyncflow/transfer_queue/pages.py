@@ -374,14 +374,6 @@ class Pages:
         state = page.state
         return [slot for slot in range(start, stop) if state[slot] == READY]
 
-    def since(self) -> float | None:
-        """Time at which the group that has been ready longest became so, to within `ready.CHUNK_SECONDS`; None without one."""
-        oldest = None
-        for kind in self.queues.matching(None, None):
-            self.head(kind)
-            oldest = min(oldest if oldest is not None else kind.since, kind.since)
-        return oldest
-
     def _is_queued(self, kind: Kind, group: int) -> bool:
         page = self._pages.get(group >> (self.page_bits - self.group_bits))
         if page is None:

@@ -55,8 +55,11 @@ class ReadyRows:
 
     def waiting_seconds(self, now: float) -> float:
         """Seconds for which the rows that have waited longest have been ready, to within a tenth; 0 if none are."""
-        since = self._pages.since()
-        return max(0.0, now - since) if since is not None else 0.0
+        pages, since = self._pages, now
+        for kind in pages.queues.matching(None, None):
+            pages.head(kind)  # drops entries that do not count any more
+            since = min(since, kind.since)
+        return now - since
 
     # -- picking ------------------------------------------------------------------------------------------------------------
 
