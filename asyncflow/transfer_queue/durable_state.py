@@ -35,6 +35,11 @@ class DurableState(msgspec.Struct):
         """int64 [n]."""
         return np.array([row for rows in self.dropped.values() for row in rows], np.int64)
 
+    def ends(self) -> list[Notice]:
+        """The partitions that have ended, and the closed tasks, as controllers are told of them."""
+        partitions = [Notice(task=task, ended_partition=n) for task, ended in self.ended_partitions.items() for n in ended]
+        return partitions + [Notice(task=task, is_closed=True) for task in self.closed]
+
 
 class SavedDurableState:
     """The facts, and the storage that keeps them: `keep` after every change. `gone`: groups that went, the latest ones."""
@@ -61,33 +66,14 @@ class SavedDurableState:
         """State as it is stored (MessagePack)."""
         return msgspec.msgpack.encode(self.now)
 
-    def told(self) -> list[Notice]:
-        """State that controllers need, without dropped rows."""
-        ended = [
-            Notice(task=task, ended_partition=partition)
-            for task, partitions in self.now.ended_partitions.items()
-            for partition in partitions
-        ]
-        return ended + [Notice(task=task, is_closed=True) for task in self.now.closed]
-
-    def end_partition(self, task: str, partition: int) -> None:
-        """Remember that a partition of a task has ended."""
-        ended = self.now.ended_partitions.setdefault(task, [])
-        if partition not in ended:
-            ended.append(partition)
-
-    def close_task(self, task: str) -> None:
-        """Remember that a task is closed."""
-        if task not in self.now.closed:
-            self.now.closed.append(task)
-
-    def merge(self, others: DurableState) -> None:
-        """The ends in them."""
-        for task, partitions in others.ended_partitions.items():
-            for partition in partitions:
-                self.end_partition(task, partition)
-        for task in others.closed:
-            self.close_task(task)
+    def end(self, notice: Notice) -> None:
+        """Remember the end of a partition, or of a task."""
+        if notice.ended_partition is not None:
+            ended = self.now.ended_partitions.setdefault(notice.task, [])
+            if notice.ended_partition not in ended:
+                ended.append(notice.ended_partition)
+        elif notice.task not in self.now.closed:
+            self.now.closed.append(notice.task)
 
     def drop(self, rows_of: Iterable[tuple[int, int]], gone: Iterable[int]) -> None:
         """(group, row) of the rows that have been dropped, and the groups of which nothing is left."""

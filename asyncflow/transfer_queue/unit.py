@@ -23,7 +23,7 @@ from asyncflow.transfer_queue.batches import WireBatch
 from asyncflow.transfer_queue.capacity import Capacity, CapacityState
 from asyncflow.transfer_queue.durable_state import forget_oldest
 from asyncflow.transfer_queue.leases import Token
-from asyncflow.transfer_queue.notices import News, NoticeLog
+from asyncflow.transfer_queue.notices import News, Notice, NoticeLog
 from asyncflow.transfer_queue.schema import DEAD, FILTERED, Schema
 from asyncflow.transfer_queue.snapshot import SnapshotFile, snapshot_path
 from asyncflow.transfer_queue.storage.base import Storage
@@ -171,12 +171,12 @@ class StorageUnit:
     @remote
     async def end_partition(self, task: str, partition: int) -> None:
         """No more rows of this partition will come for the task."""
-        await self.holdings.end_partition(task, partition)
+        await self.holdings.end(Notice(task=task, ended_partition=partition))
 
     @remote
     async def close_task(self, task: str) -> None:
         """The end of a task's stream, for all its consumers, now and later."""
-        await self.holdings.close_task(task)
+        await self.holdings.end(Notice(task=task, is_closed=True))
 
     @remote
     async def status(self) -> UnitStatus:

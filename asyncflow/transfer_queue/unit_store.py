@@ -214,17 +214,11 @@ class UnitStore:
 
     # -- facts --------------------------------------------------------------------------------------------------------------
 
-    async def end_partition(self, task: str, partition: int) -> None:
-        """No more rows of this partition will come for the task."""
-        self.facts.end_partition(task, partition)
+    async def end(self, notice: Notice) -> None:
+        """No more rows will come of what a notice says has ended: a partition of a task, or all of it."""
+        self.facts.end(notice)
         await self.facts.keep()
-        await self._post(Notice(task=task, ended_partition=partition))
-
-    async def close_task(self, task: str) -> None:
-        """No more rows will come for the task."""
-        self.facts.close_task(task)
-        await self.facts.keep()
-        await self._post(Notice(task=task, is_closed=True))
+        await self._post(notice)
 
     # -- all of it ----------------------------------------------------------------------------------------------------------
 
@@ -235,7 +229,7 @@ class UnitStore:
         notices.append(Notice(rows=dropped.tobytes(), is_drop=True, gone=self.facts.now.gone))
         for rows, mask, tokens in self.index.records():
             notices.append(Notice(rows=rows.tobytes(), mask=mask, tokens=tokens.tobytes() if self._token_columns else b""))
-        return notices + self.facts.told()
+        return notices + self.facts.now.ends()
 
     async def snapshot(self, path: Path) -> SnapshotFile:
         """An exact cut in a file. Other requests are served meanwhile; what they drop is freed at the end."""
@@ -262,11 +256,12 @@ class UnitStore:
             groups += [meta.group for meta in new]
         self._count_found(groups, self.storage.nbytes - before)
         found = DurableState.decoded(facts)
-        self.facts.merge(found)
+        for notice in found.ends():
+            self.facts.end(notice)
         dropped = self.index.present(found.dropped_rows())
         await self.drop(dropped)
         await self.facts.keep()
-        for notice in self.facts.told():
+        for notice in self.facts.now.ends():
             await self._post(notice)
         return count - len(dropped)
 
