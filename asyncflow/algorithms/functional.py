@@ -33,8 +33,7 @@ def group_advantages(rewards_R: Array, epsilon: float) -> Array:
     A group whose rewards are all equal, or of one row, has nothing to compare: its advantages are exactly 0, and its tokens
     still count in the normaliser.
 
-    Raises:
-        ValueError: a reward is not finite, or there is not one axis.
+    Raises `ValueError` if a reward is not finite, or there is not one axis.
     """
     rewards = _of_group(rewards_R)
     if len(rewards) < 2:

@@ -43,8 +43,7 @@ class ImportanceWeights:
     def __init__(self, correction: Correction, level: Level = "token", low: float | None = None, high: float | None = None) -> None:
         """`high` is by default 2, for `decoupled` 5, and has no default for `geometric`; `low` is 1 / high, for `masked` alone.
 
-        Raises:
-            UserError: an option lies outside its range, or says nothing or two things together with the others.
+        Raises `UserError` if an option lies outside its range, or says nothing or two things together with the others.
         """
         if correction not in get_args(Correction):
             raise UserError(f"algorithm.correction must be one of {', '.join(get_args(Correction))}, but is {correction!r}.")
@@ -110,8 +109,7 @@ def default_correction(old: Old, max_staleness: int) -> Correction:
 def check_correction(correction: Correction, old: Old, max_staleness: int) -> None:
     """Check that the old policy (`train.old`) is one that the correction is right with, for rows of so many versions.
 
-    Raises:
-        UserError: it would leave staleness uncorrected, or correct what the ratio corrects already.
+    Raises `UserError` if it would leave staleness uncorrected, or correct what the ratio corrects already.
     """
     limit = SAMPLED_UP_TO.get(old, max_staleness)
     if correction == "none" and max_staleness > limit:

@@ -79,8 +79,7 @@ class PolicyLoss(Algorithm):
     ) -> None:
         """`loss_constant` is in tokens, and for `loss_normaliser: constant` alone, which has no other.
 
-        Raises:
-            UserError: an option lies outside its range, or contradicts another (`correction...`: `ImportanceWeights`).
+        Raises `UserError` if an option lies outside its range, or contradicts another (`correction...`: `ImportanceWeights`).
         """
         check_from_zero(kl_coefficient=kl_coefficient, entropy_coefficient=entropy_coefficient)
         check_choice("kl_estimator", kl_estimator, get_args(Estimator))
@@ -140,8 +139,7 @@ class PolicyLoss(Algorithm):
         from the old policy to the policy; `policy/rollout_kl` in nats, from the engine that sampled to the policy;
         `policy/entropy` in nats; `policy/clip_ratio`, the tokens that are clipped; those of `ImportanceWeights.weigh`.
 
-        Raises:
-            UserError: a KL term is asked for, but the batch has no reference log-probs.
+        Raises `UserError` if a KL term is asked for, but the batch has no reference log-probs.
         """
         mask_T = batch.mask_T
         log_ratio_T = functional.log_ratio(batch.logprobs_T, batch.old_logprobs_T, mask_T)

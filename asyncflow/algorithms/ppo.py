@@ -70,8 +70,7 @@ class PPO(StandardisedLoss):
     def estimates(self, group: ScoredGroup) -> tuple[Ragged, Ragged]:
         """A and G of every token.
 
-        Raises:
-            UserError: the group has no values, or lacks what a KL term in the reward needs.
+        Raises `UserError` if the group has no values, or lacks what a KL term in the reward needs.
         """
         if group.values is None:
             raise UserError("algorithm ppo needs a critic's values, and none are computed: no task of this queue adds them.")

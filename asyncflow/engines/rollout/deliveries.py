@@ -1,9 +1,5 @@
 """Deliveries from the embedded engine's thread to the event loops that wait for its responses.
 
-consumes: responses as they are made, and errors
-waits for: nothing; the thread asks after each decode step whether to hand over
-is unblocked by: nothing
-
 An event loop that wakes takes the interpreter from the thread, and a core from other work, and a group is of use only when its last
 response is there. So responses are handed over some together; a reward may begin that much later. A loop is woken at once for
 what ends a request, and by the engine where a slot stands empty.
@@ -26,7 +22,7 @@ HOLD_SECONDS: Final = 0.02
 
 
 class Deliveries:
-    """The thread's own, but for `to`."""
+    """Responses and errors that are not handed over yet. The thread's own, but for `to`; it asks after each decode step."""
 
     def __init__(self) -> None:
         self._made: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import Response, SampleKey, Sampling, Timing
+from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.decoder_config import DecoderConfig
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.checks import check_request
@@ -48,7 +48,7 @@ from asyncflow.types import Array, TensorSpec, WeightSource
 T = TypeVar("T")
 
 
-class SlotEngine:
+class SlotEngine(RolloutEngine):
     """`RolloutEngine` over `num_slots` slots; the event loop's half. Leaving a `generate` early frees its slots."""
 
     def __init__(
@@ -117,7 +117,7 @@ class SlotEngine:
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
     ) -> AsyncGenerator[Response, None]:
-        """See `RolloutEngine`; also a `ValueError` for an empty prompt, an unknown token or impossible sampling."""
+        """See `RolloutEngine.generate`; also a `ValueError` for an empty prompt, an unknown token or impossible sampling."""
         prompt_ids = np.asarray(prompt_ids, np.int64)
         check_request(prompt_ids, sampling, vocab_size=self._vocab_size, max_context=self.max_context)
         return self._generate(prompt_ids, sampling, samples, stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)))
@@ -144,12 +144,12 @@ class SlotEngine:
                 self._inbox.put(partial(self._slots.cancel, request))
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """See `RolloutEngine`. Runs in a thread of its own, beside the one that generates."""
+        """Runs in a thread of its own, beside the one that generates, see `RolloutEngine.prepare`."""
         self._prepared = (None, None)  # another version, which is not needed any more
         self._prepared = (version, await self._preparing.run(self._decoder.prepare, tensors))
 
     async def install(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """See `RolloutEngine`. Happens between two decode steps."""
+        """Happens between two decode steps, see `RolloutEngine.install`."""
         if self._is_closed:
             raise RuntimeError("the rollout engine is closed")
         prepared_version, prepared = self._prepared
@@ -158,7 +158,6 @@ class SlotEngine:
         await asyncio.wrap_future(self._hand_in(call))
 
     async def export_weights(self) -> WeightSource:
-        """See `RolloutEngine`."""
         return InstalledWeights(self._decoder)
 
     def timings(self) -> Sequence[Timing]:
@@ -166,11 +165,10 @@ class SlotEngine:
         return self._slots.take_timings()
 
     async def pause(self) -> None:
-        """See `RolloutEngine`. The step under way is finished first."""
+        """The step under way is finished first, see `RolloutEngine.pause`."""
         await self._set_paused(True)
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         await self._set_paused(False)
 
     async def _set_paused(self, is_paused: bool) -> None:
@@ -179,7 +177,6 @@ class SlotEngine:
         await asyncio.wrap_future(self._hand_in(partial(setattr, self._slots, "is_paused", is_paused)))
 
     async def close(self) -> None:
-        """See `RolloutEngine`."""
         if not self._is_closed:
             self._is_closed = True
             self._preparing.close()
@@ -228,7 +225,7 @@ class SlotEngine:
                     self._deliveries.hand_over()
 
 
-class InstalledWeights:
+class InstalledWeights(WeightSource):
     """`WeightSource` of what a decoder has installed."""
 
     are_lasting = False
@@ -239,10 +236,9 @@ class InstalledWeights:
         self.specs: Mapping[str, TensorSpec] = {name: TensorSpec(shape, dtype) for name, shape in sorted(decoder.shapes.items())}
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """See `WeightSource.tensors`."""
         for name in self.specs:
             tensor = await asyncio.to_thread(self._decoder.installed, name)
             yield name, tensor.cpu().contiguous()
 
     async def gathered(self) -> None:
-        """See `WeightSource.gathered`: nothing is."""
+        """Return at once: nothing is gathered."""

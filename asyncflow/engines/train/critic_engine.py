@@ -1,9 +1,5 @@
 """Critic's engine: values of responses, and the training of the model that computes them, on one device.
 
-consumes: prompts with responses; micro-batches with returns and a loss; optimiser steps
-waits for: the call before it (one compute thread, which is also the engine's lock)
-is unblocked by: each call as it comes
-
     micro-batch -> pack (packing.py) -> the model's layers -> hidden_TH -> . head_1H -> values_T -> loss -> as in one_rank.py
 
 The value before a response token comes from the same hidden state that predicts the token. A new head is zero, so the first values
@@ -22,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, TrainEngineOptions
+from asyncflow.engines.base import CriticEngine, MicroBatch, MicroBatchResult, TrainEngineOptions
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.leader_engine import TrainingEngine
 from asyncflow.engines.train.model.causal_model import CausalModel, PassOptions
@@ -37,7 +33,7 @@ HEAD_FILE: Final = "value_head.safetensors"
 # T response tokens, R rows, H hidden elements.
 
 
-class TorchCritic(TrainingEngine["CriticTraining"]):
+class TorchCritic(TrainingEngine["CriticTraining"], CriticEngine):
     """`CriticEngine` in plain PyTorch, on one device."""
 
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
@@ -51,7 +47,6 @@ class TorchCritic(TrainingEngine["CriticTraining"]):
         super().__init__(CriticTraining(model_path, options), options)
 
     async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """See `CriticEngine.values`."""
         return await self._thread.run(self.training.values, prompt_ids, response_ids)
 
 

@@ -4,11 +4,8 @@
     copy stream                |- w0 -|- w1 -|     |- w2 -| ...
     consumer                          |- w0 ------|- w1 -| ...     from pinned host memory
 
-consumes: weights that do not change until the last one has been copied
-waits for: each copy, in a thread; the consumer of the tensors
-is unblocked by: the copy's event
-
-Two tensors are in host memory at a time: the one that is used, and the next one, which is being copied.
+The weights do not change until the last one has been copied. Two tensors are in host memory at a time: the one that is used, and
+the next one, which is being copied.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from asyncflow.types import TensorSpec
+from asyncflow.types import TensorSpec, WeightSource
 
 
 class CopyStream:
@@ -42,7 +39,7 @@ class CopyStream:
         return self._stream.record_event().synchronize
 
 
-class DeviceWeights:
+class DeviceWeights(WeightSource):
     """`WeightSource` of tensors on an accelerator. The tensors may change after `tensors` has come to its end."""
 
     are_lasting = False
@@ -53,7 +50,6 @@ class DeviceWeights:
         self._copies = copies
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """See `WeightSource.tensors`."""
         largest = max(tensor.nbytes for tensor in self._tensors.values())
         used, free = self._copies.memory(largest), self._copies.memory(largest)
         copy, is_there = self._begin(next(iter(self._tensors)), used)
@@ -65,7 +61,7 @@ class DeviceWeights:
                 (copy, is_there), used, free = ahead, free, used
 
     async def gathered(self) -> None:
-        """See `WeightSource.gathered`. Returns at once, since nothing is gathered."""
+        """Return at once: nothing is gathered."""
 
     def _begin(self, name: str, memory: Tensor) -> tuple[Tensor, Callable[[], None]]:
         source = self._tensors[name]

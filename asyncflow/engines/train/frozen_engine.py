@@ -1,9 +1,4 @@
-"""Log-probs under a model that is not trained: the reference as a separate task.
-
-consumes: prompts with responses
-waits for: nothing but the call before it (one compute thread, which is also the engine's lock)
-is unblocked by: each call as it comes
-"""
+"""Log-probs under a model that is not trained: the reference as a separate task."""
 
 from __future__ import annotations
 
@@ -11,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from asyncflow.engines.base import FrozenOptions
+from asyncflow.engines.base import FrozenOptions, LogProbEngine
 from asyncflow.engines.devices import check_device
 from asyncflow.engines.train.model.causal_model import FrozenModel, PassOptions
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, Ragged
 
 
-class FrozenEngine:
+class FrozenEngine(LogProbEngine):
     """`LogProbEngine` of a model that is not trained, on one device."""
 
     def __init__(self, model_path: Path | str, options: FrozenOptions) -> None:
@@ -33,9 +28,7 @@ class FrozenEngine:
         self._thread = ComputeThread("frozen-engine", setup=lambda: torch.set_num_threads(options.num_threads))
 
     async def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
-        """See `LogProbEngine.log_probs`."""
         return await self._thread.run(self._model.response_log_probs, prompt_ids, response_ids)
 
     async def close(self) -> None:
-        """See `LogProbEngine.close`."""
         self._thread.close()

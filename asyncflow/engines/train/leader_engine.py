@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, OptimResult, TrainEngineOptions
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, ModelTraining, OptimResult, TrainEngine, TrainEngineOptions
 from asyncflow.engines.train.parallel.calls import Call
 from asyncflow.engines.train.training import PolicyTraining, Training
 from asyncflow.threads import ComputeThread
@@ -30,7 +30,7 @@ from asyncflow.types import Array, Objective, Ragged, RunError, TensorSpec, Weig
 T = TypeVar("T", bound=Training)
 
 
-class TrainingEngine(Generic[T]):
+class TrainingEngine(ModelTraining, Generic[T]):
     """`ModelTraining` that makes each call on a `Training` in the compute thread, and on the ranks that follow this one."""
 
     def __init__(self, training: T, options: TrainEngineOptions) -> None:
@@ -42,7 +42,6 @@ class TrainingEngine(Generic[T]):
         self._thread = ComputeThread("train-engine", setup=lambda: self._set_up(options.num_threads))
 
     async def begin_step(self) -> None:
-        """See `ModelTraining.begin_step`."""
         await self._lead("begin_step")
 
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: Any) -> list[MicroBatchResult]:
@@ -56,11 +55,9 @@ class TrainingEngine(Generic[T]):
         return await self._lead("optim_step", normaliser)
 
     async def discard(self) -> None:
-        """See `ModelTraining.discard`."""
         await self._lead("discard")
 
     async def fingerprint(self) -> Mapping[str, str]:
-        """See `ModelTraining.fingerprint`."""
         return await self._lead("fingerprint")
 
     async def save(self, path: Path) -> None:
@@ -68,11 +65,9 @@ class TrainingEngine(Generic[T]):
         await self._lead("save", path)
 
     async def save_state(self, folder: Path) -> Awaitable[None]:
-        """See `ModelTraining.save_state`."""
         return asyncio.wrap_future(await self._lead("save_state", folder))
 
     async def load_state(self, folder: Path) -> None:
-        """See `ModelTraining.load_state`."""
         await self._lead("load_state", folder)
 
     async def close(self) -> None:
@@ -116,11 +111,10 @@ class TrainingEngine(Generic[T]):
         self._ranks.leave()
 
 
-class LeaderEngine(TrainingEngine[PolicyTraining]):
+class LeaderEngine(TrainingEngine[PolicyTraining], TrainEngine):
     """`TrainEngine` of a policy: a leader's, or that of a rank that follows one."""
 
     async def follow(self, objective: Objective, busy: Callable[[str], AbstractContextManager[object]]) -> None:
-        """See `TrainEngine.follow`."""
         if self._ranks is None or self.data_parallel_rank is not None:
             return
         written: Future[None] | None = None
@@ -143,7 +137,7 @@ class LeaderEngine(TrainingEngine[PolicyTraining]):
         return _GatheredWeights(self.training.specs, lambda name: self._lead("gather", name))
 
 
-class _GatheredWeights:
+class _GatheredWeights(WeightSource):
     """`WeightSource` of weights that are sharded over several ranks, gathered one at a time."""
 
     are_lasting = False
@@ -153,7 +147,6 @@ class _GatheredWeights:
         self._gathered = asyncio.Event()
 
     async def tensors(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """See `WeightSource.tensors`."""
         for number, name in enumerate(self.specs, 1):
             tensor = await self._gather(name)
             if number == len(self.specs):  # now, since the consumer may stop after the last tensor
@@ -163,7 +156,6 @@ class _GatheredWeights:
                 del tensor  # one at a time
 
     async def gathered(self) -> None:
-        """See `WeightSource.gathered`."""
         await self._gathered.wait()
 
 

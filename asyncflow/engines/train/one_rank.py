@@ -1,11 +1,9 @@
 """Training on one device: of a critic (critic_engine.py), and of a policy if `TorchEngine` has one rank.
 
-    micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
-                                       +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks (log_probs.py)
-                                                                                                |
-    AdamW <- clip, norm <- sums / normaliser (optim_step) <- gradient sums (accumulate.py) <----+ backward
-
-consumes, waits for: each call's arguments, and nothing else
+micro-batch -> pack (packing.py) --+--> reference, old policy (tri_model.py) -> log-probs --+
+                                   +--> policy (causal_model.py) ------> hidden states -----+--> loss, by chunks (log_probs.py)
+                                                                                            |
+AdamW <- clip, norm <- sums / normaliser (optim_step) <- gradient sums (accumulate.py) <----+ backward
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ def make_random_model(spec: str, out: Path, texts: Iterable[str], seed: int) -> 
 
     The vocabulary, a byte-level BPE of at most 2,000 entries with `<|endoftext|>`, is trained on `texts`.
 
-    Raises:
-        UserError: `spec` is not one of `SPECS`.
+    Raises `UserError` if `spec` is not one of `SPECS`.
     """
     if spec not in SPECS:
         raise UserError(f"There is no model {spec!r} to make: choose one of {', '.join(SPECS)}.")

@@ -1,9 +1,5 @@
 """Reward model: a sequence classifier with one label, whose logit for a prompt with its response is the reward.
 
-consumes: token ids
-waits for: nothing but the call before it (one compute thread, which is also the engine's lock)
-is unblocked by: each call as it comes
-
 It computes one sequence at a time, without padding, so that a reward does not depend on other sequences.
 """
 
@@ -14,12 +10,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from asyncflow.engines.base import ClassifierEngine
 from asyncflow.engines.devices import check_device
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, UserError
 
 
-class RewardModelEngine:
+class RewardModelEngine(ClassifierEngine):
     """`ClassifierEngine` with a Hugging Face sequence classifier, on one device."""
 
     def __init__(self, model_path: Path | str, *, device: str, dtype: str, num_threads: int) -> None:
@@ -48,7 +45,6 @@ class RewardModelEngine:
         return await self._thread.run(self._score, token_ids)
 
     async def close(self) -> None:
-        """See `ClassifierEngine.close`."""
         self._thread.close()
 
     @torch.inference_mode()

@@ -76,7 +76,7 @@ class EngineState:
         """Write this rank's part of the state to `folder`, see `StateWriter.begin`. Accumulated gradients are not saved."""
         tensors = self._tensors() | {"updates": torch.tensor([self._optimizer.num_updates])}
         own = {f"random/{self._rank}/{kind}": state for kind, state in self._random.items()}
-        return self._writer.begin(tensors, folder, own=own, is_first=not self._rank)
+        return self._writer.begin(tensors, folder, own=own)
 
     def load(self, folder: Path) -> None:
         """Restore the state that was saved in `folder`. Raises `RunError` if it belongs to another model."""
@@ -108,18 +108,16 @@ class StateWriter:
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         self._rank, self._num_ranks = rank, num_ranks
 
-    def begin(
-        self, tensors: Mapping[str, Tensor], folder: Path, *, own: Mapping[str, Tensor] | None = None, is_first: bool = True
-    ) -> Future[None]:
+    def begin(self, tensors: Mapping[str, Tensor], folder: Path, *, own: Mapping[str, Tensor] | None = None) -> Future[None]:
         """Copy the tensors, and write the copies to `folder` in a thread. Returns when the tensors may change.
 
-        `own`: tensors that no other rank has. `is_first`: whether this rank is the one that writes plain tensors, which several
-        ranks hold; for DTensors this is found from their placements.
+        `own`: tensors that no other rank has. Of the others, the first rank (0) writes plain ones; which rank writes a part of a
+        DTensor follows from its placements.
 
-        The future is done when the files of this rank are on the disk; on the first rank (0), when those of all ranks are. It
+        The future is done when the files of this rank are on the disk; on the first rank, when those of all ranks are. It
         raises `OSError` if they could not be written, and `RunError` that names a rank which failed or was not done in time.
         """
-        staged = {name: _copy(tensor) for name, tensor in tensors.items() if _writes(tensor, is_first)}
+        staged = {name: _copy(tensor) for name, tensor in tensors.items() if _writes(tensor, not self._rank)}
         staged |= {name: _copy(tensor) for name, tensor in (own or {}).items()}
         written: Future[None] = Future()
         arguments = (staged, folder, written)

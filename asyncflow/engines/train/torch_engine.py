@@ -1,7 +1,5 @@
 """Training of a Hugging Face model in plain PyTorch, on one device (one_rank.py) or sharded over ranks (many_ranks.py).
 
-consumes, waits for, is unblocked by: as leader_engine.py says
-
 Parameters, gradient sums and optimiser state are float32 or wider, whatever `dtype` is.
 """
 

@@ -15,18 +15,19 @@ A request that is cancelled hangs up, which makes the server drop it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx2
 import msgspec
 import numpy as np
 
-from asyncflow.types import Array, UserError
+from asyncflow.engines.base import Response
+from asyncflow.types import UserError
 
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 20.0  # a front end says at once whether its engine lives, however much that has to do; so one that does not hangs
 ON_ITS_OWN = {"Connection": "close"}  # after an error vLLM's server hangs up, maybe on the next request of that connection
+NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is infinite, or no number
 UNFINISHED = "unfinished"  # weights of which nobody knows what they are
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -86,17 +87,6 @@ _generated = msgspec.json.Decoder(_Generated)
 _settings = msgspec.json.Decoder(ServerSettings)
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Response of a server: token_ids int64 [L], logprobs float32 [L], version_spans int64 [spans, 2] (first token offset,
-    version)."""
-
-    token_ids: Array
-    logprobs: Array
-    version_spans: Array
-    finish_reason: Literal["stop", "length"]
-
-
 class VllmClient:
     """Client of one server. `address`: `unix:PATH`, or `http://HOST:PORT`."""
 
@@ -115,8 +105,11 @@ class VllmClient:
             transport=httpx2.AsyncHTTPTransport(uds=uds, limits=limits),
         )
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Mapping[str, Any], cache_salt: str) -> Generated:
-        """Generate one response. Raises `RequestRefused` for what exceeds the context, `Aborted`, and `ServerLost`."""
+    async def generate(self, sample: int, prompt_ids: Sequence[int], sampling: Mapping[str, Any], cache_salt: str) -> Response:
+        """Response of a sample; NaN for log-probs that are not finite.
+
+        Raises `RequestRefused` for what exceeds the context, `Aborted`, and `ServerLost`.
+        """
         body = {"token_ids": prompt_ids, "sampling_params": sampling, "cache_salt": cache_salt}
         timeout = httpx2.Timeout(self._generation_seconds, connect=CONNECT_SECONDS)
         content = await self._ask("POST", "/inference/v1/generate", body, timeout)
@@ -126,9 +119,9 @@ class VllmClient:
             raise ServerLost(f"{self.address} answers what is no response: {error}") from error
         if choice.finish_reason == "abort":
             raise Aborted
-        return self._checked(choice)
+        return self._checked(sample, choice)
 
-    def _checked(self, choice: _Choice) -> Generated:
+    def _checked(self, sample: int, choice: _Choice) -> Response:
         count, reason = len(choice.token_ids), choice.finish_reason
         logprobs = choice.logprobs.content if choice.logprobs is not None else []
         spans = choice.weight_versions or []
@@ -140,9 +133,11 @@ class VllmClient:
             raise ServerLost(f"{self.address} does not say which weights made each of {count} tokens, but {spans}")
         if unknown := [s.version for s in spans if not s.version.isdecimal()]:
             raise ServerLost(f"{self.address} answers by weights {unknown[0]!r}, which this run has not given it")
-        return Generated(
+        values = np.array([entry.logprob for entry in logprobs], np.float32)
+        return Response(
+            sample=sample,
             token_ids=np.array(choice.token_ids, np.int64),
-            logprobs=np.array([entry.logprob for entry in logprobs], np.float32),
+            logprobs=np.where(values <= NO_NUMBER, np.float32(np.nan), values),
             version_spans=np.array([(s.start, int(s.version)) for s in spans], np.int64).reshape(-1, 2),
             finish_reason="stop" if reason == "stop" else "length",
         )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from asyncflow.engines.base import Response, SampleKey, Sampling, Timing
+from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling, Timing
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import load_tensors
 from asyncflow.engines.rollout.vllm.client import PauseMode, RequestRefused, ServerLost, VllmClient, check_settings
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class VllmEngine:
+class VllmEngine(RolloutEngine):
     """`RolloutEngine` over vLLM. Leaving a `generate` early has the servers drop its responses."""
 
     is_deterministic = False
@@ -200,7 +200,6 @@ class VllmEngine:
             await self._servers.everywhere(lambda instance, client: self._pause(client, self._pause_mode, clear_cache=False))
 
     async def resume(self) -> None:
-        """See `RolloutEngine`."""
         async with self._one_by_one:
             self._check_open()
             if self._is_paused:

@@ -29,8 +29,6 @@ from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights
 from asyncflow.types import Array, RunError
 
-NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is infinite, or no number
-
 
 @dataclass(slots=True, eq=False)
 class _Sample:
@@ -137,7 +135,7 @@ class Generation:
             life, version = instance.life, self._weights.version
             try:
                 async with instance.until_lost() as client:
-                    made = await client.generate(sample.prompt_ids, sample.sampling, f"version {version}")
+                    made = await client.generate(sample.number, sample.prompt_ids, sample.sampling, f"version {version}")
             except Aborted:
                 return None
             except ServerLost as error:
@@ -155,8 +153,7 @@ class Generation:
                 # its prompt may be those of the old weights, which its spans do not say.
                 return None
             instance.num_served += 1
-        logprobs = np.where(made.logprobs <= NO_NUMBER, np.float32(np.nan), made.logprobs)
-        return Response(sample.number, made.token_ids, logprobs, made.version_spans, made.finish_reason)
+        return made
 
     def end(self) -> None:
         """Tell those that wait for responses that the engine is closed."""

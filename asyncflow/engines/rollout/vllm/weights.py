@@ -52,6 +52,9 @@ class ServerWeights:
     def _shapes(self) -> Shapes:
         return shapes_of(self._model_path)
 
+    def _checked(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return check_tensors(tensors, self._shapes, ties_head=self._ties_head)
+
     @property
     def file(self) -> WeightsFile | None:
         """File that holds `version`; None where the model's own files do."""
@@ -59,17 +62,13 @@ class ServerWeights:
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of `version`. Raises `ValueError` for what the model does not take."""
-        self._file.write(self.version, check_tensors(tensors, self._shapes, ties_head=self._ties_head))
+        self._file.write(self.version, self._checked(tensors))
         self._is_in_file = True
 
     async def prepare(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Copy the next version's tensors, in a thread of its own. Raises `ValueError` for what the model does not take."""
-
-        def write() -> None:
-            self.next_file.write(version, check_tensors(tensors, self._shapes, ties_head=self._ties_head))
-
         self.prepared = None
-        await self._thread.run(write)
+        await self._thread.run(lambda: self.next_file.write(version, self._checked(tensors)))
         self.prepared = version
 
     async def write_over(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -79,8 +78,7 @@ class ServerWeights:
         """
 
         def write() -> None:
-            checked = check_tensors(tensors, self._shapes, ties_head=self._ties_head)
-            self._file.write(version, checked)
+            self._file.write(version, self._checked(tensors))
             self.version, self._is_in_file = version, True
 
         writing = asyncio.ensure_future(self._thread.run(write))

@@ -1,7 +1,5 @@
 """Training of a Hugging Face model with DeepSpeed's ZeRO, which shards it over the data-parallel processes.
 
-consumes, waits for, is unblocked by: as leader_engine.py says; every process leads a data-parallel group of its own
-
     sharded in stage    1: the optimiser's state    2: the gradient sums, too    3: the weights, too
 
     micro-batch -> pack (packing.py) -> policy -> loss (micro_step.py) -> backward, sums over the processes: DeepSpeed
@@ -63,8 +61,8 @@ class DeepSpeedEngine(LeaderEngine):
 
         `stage`: ZeRO's. `zero`: more keys for DeepSpeed's own section `zero_optimization`.
 
-        Raises:
-            UserError: DeepSpeed or the device is not there, the engine does not have an option, or a model cannot be trained here.
+        Raises `UserError` if DeepSpeed or the device is not there, the engine does not have an option, or a model cannot be trained
+        here.
         """
         check_deepspeed(options, model_fields(model_path), stage=stage)
         check_device(options.device, "train.device")
@@ -85,7 +83,7 @@ class DeepSpeedTraining(GatheredTraining):
         self._optimizer = Optimizer(self._policy.parameters_by_name, options)
         arguments = (self._policy, self._policy.parameters_by_name, self._optimizer.adamw, options, self._ranks.device, stage)
         self._zero = Zero(*arguments, zero)
-        self._weights = _Weights(self._zero, list(self.specs))
+        self._weights = _Weights(self._zero)
         self._num_added = self._fill_tokens = 0
 
         passes = PassOptions.of_frozen(options)
@@ -373,22 +371,12 @@ def _nothing(device: str) -> Packed:
     return pack_thrifty(one, Ragged.from_arrays([one], "int64"), device)
 
 
-class _Weights(Mapping[str, Tensor]):
+class _Weights:
     """Float32 weights by name, each gathered when it is read. All processes read the same names in the same order."""
 
-    def __init__(self, zero: Zero, names: Sequence[str]) -> None:
-        self._zero, self._names = zero, names
+    def __init__(self, zero: Zero) -> None:
+        self._zero = zero
+        self.parameters = self  # under the name that they have in `CausalModel`
 
     def __getitem__(self, name: str) -> Tensor:
         return self._zero.get(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """This mapping, under the name that it has in `CausalModel`."""
-        return self

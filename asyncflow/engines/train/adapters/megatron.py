@@ -1,7 +1,5 @@
 """Training of a Qwen2, Qwen3 or Llama model as Megatron-Core's GPTModel, with tensor, pipeline and data parallelism.
 
-consumes, waits for, is unblocked by: as leader_engine.py says
-
     checkpoint <-> Hugging Face names (Origin) <-> GPTModel, a stage's layers, a rank's share of each matrix
     micro-batch -> pack (packing.py) -> stages, by Megatron's 1F1B schedule -> loss on the last one (micro_step.py) -> gradient sums
     float32 weights <- AdamW (optimizer.py) <- clip <- sums over data-parallel groups / normaliser
@@ -62,8 +60,7 @@ class MegatronEngine(LeaderEngine):
     def __init__(self, model_path: Path | str, options: TrainEngineOptions) -> None:
         """Load the model at `model_path` (Hugging Face format); takes seconds, in the calling thread.
 
-        Raises:
-            UserError: Megatron or the device is not there, the layout does not fit the model, or it cannot be trained here.
+        Raises `UserError` if Megatron or the device is not there, the layout does not fit the model, or it cannot be trained here.
         """
         check_device(options.device, "train.device")
         fields = model_fields(model_path)

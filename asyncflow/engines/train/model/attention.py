@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from asyncflow.engines.train.model.flex import flex_attend
-from asyncflow.engines.train.model.kernels import AttentionPart, Kernel, kernel_for
+from asyncflow.engines.train.model.kernels import AttentionPart, Kernel, Merged, kernel_for
 from asyncflow.engines.train.model.packing import AttentionLayout
 
 # P packed tokens, of which S are the responses' behind a shared prompt; H query heads, K key and value heads, D elements per head.
@@ -45,9 +45,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention output [1, P, H, D], and None for the attention weights, as transformers' attention interface has it.
 
-    Raises:
-        ValueError: the layout is missing or its lengths do not add up to P, `position_ids` are not those of the layout, or the call
-            asks for a mask, dropout or a sliding window, which packed attention does not have.
+    Raises `ValueError` if the layout is missing or its lengths do not add up to P, `position_ids` are not those of the layout, or
+    the call asks for a mask, dropout or a sliding window, which packed attention does not have.
     """
     shape = query_1HPD.shape
     if layout is None or shape[0] != 1 or not sum(layout.segment_lengths) == shape[2] == key_1KPD.shape[2]:
@@ -107,12 +106,11 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Gradients of query, key and value; the shared prompt's gradients are the sum over both parts."""
-        query_PHD, key_PKD, value_PKD, out_PHD, lse_PH = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad_PHD, query_PHD, key_PKD, value_PKD, out_PHD, lse_PH, ctx.own)
+        query_PHD, key_PKD, value_PKD, out_PHD, lse_PH = merged = Merged(*ctx.saved_tensors)
+        grads = ctx.kernel.backward(grad_PHD, merged, ctx.own)
         if n := ctx.prompt_length:
-            shared_grads = ctx.kernel.backward(
-                grad_PHD[n:], query_PHD[n:], key_PKD[:n], value_PKD[:n], out_PHD[n:], lse_PH[n:], ctx.shared
-            )
+            merged = Merged(query_PHD[n:], key_PKD[:n], value_PKD[:n], out_PHD[n:], lse_PH[n:])
+            shared_grads = ctx.kernel.backward(grad_PHD[n:], merged, ctx.shared)
             for grad, tokens, shared_grad in zip(grads, (slice(n, None), slice(n), slice(n)), shared_grads, strict=True):
                 grad[tokens] += shared_grad
         return *grads, None, None, None

@@ -78,8 +78,7 @@ class CausalModel:
         `device`. If these differ, each pass makes a copy of the weights and drops it at its end; the copy has the same numbers as
         a rollout engine of that dtype. Gradients are added to the kept weights.
 
-        Raises:
-            UserError: there is no such model, or it cannot be trained here.
+        Raises `UserError` if there is no such model, or it cannot be trained here.
         """
         self.module = load_module(path, weights_dtype).to(weights_device or device).eval()
         self.chunk_tokens = passes.chunk_tokens

@@ -30,8 +30,7 @@ _ADVICE = "that is a fault of the attention on this device, to be reported; trai
 def check_sharing(policy: CausalModel, micro_batch: MicroBatch) -> None:
     """Compare the log-probs of a micro-batch, and the gradient of their sum, with and without a shared prompt.
 
-    Raises:
-        RunError: they differ by more than rounding explains.
+    Raises `RunError` if they differ by more than rounding explains.
     """
     shared, rows = both_ways(micro_batch, policy.device)
     (shared_T, gradients), (rows_T, expected) = (_computed(policy, packed) for packed in (shared, rows))
@@ -52,8 +51,7 @@ def check_shared_log_probs(
     For engines whose gradients cannot be computed from the parameters alone. `log_probs` gives the policy's, float32 [T], and
     `dtype` is that of its passes.
 
-    Raises:
-        RunError: they differ by more than rounding explains.
+    Raises `RunError` if they differ by more than rounding explains.
     """
     shared, rows = both_ways(micro_batch, device)
     with torch.no_grad():

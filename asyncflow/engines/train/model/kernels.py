@@ -13,7 +13,7 @@ import importlib
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ class AttentionPart:
     scale: float
 
 
+class Merged(NamedTuple):
+    """Inputs of a part, with output and LSE of the whole, merged softmax."""
+
+    query_QHD: Tensor
+    key_MKD: Tensor
+    value_MKD: Tensor
+    out_QHD: Tensor
+    lse_QH: Tensor
+
+
 class Kernel(Protocol):
     """Attention kernel of one device, forward and backward.
 
@@ -48,24 +58,14 @@ class Kernel(Protocol):
     def forward(self, query_QHD: Tensor, key_MKD: Tensor, value_MKD: Tensor, part: AttentionPart) -> tuple[Tensor, Tensor]:
         """Attention output [Q, H, D] and LSE [Q, H] of the scaled scores."""
 
-    def backward(
-        self,
-        grad_QHD: Tensor,
-        query_QHD: Tensor,
-        key_MKD: Tensor,
-        value_MKD: Tensor,
-        out_QHD: Tensor,
-        lse_QH: Tensor,
-        part: AttentionPart,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values. `grad_QHD`, `out_QHD` and `lse_QH` are those of the whole, merged softmax."""
+    def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values. `grad_QHD`: that of the output of the whole, merged softmax."""
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     """Kernel for tensors of this device and dtype; None: use flex_attention (flex.py).
 
-    Raises:
-        UserError: there is no attention for this device.
+    Raises `UserError` if there is no attention for this device.
     """
     if device.type == CUDA:
         return CudaFlash() if has_flash_attention(device) and dtype in (torch.float16, torch.bfloat16) else None
@@ -95,16 +95,8 @@ class CpuFlash:
             lse_KGQ[:, :, queries] = lse
         return out_QHD, lse_QH
 
-    def backward(
-        self,
-        grad_QHD: Tensor,
-        query_QHD: Tensor,
-        key_MKD: Tensor,
-        value_MKD: Tensor,
-        out_QHD: Tensor,
-        lse_QH: Tensor,
-        part: AttentionPart,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
         grad_query_QHD, grad_key_MKD, grad_value_MKD = (torch.empty_like(x) for x in (query_QHD, key_MKD, value_MKD))
         grad_query_KGQD = _by_head(grad_query_QHD, key_MKD)
         grad_KGQD, query_KGQD, out_KGQD, lse_KGQ = (_by_head(x, key_MKD) for x in (grad_QHD, query_QHD, out_QHD, lse_QH))
@@ -153,16 +145,8 @@ class CudaFlash:
         )
         return out_QHD, lse_HQ.t()
 
-    def backward(
-        self,
-        grad_QHD: Tensor,
-        query_QHD: Tensor,
-        key_MKD: Tensor,
-        value_MKD: Tensor,
-        out_QHD: Tensor,
-        lse_QH: Tensor,
-        part: AttentionPart,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
         segments = self._segments(query_QHD, key_MKD, part)
         lse_HQ = lse_QH.t().contiguous()
         rng_state, unused = query_QHD.new_zeros(2, dtype=torch.uint64), query_QHD.new_empty(0)  # there is no dropout
@@ -205,16 +189,8 @@ class NpuFusion:
         )
         return out_QHD, max_QH8[..., 0] + sum_QH8[..., 0].log()
 
-    def backward(
-        self,
-        grad_QHD: Tensor,
-        query_QHD: Tensor,
-        key_MKD: Tensor,
-        value_MKD: Tensor,
-        out_QHD: Tensor,
-        lse_QH: Tensor,
-        part: AttentionPart,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_QHD: Tensor, merged: Merged, part: AttentionPart) -> tuple[Tensor, Tensor, Tensor]:
+        query_QHD, key_MKD, value_MKD, out_QHD, lse_QH = merged
         segments = self._segments(query_QHD, key_MKD, part)
         # exp(score - max) / sum is exp(score - LSE) with the LSE as the maximum and 1 as the sum.
         lse_QH8 = lse_QH[..., None].expand(-1, -1, 8).contiguous()

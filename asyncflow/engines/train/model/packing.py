@@ -95,8 +95,7 @@ def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu
 
     With `is_shared` the responses share one copy of the prompt, else each has its own copy. A single response always has its own.
 
-    Raises:
-        ValueError: the prompt or a response is empty, so that nothing would predict its first token or be predicted.
+    Raises `ValueError` if the prompt or a response is empty, so that nothing would predict its first token or be predicted.
     """
     lengths = responses.lengths.tolist()
     if not len(prompt_ids) or not lengths or not min(lengths):

@@ -37,7 +37,7 @@ from asyncflow.engines.train.parallel.fsdp import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.sharded_model import ShardedModel
-from asyncflow.engines.train.parallel.sharing_check import SharingCheck
+from asyncflow.engines.train.parallel.sharing_check import check_sharing
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining
@@ -203,7 +203,7 @@ class ManyRanks(PolicyTraining):
     def _check_sharing(self, micro_batches: Sequence[MicroBatch], packed: Sequence[Packed]) -> None:
         self._is_to_check = False
         chosen = next((batch for batch, p in zip(micro_batches, packed, strict=True) if p.layout.has_prompt), None)
-        SharingCheck(self._policy, self._pipeline, self._sums, self.ranks, list(self._counted)).run(chosen)
+        check_sharing(self._policy, self._pipeline, self._sums, self.ranks, list(self._counted), chosen)
 
     def _log_probs(self, model: Any, packed: Sequence[Packed]) -> list[Tensor]:
         """A model's log-probs of each micro-batch, on the last stage; elsewhere nothing."""

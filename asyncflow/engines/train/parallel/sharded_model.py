@@ -49,8 +49,7 @@ class ShardedModel:
 
         `reduce_dtype`: of gradients on their way between ranks; None for a model that is not trained.
 
-        Raises:
-            UserError: there is no such model, or it cannot be trained here, or not under the layout.
+        Raises `UserError` if there is no such model, or it cannot be trained here, or not under the layout.
         """
         module = empty_module(path, weights_dtype).requires_grad_(reduce_dtype is not None)
         self.specs = {name: TensorSpec.of(parameter) for name, parameter in module.named_parameters()}

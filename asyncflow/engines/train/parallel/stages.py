@@ -64,8 +64,7 @@ def cut_stage(module: Any, index: int, num_stages: int) -> PipelineStage:
 
     Which layers those are follows from the shapes alone, so that policy and frozen models of one configuration are cut alike.
 
-    Raises:
-        UserError: there are fewer layers than stages.
+    Raises `UserError` if there are fewer layers than stages.
     """
     base = module.base_model
     embedding_VH, head_VH = module.get_input_embeddings().weight, module.get_output_embeddings().weight
@@ -90,8 +89,7 @@ def share_out(layer_costs: Sequence[int], num_stages: int, *, first_cost: int, l
     `first_cost` and `last_cost` are what the first and the last stage have besides. Where cuts are worth the same, the later stages
     have more: the earlier ones keep the activations of more micro-batches.
 
-    Raises:
-        UserError: there are fewer layers than stages.
+    Raises `UserError` if there are fewer layers than stages.
     """
     num_layers = len(layer_costs)
     check_pipeline(num_layers, num_stages)

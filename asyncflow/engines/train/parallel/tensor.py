@@ -46,8 +46,7 @@ def shard_model(module: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> No
     tensors, the same on all ranks, also those that a stage begins with or ends with. FSDP2 and whatever else keeps parameters come
     after it; a copy of the module does not work, so another model is loaded and cut for itself.
 
-    Raises:
-        UserError: transformers has no plan for the model, or it cannot be cut into so many parts.
+    Raises `UserError` if transformers has no plan for the model, or it cannot be cut into so many parts.
     """
     check_tensor_parallel(module.config.to_dict(), mesh.size())
     base, head = module.base_model, module.get_output_embeddings()
@@ -145,12 +144,16 @@ def _plan(base: Any, residual: Placement) -> dict[str, ParallelStyle]:
     return plan
 
 
-class ReplicatedInput(ParallelStyle):
-    """Makes a plain tensor that a layer is given, whole and the same on all ranks, the residual stream: a stage's first one is."""
+class ResidualStyle(ParallelStyle):
+    """Style of a module that makes or takes the residual stream."""
 
     def __init__(self, residual: Placement) -> None:
         super().__init__()
         self._residual = residual
+
+
+class ReplicatedInput(ResidualStyle):
+    """Makes a plain tensor that a layer is given, whole and the same on all ranks, the residual stream: a stage's first one is."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -164,16 +167,12 @@ class ReplicatedInput(ParallelStyle):
         return module
 
 
-class VocabularyEmbedding(ParallelStyle):
+class VocabularyEmbedding(ResidualStyle):
     """Rows of the vocabulary on each rank; a token's row comes from the one that has it. Token ids in, residual stream out.
 
     PyTorch's own style for it (`RowwiseParallel`) takes the padding token, whose row gets no gradient, for a row of each shard, and
     makes the gradient of the whole matrix on each rank.
     """
-
-    def __init__(self, residual: Placement) -> None:
-        super().__init__()
-        self._residual = residual
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
@@ -194,12 +193,8 @@ class VocabularyEmbedding(ParallelStyle):
         return module
 
 
-class ResidualNorm(ParallelStyle):
+class ResidualNorm(ResidualStyle):
     """A norm on the residual stream: what this rank has of it in, all tokens out. On plain tensors, which is ten times as fast."""
-
-    def __init__(self, residual: Placement) -> None:
-        super().__init__()
-        self._residual = residual
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Each rank has seen its own tokens alone, or all of them.

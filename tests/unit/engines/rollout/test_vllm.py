@@ -1152,7 +1152,7 @@ async def answer(choice: dict[str, Any]) -> Any:
 
     client._ask = ask  # type: ignore[method-assign]
     try:
-        return await client.generate([1], {}, "salt")
+        return await client.generate(0, [1], {}, "salt")
     finally:
         await client.close()
 

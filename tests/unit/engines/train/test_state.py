@@ -134,7 +134,7 @@ def test_torch_does_not_warn_that_a_rank_is_on_its_own(tmp_path: Path) -> None:
 
 def test_who_holds_a_copy_writes_nothing_but_its_own(tmp_path: Path) -> None:
     own: Mapping[str, torch.Tensor] = {"random/1": torch.tensor([1])}
-    StateWriter(1, 2).begin({"a": torch.ones(2)}, tmp_path, own=own, is_first=False).result(60)
+    StateWriter(1, 2).begin({"a": torch.ones(2)}, tmp_path, own=own).result(60)
     StateWriter(0, 2).begin({"a": torch.zeros(2)}, tmp_path).result(60)
     assert sorted(file.name[:11] for file in tmp_path.iterdir()) == ["shard-00001", "shard-00002"]
     loaded = {"a": torch.ones(2), "random/1": torch.zeros(1, dtype=torch.int64)}
