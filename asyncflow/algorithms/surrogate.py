@@ -10,7 +10,8 @@ sg: without gradient. An algorithm is put together from one of them, its advanta
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncflow.algorithms import functional
 from asyncflow.types import TokenBatch, UserError
@@ -26,19 +27,19 @@ class Value(NamedTuple):
     is_clipped_T: Tensor
 
 
-class Surrogate(Protocol):
+class Surrogate(ABC):
     """Built once with an algorithm; stateless."""
 
     is_token_local: bool
     """See `Objective.is_token_local`."""
 
+    @abstractmethod
     def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
         """`log_ratio_T` float32 [T]: log R with gradient, 0 where the mask is. Where the advantage is 0, so is the objective, with
         its gradient."""
-        ...
 
 
-class ClippedRatio:
+class ClippedRatio(Surrogate):
     """See `functional.clipped_surrogate` (PA 2)."""
 
     is_token_local = True
@@ -49,7 +50,6 @@ class ClippedRatio:
         self.clip_low, self.clip_high = clip_low, clip_high
 
     def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
-        """See `Surrogate`."""
         return self._clipped(log_ratio_T.exp(), batch.advantages_T)
 
     def _clipped(self, ratio_T: Tensor, advantages_T: Tensor) -> Value:
@@ -65,12 +65,11 @@ class ClippedSequenceRatio(ClippedRatio):
     is_token_local = False
 
     def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
-        """See `Surrogate`."""
         log_s_T = functional.sequence_ratio_of_tokens(log_ratio_T, batch.row_T, batch.row_tokens_R)
         return self._clipped(log_s_T.exp(), batch.advantages_T)
 
 
-class WeightedLogProb:
+class WeightedLogProb(Surrogate):
     """See `functional.weighted_log_prob` (CISPO). Clipped are here the tokens whose weight is cut off."""
 
     is_token_local = True
@@ -81,7 +80,6 @@ class WeightedLogProb:
         self.clip_low, self.clip_high = clip_low, clip_high
 
     def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
-        """See `Surrogate`."""
         ratio_T = log_ratio_T.detach().exp()
         return Value(
             functional.weighted_log_prob(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from asyncflow.engines.rollout.vllm.client import ServerLost, VllmClient
@@ -27,31 +28,30 @@ if TYPE_CHECKING:
 TransferName = Literal["shared_memory", "nccl"]
 
 
-class Transfer(Protocol):
+class Transfer(ABC):
     """Way of the weights to all servers of an engine."""
 
     backend: str
     """What vLLM's factory calls it."""
 
+    @abstractmethod
     async def send(self, client: VllmClient, file: WeightsFile) -> None:
         """Give a paused server what the file holds. Whatever it raises leaves the server unusable."""
-        ...
 
 
-class SharedMemoryTransfer:
+class SharedMemoryTransfer(Transfer):
     """See the module's head."""
 
     backend = "asyncflow"
 
     async def send(self, client: VllmClient, file: WeightsFile) -> None:
-        """See `Transfer`."""
         assert file.version is not None, "`write` first"
         await client.start_weight_update()
         await client.update_weights(file.description())
         await client.finish_weight_update(file.version)
 
 
-class NcclTransfer:
+class NcclTransfer(Transfer):
     """This process is rank 0 of a group with each server's workers. Needs vLLM beside AsyncFlow, and a GPU that no server uses.
 
     Written against vLLM 0.32.0; run by nobody yet (docs/vllm.md).
@@ -74,7 +74,6 @@ class NcclTransfer:
         self._senders: WeakKeyDictionary[VllmClient, Any] = WeakKeyDictionary()
 
     async def send(self, client: VllmClient, file: WeightsFile) -> None:
-        """See `Transfer`."""
         assert file.version is not None, "`write` first"
         calls = _Calls(client, asyncio.get_running_loop(), file.version, self._deadline_seconds)
         try:

@@ -344,9 +344,7 @@ class _Policy(nn.Module):
         """
         inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
         outputs = self.module.base_model(**inputs, attention_mask=None, use_cache=False)
-        hidden_TH = packed.predicting(outputs.last_hidden_state[0])
-        if self._temperature != 1.0:
-            hidden_TH = hidden_TH / self._temperature
+        hidden_TH = packed.predicting(outputs.last_hidden_state[0], self._temperature)
         return self.module.get_output_embeddings()(hidden_TH, function)
 
 

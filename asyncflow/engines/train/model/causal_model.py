@@ -99,24 +99,21 @@ class CausalModel:
         The hidden states are divided by the temperature, so that their product with the weight gives the logits to sample from.
         """
         weights = self._cast()
-        hidden_TH = self._states(packed, weights)
-        if self._temperature != 1.0:
-            hidden_TH = hidden_TH / self._temperature
-        return hidden_TH, weights[self._head_name]
+        return self._states(packed, weights, self._temperature), weights[self._head_name]
 
     def _cast(self) -> dict[str, Tensor]:
         """Weights by name on the device and in the dtype of a pass, without those that a layer casts itself."""
         here = {name: parameter for name, parameter in self.parameters.items() if id(parameter) not in self._cast_by_layer}
         return {name: parameter.to(self.device, self.dtype) for name, parameter in here.items()}
 
-    def _states(self, packed: Packed, weights: Mapping[str, Tensor]) -> Tensor:
-        """Hidden states [T, H] of the last layer that predict the response tokens. `weights`: from `_cast`."""
+    def _states(self, packed: Packed, weights: Mapping[str, Tensor], temperature: float = 1.0) -> Tensor:
+        """Hidden states [T, H] of the last layer, see `Packed.predicting`. `weights`: from `_cast`."""
         base, prefix = self.module.base_model, self.module.base_model_prefix + "."
         state = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
         state |= {name: buffer.to(self.device) for name, buffer in base.named_buffers()}
         inputs = {"input_ids": packed.tokens_P[None], "position_ids": packed.positions_P[None], "layout": packed.layout}
         outputs = functional_call(base, state, kwargs={**inputs, "attention_mask": None, "use_cache": False})
-        return packed.predicting(outputs.last_hidden_state[0])
+        return packed.predicting(outputs.last_hidden_state[0], temperature)
 
     def log_probs(self, packed: Packed) -> Tensor:
         """Log-probs (float32 [T]) of the response tokens."""

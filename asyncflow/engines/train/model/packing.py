@@ -73,8 +73,8 @@ class Packed:
         """Number P of tokens that the model computes, fill tokens included."""
         return sum(self.layout.segment_lengths)
 
-    def predicting(self, hidden_PH: Tensor) -> Tensor:
-        """Hidden states [T, H] that predict the response tokens, from all hidden states [P, H].
+    def predicting(self, hidden_PH: Tensor, temperature: float = 1.0) -> Tensor:
+        """Hidden states [T, H] that predict the response tokens, from all hidden states [P, H], divided by the temperature.
 
         Uses slices and a concatenation: a gather that takes one row many times would add up that row's gradient in an order that
         varies between runs. The slices come from one split, whose backward is one concatenation; separate slices would each make a
@@ -85,9 +85,11 @@ class Packed:
         if self.layout.has_prompt:
             sizes = [size for n in (self.prompt_length, *self.response_lengths) for size in (n - 1, 1)]
             _, last_1H, *rest, _ = hidden_PH.split_with_sizes([*sizes, self.fill_tokens])
-            return torch.cat([part for body_BH in rest[::2] for part in (last_1H, body_BH)])
-        sizes = [size for n in self.response_lengths for size in (self.prompt_length - 1, n, 1)]
-        return torch.cat(hidden_PH.split_with_sizes([*sizes, self.fill_tokens])[1::3])
+            hidden_TH = torch.cat([part for body_BH in rest[::2] for part in (last_1H, body_BH)])
+        else:
+            sizes = [size for n in self.response_lengths for size in (self.prompt_length - 1, n, 1)]
+            hidden_TH = torch.cat(hidden_PH.split_with_sizes([*sizes, self.fill_tokens])[1::3])
+        return hidden_TH if temperature == 1.0 else hidden_TH / temperature
 
 
 def pack(prompt_ids: Array, responses: Ragged, device: str | torch.device = "cpu", *, is_shared: bool) -> Packed:

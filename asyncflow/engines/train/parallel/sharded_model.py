@@ -93,8 +93,7 @@ class ShardedModel:
 
     def predicting(self, packed: Packed, hidden_PH: Tensor) -> Tensor:
         """On the last stage: the hidden states [T, H] that predict the response tokens, temperature applied."""
-        hidden_TH = packed.predicting(hidden_PH)
-        return hidden_TH if self._temperature == 1.0 else hidden_TH / self._temperature
+        return packed.predicting(hidden_PH, self._temperature)
 
     def head(self) -> tuple[Tensor, VocabularyShard | None]:
         """On the last stage, after its forward: the output layer's weight [V, H], or this rank's shard of it."""

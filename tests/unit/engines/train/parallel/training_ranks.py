@@ -279,8 +279,8 @@ def loading_bytes(path: Path, layout: Layout) -> int:
 class Doubled(Packed):
     """The same log-probs, and twice the gradient."""
 
-    def predicting(self, hidden_PH: Tensor) -> Tensor:
-        hidden_TH = Packed.predicting(self, hidden_PH)
+    def predicting(self, hidden_PH: Tensor, temperature: float = 1.0) -> Tensor:
+        hidden_TH = Packed.predicting(self, hidden_PH, temperature)
         return hidden_TH + hidden_TH - hidden_TH.detach()
 
 
