@@ -411,8 +411,9 @@ def measure(config: Config, run_dir: Path, *, steps: int = MEASURED_STEPS) -> Me
     """
     known = None
     if config.layout.dp > 1:
-        one = parse(config.model_dump(mode="json") | {"plan": {"train": {"dp": 1}}})
-        known = measure(one, run_dir.with_name(f"{run_dir.name}-one-rank"), steps=steps).costs
+        one = config.model_dump(mode="json")
+        one["plan"]["train"]["dp"] = 1
+        known = measure(parse(one), run_dir.with_name(f"{run_dir.name}-one-rank"), steps=steps).costs
     tree = config.model_dump(mode="json")
     tree["run"] |= {"dir": str(run_dir.parent), "name": run_dir.name, "steps": steps, "overwrite": True}
     tree["eval"] |= {"path": None}
