@@ -72,7 +72,7 @@ def test_the_same_recipe_on_ray_gives_the_same_bits_though_a_worker_is_killed(
     wait_for(lambda: num_steps(run_dirs[1]) >= 1, command)
     everyone = leaves_of(command)
     victim = next(p for p in processes_of(run_dirs[1]) if "rollout/1" in words_of(p))
-    assert [p for p in victim.parents() if name_of(p).startswith("ray::Host")]
+    assert [p for p in victim.parents() if name_of(p).startswith("ray::RayHost")]
     victim.kill()
     output, errors = command.communicate(timeout=SECONDS)
     assert command.returncode == 0, output + errors
@@ -118,10 +118,10 @@ def test_workers_join_and_leave_a_run_on_ray(small: Small, tmp_path: Path, backg
         lambda: "rollout/1" in {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "generate"}, command
     )
     everyone = leaves_of(command)
-    assert sum(name_of(process).startswith("ray::Host") for process in everyone) == 3
+    assert sum(name_of(process).startswith("ray::RayHost") for process in everyone) == 3
     fewer = run_command("cluster", "scale", "rollout=1", "--run", run_dir, "--grace", "20")
     assert fewer.returncode == 0, fewer.stderr
-    wait_for(lambda: sum(name_of(p).startswith("ray::Host") for p in alive(leaves_of(command))) == 2, command)
+    wait_for(lambda: sum(name_of(p).startswith("ray::RayHost") for p in alive(leaves_of(command))) == 2, command)
     before = num_steps(run_dir)
     wait_for(lambda: num_steps(run_dir) > before + 1, command)
     command.send_signal(signal.SIGINT)

@@ -379,7 +379,7 @@ async def test_a_worker_whose_host_is_killed_gets_another_one(cluster: RayCluste
     waiting = asyncio.create_task(cluster.wait(deaths))
     first = await own_pid(run_dir)
     host = psutil.Process(first).parent()
-    assert host is not None and host.name().startswith("ray::Host")
+    assert host is not None and host.name().startswith("ray::RayHost")
     (run_dir / "w").unlink()
     host.kill()
     second = await own_pid(run_dir)
@@ -403,7 +403,7 @@ async def test_a_host_that_hangs_does_not_outlive_its_cluster_s_stop(
     await cluster.start([spec(run_dir, "stays")])
     worker = await own_pid(run_dir)
     host = psutil.Process(worker).parent()
-    assert host is not None and host.name().startswith("ray::Host")
+    assert host is not None and host.name().startswith("ray::RayHost")
     host.suspend()
     try:
         assert await asyncio.wait_for(cluster.stop(0.1), patience(50.0)) == ["w"]
