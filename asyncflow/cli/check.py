@@ -21,6 +21,7 @@ from rich.table import Table
 
 from asyncflow.config import load
 from asyncflow.devices import CPU, CUDA
+from asyncflow.model_folder import read_json
 from asyncflow.types import UserError
 
 CORE = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "msgspec", "plotly")
@@ -85,7 +86,7 @@ def _token_counts(text: str) -> tuple[int, ...]:
 
 def _profile(path: Path, overrides: list[str], tokens: tuple[int, ...], repeats: int, deadline_seconds: float) -> None:
     from asyncflow.planner.measured import profiled
-    from asyncflow.run.profile import profile
+    from asyncflow.run.profile import profile, profiled_model
     from asyncflow.telemetry.profile import costs, table
     from asyncflow.telemetry.trace import SPANS_FILE, read_spans
 
@@ -100,7 +101,13 @@ def _profile(path: Path, overrides: list[str], tokens: tuple[int, ...], repeats:
     for row in table(costs(read_spans(folder / SPANS_FILE))):
         shown.add_row(*(escape(f"  {cell}") for cell in row))
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(shown)
-    found, residuals = profiled(config, read_spans(folder / SPANS_FILE), max(tokens) / (config.rollout.group_size + 1))
+    fields = read_json(profiled_model(folder) / "config.json")
+    found, residuals = profiled(
+        config,
+        read_spans(folder / SPANS_FILE),
+        num_layers=int(fields["num_hidden_layers"]),
+        prompt_tokens=max(tokens) / (config.rollout.group_size + 1),
+    )
     (folder / COSTS_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     for residual in residuals:
         print(f"  {residual.line()}")

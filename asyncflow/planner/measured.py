@@ -25,10 +25,11 @@ from asyncflow.config import Config, load, parse
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN, Costs, Lengths
 from asyncflow.planner.contention import BusyWorkers, alone, factors_of, fit_slowdown
-from asyncflow.planner.fit import Fit, Residual, Sample, residual
+from asyncflow.planner.fit import Fit, Residual, Sample, fit, residual
 from asyncflow.run.job import Job
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import simulate
+from asyncflow.telemetry.profile import Cost, costs
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, join_pieces, read_spans
 from asyncflow.types import RunError, UserError
@@ -179,17 +180,52 @@ def fitted(
     return msgspec.structs.replace(found, left_out=seconds / predicted(config, found, steps=len(rows)).step_seconds)
 
 
-def profiled(config: Config, spans: Sequence[Span], prompt_tokens: float) -> tuple[Costs, tuple[Residual, ...]]:
-    """Costs from the spans of `asyncflow check --profile`, each piece alone, and their residuals.
-
-    Of what a profile does not measure as a whole, the policy's micro-batches and its update, they have the defaults.
-    `prompt_tokens`: as of `samples`.
+def profiled(config: Config, spans: Sequence[Span], *, num_layers: int, prompt_tokens: float) -> tuple[Costs, tuple[Residual, ...]]:
+    """Costs from the spans of `asyncflow check --profile`, each piece alone, and their residuals. The policy's training is put
+    together from its parts (`of_layers`). `num_layers`: of the model. `prompt_tokens`: as of `samples`.
     """
     pieces = {name: found for name, found in samples(config, spans, prompt_tokens).items() if name != "optim_step"}  # of a layer
     fits = [each for each in fit_all(pieces, 1 << 20)[0].values() if each.residual.num_samples]
     whole = max((span.bytes for span in spans if span.task == "install"), default=Costs().weight_bytes)
+    fits += [trained := of_layers(config, costs(spans), num_layers)]
     fields: dict[str, Any] = {name: value for each in fits for name, value in each.coefficients.items()}
-    return Costs(**fields, weight_bytes=whole), tuple(each.residual for each in fits)
+    return Costs(**fields, weight_bytes=whole), tuple(each.residual for each in fits if each is not trained)
+
+
+def of_layers(config: Config, found: Sequence[Cost], num_layers: int) -> Fit:
+    """Training from a layer's costs: a micro-batch on one data-parallel group, the collectives of a round, and an update.
+
+    A micro-batch passes its stage's layers forward and backward, the head, and the sums of gradients; a pipeline's bubbles are in
+    it. In the collectives each layer is gathered twice and its gradient scattered, and nothing is hidden behind computation. Left
+    out, as of the profile: the embedding, frozen models, activation checkpointing.
+    """
+    by_task: dict[str, list[Cost]] = {}
+    for cost in found:
+        by_task.setdefault(cost.task, []).append(cost)
+    layout, train = config.layout, config.train
+    pieces = -(-config.rollout.group_size // (train.responses_per_micro_batch or config.rollout.group_size))
+    together = -(-train.pipeline_micro_batches // pieces) * pieces
+    bubbles = (together + layout.pp - 1) / together
+    layers = -(-num_layers // layout.pp)
+    update, adding = by_task["optim_step"][0], by_task["accumulate"][0].seconds
+    parts = zip(by_task["layer_forward"], by_task["layer_backward"], by_task["head_loss"], strict=True)
+    passes = [
+        Sample((1.0, forward.tokens), bubbles * (layers * (forward.seconds + backward.seconds + adding) + head.seconds))
+        for forward, backward, head in parts
+    ]
+    fitted_passes = fit("forward_backward", ("forward_backward_seconds", "train_token_seconds"), passes)
+    whole = {"optim_step_seconds": layers * update.seconds}
+    if layout.dp > 1:
+        whole["collectives_seconds"] = layers * sum(
+            count * _at(by_task[f"dp/{name}"], update.bytes) for name, count in (("all_gather", 2), ("reduce_scatter", 1))
+        )
+    return Fit({**fitted_passes.coefficients, **whole}, fitted_passes.squares, fitted_passes.residual)
+
+
+def _at(messages: Sequence[Cost], num_bytes: float) -> float:
+    """Seconds of a collective of so many bytes, from those that were timed."""
+    found = fit("collective", ("call", "byte"), [Sample((1.0, each.bytes), each.seconds) for each in messages])
+    return found.coefficients["call"] + num_bytes * found.coefficients["byte"]
 
 
 def fit_all(pieces: Mapping[str, Sequence[Sample]], cores: int) -> tuple[dict[str, Fit], dict[str, float]]:

@@ -106,6 +106,11 @@ async def _until_ended(run_dir: Path, workers: list[WorkerSpec]) -> None:
         await cluster.stop(0.0)  # whoever has not ended waits for one that has failed
 
 
+def profiled_model(folder: Path) -> Path:
+    """Folder of the model that a profile is of, from the profile's folder."""
+    return Path(msgspec.json.decode((folder / REQUEST_FILE).read_bytes(), type=ProfileRequest).model)
+
+
 async def profile_rank(name: str, run_dir: Path) -> None:
     """The main of a rank."""
     from asyncflow.engines.train.profile import Amount, profile_layer

@@ -11,9 +11,10 @@ import pytest
 from asyncflow.config import Config, dump, load
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.sleeping import Costs, Lengths, SampleKey
-from asyncflow.planner.measured import fitted, lengths_of, lognormal, measured, residuals, samples, what_if
+from asyncflow.planner.measured import fitted, lengths_of, lognormal, measured, of_layers, residuals, samples, what_if
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import Simulated, simulate
+from asyncflow.telemetry.profile import Cost
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, join_pieces
 from asyncflow.types import UserError
@@ -79,6 +80,22 @@ def test_a_collective_that_is_counted_twice_is_reported() -> None:
     (flawed,) = residuals(msgspec.structs.replace(true, collectives_seconds=0.06), trained)
     assert flawed.is_bad and "counted twice" in flawed.warning()
     assert fitted(of, join_pieces(spans), done.rows, cores=64).costs.collectives_seconds == pytest.approx(0.03, rel=0.1)
+
+
+def test_training_is_put_together_from_a_layer() -> None:
+    parts = [Cost("layer_forward", t, 0, 0.001 * t, 3) for t in (100, 200)]
+    parts += [Cost("layer_backward", t, 0, 0.002 * t, 3) for t in (100, 200)]
+    parts += [Cost("head_loss", t, 0, 0.05 + 0.001 * t, 3) for t in (80, 160)]
+    parts += [Cost("accumulate", 0, 4000, 0.25, 3), Cost("optim_step", 0, 4000, 0.5, 3)]
+    for name in ("dp/all_gather", "dp/reduce_scatter"):
+        parts += [Cost(name, 0, size, 0.01 + 1e-5 * size, 3) for size in (1000, 9000)]
+    found = of_layers(config("plan.train.dp=2"), parts, 6).coefficients
+    assert found["forward_backward_seconds"] == pytest.approx(6 * 0.25 + 0.05)
+    assert found["train_token_seconds"] == pytest.approx(6 * 0.003 + 0.0008)
+    assert found["optim_step_seconds"] == pytest.approx(3.0)
+    assert found["collectives_seconds"] == pytest.approx(6 * 3 * 0.05)
+    piped = of_layers(config("plan.train.pp=2", "train.pipeline_micro_batches=4"), parts, 6).coefficients
+    assert piped["train_token_seconds"] == pytest.approx(5 / 4 * (3 * 0.003 + 0.0008)) and "collectives_seconds" not in piped
 
 
 @pytest.mark.parametrize("limit", [10_000, 150, 90])
