@@ -71,7 +71,7 @@ def _run_rank(config: Config, arguments: Sequence[str]) -> int:
 
 async def _dry_run(config: Config) -> None:
     from asyncflow.model_folder import read_json
-    from asyncflow.run.factories import advice, num_devices, shape_of
+    from asyncflow.run.factories import advice, make_schedule, num_devices, shape_of
     from asyncflow.run.memory import Shapes, lines
     from asyncflow.run.prepare import SHAPES, check_shapes, prepare
     from asyncflow.run.prompts import left_out_lines
@@ -108,7 +108,7 @@ async def _dry_run(config: Config) -> None:
     )
     num_all, num_training = num_devices(config), config.layout.size
     print(f"devices    {num_all}: {num_all - num_training} that do not train, {num_training} that do")
-    staleness = _max_staleness(config)
+    staleness = make_schedule(config).max_staleness
     for line in lines(config, Shapes.of(fields), prompt_tokens=longest, context=context, max_staleness=staleness):
         print(line)
     if is_of_shapes:
@@ -116,19 +116,11 @@ async def _dry_run(config: Config) -> None:
     print("nothing was started")
 
 
-def _max_staleness(config: Config) -> int:
-    from asyncflow.control import SCHEDULES
-    from asyncflow.registry import build
-
-    staleness: int = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES).max_staleness
-    return staleness
-
-
 def _correction(config: Config) -> str:
     """Description of how a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
-    from asyncflow.run.factories import make_algorithm
+    from asyncflow.run.factories import make_algorithm, make_schedule
 
-    staleness = _max_staleness(config)
+    staleness = make_schedule(config).max_staleness
     algorithm = make_algorithm(config)
     if not staleness:
         return ""

@@ -34,14 +34,13 @@ from asyncflow.engines.base import (
 )
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.context import LoopContext, ResponseScoring
+from asyncflow.loops.evaluation import HeldOut, admit_evaluation
 from asyncflow.loops.rounds import Rounds
 from asyncflow.loops.samples import (
     GroupRequest,
-    Prompt,
     ScoredRow,
     Shape,
     UnusableResponse,
-    admission,
     check_response,
     kept_sample,
     outputs,
@@ -51,22 +50,8 @@ from asyncflow.rewards.base import RewardFailure, Sample
 from asyncflow.telemetry.fingerprints import StepLog
 from asyncflow.telemetry.spans import Recorder
 from asyncflow.transfer_queue.client import Leased, TransferQueueClient
-from asyncflow.types import GroupMeta, WeightSource, row_index
+from asyncflow.types import WeightSource, row_index
 from asyncflow.weight_sync.base import WeightSender
-
-
-class EvaluationPlan(Protocol):
-    def is_due(self, version: int) -> bool:
-        """Whether this version is evaluated, and has not been yet."""
-        ...
-
-    def is_planned(self, version: int) -> bool:
-        """Whether this version is evaluated, has it been yet or not."""
-        ...
-
-    def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]:
-        """The evaluation's groups, their prompts and temperatures."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +91,7 @@ async def feed(
     ledger: LedgerService,
     schedule: Schedule,
     admissions: Admissions,
-    evaluation: EvaluationPlan | None,
+    evaluation: HeldOut | None,
     shape: Shape,
 ) -> None:
     """Prompts enter the queue as early as the schedule lets them. A resumed run first ends its evaluations. Without
@@ -134,15 +119,6 @@ async def feed(
             await queue.put(metas, batch, row_bytes=shape.row_bytes)
         if ledger.is_stopping:
             return
-
-
-async def admit_evaluation(
-    queue: TransferQueueClient, ledger: LedgerService, evaluation: EvaluationPlan, version: int, shape: Shape
-) -> None:
-    """The groups of one evaluation enter the queue."""
-    metas, prompts, temperatures = evaluation.admission(version)
-    await ledger.open(metas)
-    await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
 
 
 async def produce(by: Producer, leased: Leased, request: GroupRequest, on_generated: Callable[[], None]) -> None:

@@ -19,8 +19,7 @@ from asyncflow.control.ledger import LedgerService
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.progress_view import ProgressView
 from asyncflow.control.signal import Signal
-from asyncflow.loops.algorithm1 import admit_evaluation
-from asyncflow.loops.samples import BEHIND_TRAINING, EVALUATION_GROUPS, PARTS_COLUMN, Prompt, Shape, priority_of
+from asyncflow.loops.samples import BEHIND_TRAINING, EVALUATION_GROUPS, PARTS_COLUMN, Prompt, Shape, admission, priority_of
 from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.telemetry.accuracy import Responses, figures
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -81,17 +80,9 @@ class HeldOut:
         self._unscored: Counter[int] = Counter()  # rows that failed for good, by group
         self.latest: dict[str, list[Responses]] = {}
         """Of the evaluation that was finished last, by kind, each prompt's responses, in the prompts' order."""
-        self._correct_from = settings.correct_from
-        self._prompts, self._last_version, self._every_steps = list(prompts), settings.last_version, settings.every_steps
-        self._samples, self._greedy, self._is_behind_training = settings.samples, settings.greedy, settings.is_behind_training
-        self._temperature, self._on_row = settings.temperature, on_row
-        self._done = frozenset(done)
+        self.settings = settings
+        self._prompts, self._on_row, self._done = list(prompts), on_row, frozenset(done)
         self._num_left_out = 0  # since the last figures
-
-    @property
-    def last_version(self) -> int:
-        """The run's last one, which is evaluated in any case."""
-        return self._last_version
 
     def leave_out(self, count: int = 1) -> None:
         """Count versions that were due and are not evaluated; the next figures report them."""
@@ -106,18 +97,19 @@ class HeldOut:
         """Whether the version is one of those, whether it has been evaluated or not."""
         if not self._prompts:
             return False
-        regular = self._every_steps is not None and version % self._every_steps == 0 and version < self._last_version
-        return version in (0, self._last_version) or regular
+        every, last = self.settings.every_steps, self.settings.last_version
+        return version in (0, last) or (every is not None and version % every == 0 and version < last)
 
     def versions(self) -> Iterator[int]:
         """Versions that are due, in order."""
-        return (version for version in range(self._last_version + 1) if self.is_due(version))
+        return (version for version in range(self.settings.last_version + 1) if self.is_due(version))
 
     def admission(self, version: int) -> tuple[list[GroupMeta], list[Prompt], list[float]]:
         """The groups of one evaluation with their prompts and temperatures: first the sampled ones, then the greedy ones."""
-        kinds = [(self._samples, self._temperature), (1, 0.0)] if self._greedy else [(self._samples, self._temperature)]
+        settings = self.settings
+        kinds = [(settings.samples, settings.temperature), *([(1, 0.0)] if settings.greedy else [])]
         count, interval = len(self._prompts), Interval(version, version)
-        priority = BEHIND_TRAINING if self._is_behind_training else priority_of(interval, is_evaluation=True)
+        priority = BEHIND_TRAINING if settings.is_behind_training else priority_of(interval, is_evaluation=True)
         first = first_group(version, count)
         metas = [
             GroupMeta(first + kind * count + i, size, version, interval, "eval", priority)
@@ -134,7 +126,9 @@ class HeldOut:
         """Hand over the figures of one evaluation, from its groups. Rows that could not be scored are counted, not guessed."""
         count = len(self._prompts)
         sampled_from = first_group(version, count)
-        kinds = {"sampled": (sampled_from, self._samples)} | ({"greedy": (sampled_from + count, 1)} if self._greedy else {})
+        kinds = {"sampled": (sampled_from, self.settings.samples)}
+        if self.settings.greedy:
+            kinds["greedy"] = (sampled_from + count, 1)
         row: Row = {"step": version, "num_prompts": count}
         self.latest = {}
         for kind, (first, num_samples) in kinds.items():
@@ -143,7 +137,7 @@ class HeldOut:
             row[f"unscored/{kind}"] = given_up + sum(responses[group].num_unscored for group in groups)
             if groups:
                 self.latest[kind] = [replace(responses[group], prompt=group - first) for group in groups]
-                row |= figures(kind, self.latest[kind], correct_from=self._correct_from, num_samples=num_samples)
+                row |= figures(kind, self.latest[kind], correct_from=self.settings.correct_from, num_samples=num_samples)
         if self._num_left_out:
             row["left_out"], self._num_left_out = self._num_left_out, 0
         self._on_row(row)
@@ -210,7 +204,7 @@ class Evaluations:
 
     async def run(self) -> None:
         """Make evaluations until the last version is evaluated, or the run is stopping. The evaluators end then."""
-        last = self._held_out.last_version
+        last = self._held_out.settings.last_version
         while self._held_out.is_due(last) and self._under_way != last:
             await self._signal.until(lambda: bool(self._waiting) or self._ledger.is_stopping)
             if self._ledger.is_stopping:
@@ -221,6 +215,15 @@ class Evaluations:
             await admit_evaluation(self._queue, self._ledger, self._held_out, version, self._shape)
             await evaluate(self._queue, self._ledger, self._held_out, version)
         self._versions.stop()  # so that no death of theirs is the run's
+
+
+async def admit_evaluation(
+    queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int, shape: Shape
+) -> None:
+    """The groups of one evaluation enter the queue."""
+    metas, prompts, temperatures = held_out.admission(version)
+    await ledger.open(metas)
+    await queue.put(metas, admission(metas, prompts, temperatures), row_bytes=shape.row_bytes)
 
 
 async def evaluate(queue: TransferQueueClient, ledger: LedgerService, held_out: HeldOut, version: int) -> None:

@@ -142,7 +142,6 @@ class Shape:
     temperature: float
     max_new_tokens: int
     rows_per_micro_batch: int
-    groups_per_round: int
     epochs: int = 1
     mini_batches: int = 1
     has_reward_parts: bool = False
@@ -368,11 +367,6 @@ def reward_outputs(scores: Mapping[int, Score], group_bits: int, *, has_parts: b
 def left_out(piece: MicroBatch) -> MicroBatchResult:
     """Result of a micro-batch that is not computed, since it has no gradient; its tokens count in the normaliser all the same."""
     return MicroBatchResult(0.0, int(piece.loss_mask.values.sum()), 0, is_computed=False)
-
-
-def reference_outputs(batch: Batch, log_probs: Sequence[Ragged]) -> Batch:
-    """The column that the reference adds to a group: the pieces' log-probs, in order."""
-    return token_outputs(batch, REFERENCE_COLUMN, log_probs)
 
 
 def token_outputs(batch: Batch, column: Column, of_pieces: Sequence[Ragged]) -> Batch:

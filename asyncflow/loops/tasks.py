@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from asyncflow.engines.base import LogProbEngine
 from asyncflow.loops.context import LoopContext, ResponseScoring
-from asyncflow.loops.samples import Shape, kept_sample, pieces, reference_outputs, reward_outputs, samples_of
+from asyncflow.loops.samples import REFERENCE_COLUMN, Shape, kept_sample, pieces, reward_outputs, samples_of, token_outputs
 from asyncflow.loops.score_batching import why_failed
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.telemetry.spans import SharedLane
@@ -59,7 +59,7 @@ def reference(engine: LogProbEngine, shape: Shape) -> Work:
         prompt_ids, response_ids = leased.batch.ragged("prompt_ids")[0], leased.batch.ragged("response_ids")
         cut = pieces(len(leased.batch), shape.rows_per_micro_batch)
         log_probs = [await engine.log_probs(prompt_ids, response_ids.take(piece)) for piece in cut]
-        return reference_outputs(leased.batch, log_probs), {}
+        return token_outputs(leased.batch, REFERENCE_COLUMN, log_probs), {}
 
     return work
 

@@ -13,32 +13,32 @@ from typing import Any, Final
 
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
-from asyncflow.control import SCHEDULES
-from asyncflow.control.ledger import Decided, Ledger, LedgerService, StepTotals, TaskPlan, Update, UpdatePlan
+from asyncflow.control.ledger import Decided, Ledger, LedgerService, StepTotals, Update
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.progress_view import ProgressView
-from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.control.worker_pool import WorkerPool
 from asyncflow.data.order import SeededOrder
 from asyncflow.loops.admissions import Admissions
 from asyncflow.loops.algorithm1 import feed
-from asyncflow.loops.samples import EVALUATE_TASK, SELECT_TASK, UPDATE_TASK, VALUES_TASK, Prompt
+from asyncflow.loops.samples import EVALUATE_TASK, Prompt
 from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.loops.selection import Selection
 from asyncflow.loops.taking import Taking
-from asyncflow.registry import build
 from asyncflow.run.background import BackgroundTasks
 from asyncflow.run.connection import EVALUATORS_VERSIONS
 from asyncflow.run.context import RunContext
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
+    make_schedule,
     make_storage,
     num_devices,
     queue_schema,
     shape_of,
+    task_plan,
     tasks_before_training,
     unit_options,
+    update_plan,
     weights_need_key,
 )
 from asyncflow.run.health import Health
@@ -67,7 +67,7 @@ class Driver:
         self.config, self._log = config, observer.log
         self._clock = asyncio.get_running_loop().time
         self.shape = shape_of(config)
-        self.schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+        self.schedule = make_schedule(config)
         self.last_progress = self._clock()
         self.background = BackgroundTasks()
         self._first = first = resumed.state.version if resumed is not None else 0
@@ -77,7 +77,14 @@ class Driver:
         self._signal = signal = Signal()
         self.transfer_queue = self._make_queue()
         self.queue = self.transfer_queue.client()
-        ledger = self._make_ledger()
+        ledger = Ledger(
+            self.shape.group_bits,
+            task_plan(config),
+            update_plan(config),
+            max_staleness=self.schedule.max_staleness,
+            first=first,
+            has_evaluators=config.eval.num_workers > 0,
+        )
         books = ProgressView(ledger, self.transfer_queue.controllers)
         self.ledger = LedgerService(ledger, self.schedule, books, signal, self._end_step)
         self._selection = Selection(self.queue, self.ledger, self.background.start)
@@ -142,24 +149,6 @@ class Driver:
         if task == "rollout":
             return replace(events, on_lost=self._lost, on_leased=self._begun, on_change=self._signal.notify)
         return events
-
-    def _make_ledger(self) -> Ledger:
-        config, tasks = self.config, tasks_before_training(self.config)
-        has_critic = VALUES_TASK in tasks
-        return Ledger(
-            self.shape.group_bits,
-            TaskPlan(
-                before=tuple(tasks),
-                trained=("train", UPDATE_TASK) if has_critic else ("train",),
-                by_step=(VALUES_TASK,) if has_critic else (),
-                chosen_by=SELECT_TASK if SELECT_TASK in tasks else "",
-                num_members=self.shape.prompts_per_step,
-            ),
-            UpdatePlan(config.layout.dp, self.shape.groups_per_round, self.shape.epochs, self.shape.mini_batches),
-            max_staleness=self.schedule.max_staleness,
-            first=self._first,
-            has_evaluators=config.eval.num_workers > 0,
-        )
 
     def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
         """The order of the data, and what enters the queue at each step."""

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from asyncflow.config import Config
-from asyncflow.control import SCHEDULES
-from asyncflow.control.schedule import Schedule
 from asyncflow.devices import kind_of
 from asyncflow.engines.base import CriticEngine, FrozenOptions, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
@@ -16,7 +14,7 @@ from asyncflow.engines.train import CRITIC_ENGINES, LOG_PROB_ENGINES, TRAIN_ENGI
 from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.run.connection import RunConnection
-from asyncflow.run.factories import critic_options, max_retained, train_engine_options, weights_need_key
+from asyncflow.run.factories import critic_options, make_schedule, max_retained, train_engine_options, weights_need_key
 from asyncflow.run_dir import KEY_FILE
 from asyncflow.types import UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
@@ -80,7 +78,7 @@ def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> W
     kinds = {kind_of(place) for place in (config.train.device, config.rollout.device)}
     options = WeightSyncOptions(
         directory=Path(run.job.weights_dir),
-        keep=schedule_of(run).max_staleness + 1 + one_more,
+        keep=make_schedule(config).max_staleness + 1 + one_more,
         max_retained=max_retained(config),
         dtype=config.weight_sync.dtype,
         deadline_seconds=config.weight_sync.deadline_seconds,
@@ -91,12 +89,6 @@ def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> W
     )
     chosen = config.weight_sync
     return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
-
-
-def schedule_of(run: RunConnection) -> Schedule:
-    """The run's schedule: stateless, so every worker has one of its own."""
-    chosen = run.config.schedule
-    return cast(Schedule, build("schedule", chosen.name, chosen.options, SCHEDULES))
 
 
 def tensors_of(model: Path) -> Mapping[str, Tensor]:

@@ -14,6 +14,7 @@ from asyncflow.algorithms.base import Algorithm, Critic
 from asyncflow.algorithms.off_policy import check_correction, default_correction
 from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
+from asyncflow.control.ledger import TaskPlan, UpdatePlan
 from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import TrainEngineOptions
 from asyncflow.engines.rollout import (
@@ -21,7 +22,7 @@ from asyncflow.engines.rollout import (
     ROLLOUT_ENGINE_OWN_DEVICES,
     ROLLOUT_ENGINE_WHYS,
 )
-from asyncflow.loops.samples import SELECT_TASK, VALUES_TASK, Shape, schema
+from asyncflow.loops.samples import SELECT_TASK, UPDATE_TASK, VALUES_TASK, Shape, schema
 from asyncflow.registry import build, load, resolve
 from asyncflow.rewards import REWARDS
 from asyncflow.rewards.base import RewardPart
@@ -59,7 +60,6 @@ def shape_of(config: Config) -> Shape:
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
-        groups_per_round=_groups_per_round(config),
         epochs=config.train.epochs,
         mini_batches=config.train.mini_batches,
         has_reward_parts=config.reward.has_parts,
@@ -79,10 +79,21 @@ def shape_of_evaluation(config: Config, num_prompts: int) -> Shape:
     )
 
 
-def _groups_per_round(config: Config) -> int:
-    """A group, or, in a pipeline, as many as make up the micro-batches that go through it together."""
+def task_plan(config: Config) -> TaskPlan:
+    """The tasks of a step, for the ledger."""
+    tasks, prompts = tasks_before_training(config), config.train.prompts_per_step
+    chosen_by = SELECT_TASK if SELECT_TASK in tasks else ""
+    if VALUES_TASK in tasks:
+        return TaskPlan(tasks, ("train", UPDATE_TASK), by_step=(VALUES_TASK,), chosen_by=chosen_by, num_members=prompts)
+    return TaskPlan(tasks, chosen_by=chosen_by, num_members=prompts)
+
+
+def update_plan(config: Config) -> UpdatePlan:
+    """The updates of a step, for the ledger. A rank trains a group in a round, or, in a pipeline, as many as make up the
+    micro-batches that go through it together."""
     pieces = -(-config.rollout.group_size // (config.train.responses_per_micro_batch or config.rollout.group_size))
-    return -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
+    groups = -(-config.train.pipeline_micro_batches // pieces) if config.layout.pp > 1 else 1
+    return UpdatePlan(config.layout.dp, groups, config.train.epochs, config.train.mini_batches)
 
 
 def queue_schema(config: Config) -> Schema:
@@ -163,13 +174,19 @@ def critic_options(config: Config) -> TrainEngineOptions:
     )
 
 
+def make_schedule(config: Config) -> Schedule:
+    """The schedule of the configuration. It is stateless, so every process has one of its own."""
+    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    return schedule
+
+
 def make_algorithm(config: Config) -> Algorithm:
     """The algorithm of the configuration, which corrects for the schedule's staleness unless told otherwise (docs/off_policy.md).
 
     One of the user's own says itself what it does. Raises `UserError` when there is none, one that lacks a part of the contract, or
     one that is wrong for rows as stale as the schedule's under `train.old`.
     """
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    schedule = make_schedule(config)
     old, options = config.train.old, config.algorithm.options
     if config.algorithm.name in ALGORITHMS:
         options = {"correction": default_correction(old, schedule.max_staleness), **options}

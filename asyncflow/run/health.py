@@ -22,13 +22,13 @@ class Health:
     """Health of a run's workers. `all_versions`: the policy versions of each pool."""
 
     def __init__(self, context: RunContext, all_versions: Sequence[PolicyVersions], hub: Hub) -> None:
-        self._config, self._hub, self._signal = context.config, hub, context.signal
+        config, self._hub, self._signal = context.config, hub, context.signal
         self._log, self._fail = context.log, context.background.fail
-        self._silent_seconds = self._config.queue.lease_seconds / 2
+        self._silent_seconds, self._min_healthy_workers = config.queue.lease_seconds / 2, config.weight_sync.min_healthy_workers
         self._by_pool = {versions.workers.pool: versions for versions in all_versions}
         self._silent: set[str] = set()
         self._told: dict[str, tuple[float, set[str]]] = {}  # by worker that is stale: since when, and for which reasons
-        self._patience_seconds = self._config.weight_sync.deadline_seconds
+        self._patience_seconds = config.weight_sync.deadline_seconds
         for versions in all_versions:
             versions.is_silent, versions.on_stale = self._is_silent, self._stale
 
@@ -97,11 +97,10 @@ class Health:
 
     def _judge(self, versions: PolicyVersions, worker: str, why: str) -> None:
         """Stop the run if too few other workers are healthy."""
-        workers, healthy = len(versions.workers.members), versions.num_healthy(self._patience_seconds)
-        needed, needs = self._config.weight_sync.min_healthy_workers, "weight_sync.min_healthy_workers is"
-        if versions.workers.pool == EVALUATORS:
-            needed, needs = 1, "evaluations need"
+        pool, healthy = versions.workers, versions.num_healthy(self._patience_seconds)
+        named, needs, needed = "rollout workers", "weight_sync.min_healthy_workers is", self._min_healthy_workers
+        if pool.pool == EVALUATORS:
+            named, needs, needed = "evaluators", "evaluations need", 1
         if healthy < needed and not versions.is_stopping:
-            who = "evaluators" if versions.workers.pool == EVALUATORS else "rollout workers"
-            numbers = f"{healthy} of {workers} {who} are left, and {needs} {needed}"
+            numbers = f"{healthy} of {len(pool.members)} {named} are left, and {needs} {needed}"
             self._fail(RunError(f"worker {worker} {why}; {numbers}"))

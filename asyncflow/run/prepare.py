@@ -17,7 +17,6 @@ from asyncflow.cluster import CLUSTERS
 from asyncflow.cluster.remote_node import host_of, is_any
 from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
-from asyncflow.control.schedule import Schedule
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.families import check_family, check_layout
 from asyncflow.engines.rollout import (
@@ -33,6 +32,7 @@ from asyncflow.run.factories import (
     check_samplers,
     critic_folder,
     make_algorithm,
+    make_schedule,
     reward_pool,
     shape_of,
     shape_of_evaluation,
@@ -140,7 +140,7 @@ def _check_weight_sync(config: Config) -> None:
 
 def _check_critic(config: Config) -> None:
     """Check that a critic can be trained beside the policy. Raises `UserError`."""
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    schedule = make_schedule(config)
     if schedule.membership != "strict":
         raise UserError(
             "schedule.membership=first_come has groups change their steps, and the critic has given them the values of one: take "
@@ -176,7 +176,7 @@ def _check_candidates(config: Config, *, wants_them: bool) -> None:
                 "responses all have one reward (algorithm.dynamic_sampling of dapo), and this one trains all: leave them out"
             )
         return
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    schedule = make_schedule(config)
     if schedule.membership != "strict":
         raise UserError(
             "schedule.membership=first_come has the groups that are complete first trained first, and dynamic sampling those that "
@@ -194,7 +194,7 @@ def check_rollout_engine(config: Config, num_workers: int) -> None:
     chosen = config.rollout.engine
     if chosen.name not in ROLLOUT_ENGINE_CHECKS:
         return
-    schedule: Schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+    schedule = make_schedule(config)
     asked = {
         "num_workers": num_workers,
         "cluster": config.cluster.name,

@@ -29,12 +29,11 @@ from asyncflow.run.engines import (
     critic_engine,
     reference_engine,
     rollout_engine,
-    schedule_of,
     tensors_of,
     train_engine,
     weight_sync,
 )
-from asyncflow.run.factories import make_algorithm, make_storage, shape_of_evaluation, unit_options
+from asyncflow.run.factories import make_algorithm, make_schedule, make_storage, shape_of_evaluation, unit_options
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
 from asyncflow.run.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
@@ -84,7 +83,7 @@ async def roll_out(
     is_evaluator: bool = False,
 ) -> None:
     """A rollout worker's work, or an evaluator's, with what was built for it, which is closed at the end."""
-    task, schedule, shape = "rollout", schedule_of(run), run.shape
+    task, schedule, shape = "rollout", make_schedule(run.config), run.shape
     if is_evaluator:
         task, schedule, shape = EVALUATE_TASK, Periodic(), shape_of_evaluation(run.config, run.job.num_held_out)
     run.reporter.why_not_deterministic = engine.why_not_deterministic
@@ -254,7 +253,7 @@ async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving
 
 def loop_context(run: RunConnection) -> LoopContext:
     """Context of the worker's loops."""
-    return LoopContext(run.queue, run.ledger, run.versions, schedule_of(run), run.shape, run.reporter.recorder)
+    return LoopContext(run.queue, run.ledger, run.versions, make_schedule(run.config), run.shape, run.reporter.recorder)
 
 
 def _sample_filter(run: RunConnection) -> Callable[[Mapping[str, Any]], None]:

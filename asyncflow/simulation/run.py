@@ -28,17 +28,15 @@ from asyncflow.cluster.faults import HANG_SECONDS, Faults, Resize
 from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
-from asyncflow.control import SCHEDULES
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.sleeping import REFERENCE, Costs, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import Prompt
-from asyncflow.registry import build
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.connection import RunConnection, joined
 from asyncflow.run.driver import Driver
-from asyncflow.run.factories import shape_of
+from asyncflow.run.factories import make_schedule, shape_of
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.resume import Resumed
@@ -190,7 +188,7 @@ class SimulatedJob(Job):
     ) -> None:
         """`audit`: of the attempts before this one, which this one resumes."""
         super().__init__(config, listener, resume=audit is not None)
-        schedule = build("schedule", config.schedule.name, config.schedule.options, SCHEDULES)
+        schedule = make_schedule(config)
         self.audit = audit or Audit(schedule, shape_of(config))
         self._costs, self._faults, self._virtual, self._keeps_report = costs, faults, loop, keeps_report
         self._cores, self._ranks = Cores(costs.contention), asyncio.Barrier(config.layout.dp)

@@ -80,15 +80,16 @@ class Ledger:
 
     def open(self, metas: Iterable[GroupMeta]) -> None:
         """The groups of a training step, all at once, or of an evaluation. Opening one twice is a `ValueError`."""
-        metas = list(metas)
-        for key in sorted({(m.topic, m.partition) for m in metas}):
+        by_step: dict[tuple[str, int], list[GroupMeta]] = {}
+        for meta in metas:
+            by_step.setdefault((meta.topic, meta.partition), []).append(meta)
+        for key in sorted(by_step):
             if key in self._steps:
                 raise ValueError(f"{key[0]} step {key[1]} is open already")
-            self._steps[key] = self._new_step(*key)
-        self._enter(metas)
-        for key, of_step in _by_step_state(metas).items():
-            if self._steps[key].candidates is None:
-                self._steps[key].cut({meta.group: self._rows(meta) for meta in of_step})
+            state = self._steps[key] = self._new_step(*key)
+            self._enter(by_step[key])
+            if state.candidates is None:
+                state.cut({meta.group: self._rows(meta) for meta in by_step[key]})
 
     def add_candidates(self, metas: Iterable[GroupMeta]) -> None:
         """More candidates of a step that is open. A `ValueError` where it has its members."""
@@ -324,10 +325,3 @@ class Ledger:
         if all(committed > step for committed in self._committed.values()):
             self.forget("train", step)
         return totals
-
-
-def _by_step_state(metas: Iterable[GroupMeta]) -> dict[tuple[str, int], list[GroupMeta]]:
-    books: dict[tuple[str, int], list[GroupMeta]] = {}
-    for meta in metas:
-        books.setdefault((meta.topic, meta.partition), []).append(meta)
-    return books

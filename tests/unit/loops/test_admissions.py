@@ -23,7 +23,6 @@ SHAPE = Shape(
     temperature=0.5,
     max_new_tokens=4,
     rows_per_micro_batch=2,
-    groups_per_round=1,
 )
 PROMPTS = [Prompt(np.array([n, n]), {"n": n}) for n in range(7)]
 SCHEDULE = Bounded(max_staleness=2, membership="first_come")

@@ -99,7 +99,7 @@ async def score_of(sample: Sample) -> Score:
 async def produced(queue: Queue) -> list[Mapping[str, Any]]:
     """Group 1, of three rows. Returns the samples that were kept."""
     kept: list[Mapping[str, Any]] = []
-    shape = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1, 1)
+    shape = Shape(2, 3, BITS, 0, 1.0, 8, 2)
     engine: Any = SimpleNamespace(generate=three_responses)
     client: Any = queue
     scoring = ResponseScoring(score_of, lambda ids: "", kept.append)

@@ -56,7 +56,7 @@ async def test_the_values_of_a_step_wait_for_the_critics_version_of_that_number(
     engine: Any = SimpleNamespace(values=values)
     ledger: Any = SimpleNamespace(may_start=may_start)
     client: Any = queue
-    shape, recorder = Shape(1, 2, 1, 0, 1.0, 8, 1, 1, 1), Recorder("critic", partial(next, count()), spans.append)
+    shape, recorder = Shape(1, 2, 1, 0, 1.0, 8, 1), Recorder("critic", partial(next, count()), spans.append)
     nobodys: Any = None
     context = LoopContext(client, ledger, nobodys, nobodys, shape, recorder)
     adding = asyncio.create_task(add_values(context, engine, version))

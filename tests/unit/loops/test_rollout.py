@@ -128,7 +128,7 @@ class World:
         self.engine, self.receiver, self.client = Engine(num_slots), Receiver(), self.queue.client()
         self.spans: list[Span] = []
         self._rewards = rewards
-        self.shape = Shape(prompts, 2, BITS, 0, 1.0, 8, 2, 1, 1)
+        self.shape = Shape(prompts, 2, BITS, 0, 1.0, 8, 2)
         recorder = Recorder(WORKER, lambda: 0.0, self.spans.append)
         nobodys: Any = None
         context = LoopContext(self.client, nobodys, self.versions, self.schedule, self.shape, recorder)

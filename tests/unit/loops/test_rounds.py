@@ -223,7 +223,7 @@ async def test_one_that_is_delivered_again_when_it_may_come_first_is_no_longer_p
         assert orders == [[2, 1], [0, 3]]
 
 
-SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1, groups_per_round=1)
+SHAPE = Shape(2, 1, BITS, 0, 1.0, 8, rows_per_micro_batch=1)
 
 
 class Ranks:
@@ -305,7 +305,7 @@ async def test_a_group_that_is_delivered_again_is_trained_once() -> None:
 async def test_a_group_of_a_round_that_is_not_full_is_trained_once_under_its_last_lease() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_round=2, lease_seconds=0.3) as world:
         await world.admit(1)
-        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2))
+        ranks = Ranks(world, 1)
         await world.complete(0)
         await asyncio.sleep(0.8)
         assert ranks.trained == [[]] and world.queue.controllers["train"].table.counts()["redelivered"] >= 1
@@ -319,7 +319,7 @@ async def test_a_group_of_a_round_that_is_not_full_is_trained_once_under_its_las
 async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
     async with a_world(Bounded(max_staleness=2), groups_per_round=2) as world:
         await world.admit(1)
-        ranks = Ranks(world, 1, replace(SHAPE, groups_per_round=2))
+        ranks = Ranks(world, 1)
         await world.complete(1)
         assert ranks.trained == [[]]
         await world.complete(0)

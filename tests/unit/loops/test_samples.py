@@ -176,7 +176,7 @@ def test_the_reference_as_a_task_adds_a_column_that_training_waits_for_and_cuts_
     batch = stored(m, response(0, 3), response(1, 1), response(2, 2)).batch
     responses = batch.ragged("response_ids")
     parts = [Ragged(p.values / 8, p.offsets) for p in map(responses.take, samples.pieces(3, 2))]
-    added = samples.reference_outputs(batch, parts)
+    added = samples.token_outputs(batch, samples.REFERENCE_COLUMN, parts)
     whole = Batch(batch.indices, batch.groups, {**batch.columns, **added.columns})
     for micro in samples.micro_batches(m.partition, whole, np.zeros(3, np.float32), 2):
         assert micro.ref_logprobs is not None

@@ -36,7 +36,7 @@ from tests.builders import loop_turns
 meta = partial(builders.meta, size=3)
 
 BITS = 2
-SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2, 1)
+SHAPE = Shape(2, 3, BITS, 0, 1.0, 8, 2)
 
 
 class World:
