@@ -47,13 +47,14 @@ class Taking:
             taking = asyncio.ensure_future(self._take(step, leases))
             closed = asyncio.ensure_future(self._ledger.closed(step, self._task))
             try:
-                for ended in (await asyncio.wait([taking, closed], return_when=asyncio.FIRST_COMPLETED))[0]:
-                    ended.result()
+                await asyncio.wait([taking, closed], return_when=asyncio.FIRST_COMPLETED)
+                if taking.done():
+                    taking.result()  # the queue is closed, or something has gone wrong
+                if not await closed:
+                    return
             finally:
                 for future in (taking, closed):
                     future.cancel()
-            if not closed.result():
-                return
             # Of a lease that has expired, the rows are marked by whoever has them now, or end with the drop.
             await self._queue.mark(list(leases.values()))
             if self._task == self._ledger.ledger.tasks.policy:

@@ -20,7 +20,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.sleeping import Costs
 from asyncflow.registry import build
-from asyncflow.run.factories import shape_of, tasks_before_training
+from asyncflow.run.factories import tasks_before_training, update_plan
 from asyncflow.types import Array
 
 GRID = 64
@@ -140,7 +140,7 @@ def train(config: Config, costs: Costs, drawn: Drawn) -> Task:
     fixed = costs.forward_backward(0)
     token = costs.forward_backward(1) - fixed
     of_group = pieces * (fixed + token * costs.lengths.prompt) + token * drawn.tokens.sum(2)
-    rounds = -(-config.train.prompts_per_step // (layout.dp * shape_of(config).groups_per_round))
+    rounds = -(-config.train.prompts_per_step // (layout.dp * update_plan(config).groups_per_round))
     meetings = costs.collectives_seconds if layout.dp > 1 else 0.0
     again = (config.train.epochs - 1) * (of_group.sum(1, keepdims=True) / layout.dp + rounds * meetings)
     extra = again + (updates - 1) * costs.optim_step_seconds

@@ -226,46 +226,25 @@ class RunRecord:
     def committed(self, task: str, of_updates: Sequence[StepTotals], updates: Sequence[Update]) -> None:
         """A step is final for one of the models. Its row of metrics is begun when it is for all of them."""
         self._progress()
-        if task != self._ledger.tasks.policy:
-            step = of_updates[-1].step
-            self._add_updates(self._critic_metrics.setdefault(step, StepMetrics()), updates)
-            self._is_final(step)
-            self._checks.committed(task, of_updates, updates)
-            return
-        totals = of_updates[-1]
-        metrics = self._metrics.pop(totals.step, StepMetrics())
-        self._add_updates(metrics, updates)
-        redelivered = self._rows_redelivered()
-        metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
-        self._redelivered = redelivered
-        self._dead_committed += totals.dead
-        committed = self._now()
-        times = StepTimes(
-            started=committed if self._started is None else self._started,
-            committed=committed,
-            could_generate=self._could_generate(totals.step),
-        )
-        self._started = committed
-        self._committed[totals.step] = metrics, times
-        self._is_final(totals.step)
-        self._observed.skipped_updates += sum(update.is_skipped for update in updates)
+        totals, is_policy = of_updates[-1], task == self._ledger.tasks.policy
+        metrics = (self._metrics if is_policy else self._critic_metrics).setdefault(totals.step, StepMetrics())
+        for update in updates:
+            metrics.add_update(**msgspec.structs.asdict(update))
+        if is_policy:
+            self._observed.skipped_updates += sum(update.is_skipped for update in updates)
+            redelivered = self._rows_redelivered()
+            metrics.count_rows(dead=totals.dead, redelivered=redelivered - self._redelivered)
+            self._redelivered = redelivered
+            self._dead_committed += totals.dead
+            committed = self._now()
+            started, self._started = committed if self._started is None else self._started, committed
+            times = StepTimes(started=started, committed=committed, could_generate=self._could_generate(totals.step))
+            self._committed[totals.step] = self._metrics.pop(totals.step), times
+        if not self._ledger.is_open(totals.step) and totals.step in self._committed:
+            self._context.background.start(self._finish_step(totals.step, *self._committed.pop(totals.step)))
         self._checks.committed(task, of_updates, updates)
 
     # -- inside -------------------------------------------------------------------------------------------------------------
-
-    def _is_final(self, step: int) -> None:
-        if not self._ledger.is_open(step) and step in self._committed:
-            self._context.background.start(self._finish_step(step, *self._committed.pop(step)))
-
-    def _add_updates(self, metrics: StepMetrics, updates: Sequence[Update]) -> None:
-        for update in updates:
-            metrics.add_update(
-                grad_norm=update.grad_norm,
-                learning_rate=update.learning_rate,
-                normaliser=update.normaliser,
-                is_skipped=update.is_skipped,
-                fill_tokens=update.fill_tokens,
-            )
 
     def _add_parts(self, step: int, metrics: StepMetrics, num_rows: int, parts: np.ndarray) -> None:
         """Add each scorer's rewards to the metrics, where they are kept, and count rows for which no scorer gave any."""

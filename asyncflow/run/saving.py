@@ -331,16 +331,10 @@ async def _read(unit: StorageUnit, rows: Array, columns: list[str]) -> list[Batc
     if not len(here := await unit.present(rows)):
         return []
     try:
-        batch = (await unit.read(here, columns)).batch()
-    except LookupError:
-        return [batch for row in here.tolist() for batch in await _read_one(unit, row, columns)]
-    return [_copied(batch)]
-
-
-async def _read_one(unit: StorageUnit, row: int, columns: list[str]) -> list[Batch]:
-    with contextlib.suppress(LookupError):
-        return [_copied((await unit.read(np.array([row], np.int64), columns)).batch())]
-    return []
+        return [_copied((await unit.read(here, columns)).batch())]
+    except LookupError:  # of one row: row by row then
+        each = [here[i : i + 1] for i in range(len(here))] if len(here) > 1 else []
+        return [batch for row in each for batch in await _read(unit, row, columns)]
 
 
 def _copied(batch: Batch) -> Batch:

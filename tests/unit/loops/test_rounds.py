@@ -53,6 +53,7 @@ class World:
         self.client = self.queue.client()
         self.taking = Taking("train", self.queue.client(), self.service, schedule, lambda lease: len(lease.indices))
         self.put_aside = self.taking._put_aside
+        self.taker: asyncio.Task[None]
 
     def context(self, shape: Shape | None = None, client: TransferQueueClient | None = None) -> LoopContext:
         """A trainer's, without versions."""
@@ -118,11 +119,11 @@ async def a_world(schedule: Schedule, *, lease_seconds: float = 30.0, **ranks: A
     world = World(schedule, lease_seconds, **ranks)
     async with world.queue.running():
         await loop_turns()
-        taking = asyncio.create_task(world.taking.run())
+        world.taker = asyncio.create_task(world.taking.run())
         yield world
-        taking.cancel()
+        world.taker.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await taking
+            await world.taker
 
 
 def consumed(row: int) -> tuple[Consumed, GroupFigures]:
@@ -393,6 +394,21 @@ async def test_when_the_run_stops_no_turn_is_waited_for() -> None:
         world.queue.stop()
         await asyncio.wait_for(asyncio.gather(*ranks.ranks), 5)
         assert ranks.trained == [[], []]
+
+
+@pytest.mark.parametrize("is_queue_first", [True, False])
+async def test_taking_ends_when_the_run_stops_whichever_hears_of_it_first(is_queue_first: bool) -> None:
+    async with a_world(Bounded(max_staleness=2)) as world:
+        await world.admit(1)
+        asking = asyncio.create_task(world.service.next_round(0, 0, 0, []))
+        await loop_turns()
+        if is_queue_first:
+            world.queue.stop()
+            await loop_turns()
+            assert not world.taker.done()
+        world.service.stop()
+        await asyncio.wait_for(world.taker, 5)
+        assert await asking is None
 
 
 class Counted(GRPO):
