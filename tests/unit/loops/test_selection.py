@@ -39,7 +39,6 @@ class World:
     """A queue in which rollout is done by hand, and the selection of two groups a step."""
 
     def __init__(self, lease_seconds: float = 30.0, **options: Any) -> None:
-        """Leases of less than a second are not renewed."""
         self.ledger = Ledger(BITS, TaskPlan(("rollout", SELECT_TASK), chosen_by=SELECT_TASK, num_members=2), UpdatePlan(**options))
         signal = Signal()
         events = {
@@ -51,10 +50,7 @@ class World:
         self.client = self.queue.client()
         self.background: list[asyncio.Task[None]] = []
         self.held_back: list[Coroutine[Any, Any, None]] | None = None
-        client = self.queue.client()
-        if lease_seconds < 1:
-            client.renew_held = asyncio.Event().wait  # type: ignore[assignment, method-assign]
-        self.selection = Selection(client, self.service, self._start)
+        self.selection = Selection(self.queue.client(), self.service, self._start)
         self.service.on_decided = self._decided
         self.decided: list[Decided] = []
 
