@@ -281,7 +281,7 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
     group, layout = config.rollout.group_size, config.layout
     per_pass = config.train.responses_per_micro_batch or group
     begun = min((span.start for span in spans if span.task == "optim_step" and span.step >= WARM_UP - 1), default=-math.inf)
-    rounds = _longest_of_round(spans) if layout.dp > 1 else {}
+    longest = _longest_of_rounds(spans) if layout.dp > 1 else set()
 
     def amounts(span: Span) -> tuple[float, ...] | None:
         """Amounts of a span, one for each term; None: it is not what the piece means."""
@@ -293,11 +293,10 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
             case "prefill":
                 return (1.0, span.tokens) if span.tokens else None
             case "forward_backward" | "critic_update":
-                rows, tokens = rounds.get(id(span), (span.rows, span.tokens))
-                passes = -(-rows // per_pass)
-                packed = tokens - (rows - passes) * prompt_tokens
-                if not rows:
+                is_longest = span.task == "critic_update" or layout.dp == 1 or id(span) in longest
+                if not span.rows or not is_longest:  # the other ranks' spans end with the longest of their round
                     return None
+                packed = span.tokens - (span.rows - passes) * prompt_tokens
                 if span.task == "critic_update":
                     return passes, packed
                 return float(layout.dp > 1), passes, packed
@@ -325,18 +324,17 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
     return found
 
 
-def _longest_of_round(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
-    """By span of a leader's round: rows and tokens of the longest part of the round, which all ranks wait for."""
-    by_rank: dict[int, dict[str, list[Span]]] = {}
+def _longest_of_rounds(spans: Iterable[Span]) -> set[int]:
+    """Span (`id`) of each round of data-parallel ranks whose part is the longest: all ranks wait for it."""
+    by_step: dict[int, dict[str, list[Span]]] = {}
     for span in spans:
         if span.task == "forward_backward" and span.is_lane:
-            by_rank.setdefault(span.step, {}).setdefault(span.worker, []).append(span)
-    longest: dict[int, tuple[int, int]] = {}
-    for ranks in by_rank.values():
-        for together in zip(*ranks.values(), strict=False):
-            most = max(together, key=lambda span: span.tokens)
-            longest |= {id(span): (most.rows, most.tokens) for span in together}
-    return longest
+            by_step.setdefault(span.step, {}).setdefault(span.worker, []).append(span)
+    return {
+        id(max(together, key=lambda span: span.tokens))
+        for ranks in by_step.values()
+        for together in zip(*ranks.values(), strict=False)
+    }
 
 
 def _by_tokens(spans: Sequence[Span]) -> Fit:
