@@ -16,7 +16,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from asyncflow.devices import PATTERN
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
-from asyncflow.types import MAX_CANDIDATES, Layout, Old
+from asyncflow.types import MAX_CANDIDATES, Layout, Old, UserError
 
 Device = Annotated[str, Field(pattern=PATTERN)]
 """Where an engine computes: cpu, cuda or npu, perhaps with a number (`cuda:1`)."""
@@ -427,6 +427,10 @@ class PlanConfig(Section):
     """Allocation of devices. Rollout workers: `rollout.num_workers`; evaluators: `eval.num_workers`."""
 
     train: LayoutConfig = LayoutConfig()
+    hardware: str | None = None
+    """What `asyncflow plan` takes devices for: one that it knows by name, or a YAML file. A run does not read it."""
+    devices: PositiveInt | None = None
+    """How many devices `asyncflow plan` plans for. None: as many as the configuration takes. A run does not read it."""
     lengths: LengthsConfig | None = None
     """What `asyncflow plan` expects of prompts and responses. None: it assumes, and says so. A run does not read it."""
     reward: PoolConfig = PoolConfig()
@@ -522,11 +526,37 @@ class Config(Section):
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `key.path=value` overrides (values are YAML), and check the result. Raises `UserError`."""
+    """Read a YAML file, apply `key.path=value` overrides (values are YAML), and check the result. Raises `UserError`.
+
+    `plan=FILE` takes the settings of a plan that `asyncflow plan` has written; other overrides go before them.
+    """
     tree = read_yaml(path)
+    others = []
     for override in overrides:
+        if (file := named_plan(override)) is None:
+            others.append(override)
+            continue
+        if not isinstance(settings := read_yaml(Path(file)).get("settings"), Mapping):
+            raise UserError(f"{override}: the file has no settings, so it is no plan that `asyncflow plan` has written")
+        _merge(tree, settings)
+    for override in others:
         apply_override(tree, override)
     return parse(tree)
+
+
+def named_plan(override: str) -> str | None:
+    """The file, or `auto`, where an override names a plan; None for any other override."""
+    key, _, value = override.partition("=")
+    return value if key == "plan" and value and not value.lstrip().startswith("{") else None
+
+
+def _merge(tree: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Put nested mappings over others. A choice replaces another, with its options."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and "name" not in value and isinstance(below := tree.setdefault(key, {}), dict):
+            _merge(below, value)
+        else:
+            tree[key] = value
 
 
 def parse(tree: Mapping[str, Any]) -> Config:

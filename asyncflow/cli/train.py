@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from asyncflow.cli.display import Display
+from asyncflow.cli.plan import load_planned
 from asyncflow.cluster.torchrun import is_rank, run_rank
-from asyncflow.config import Config, dump, load
+from asyncflow.config import Config, dump
 from asyncflow.run_dir import JOB_FILE
 
 DRIVER_SECONDS = 120.0
@@ -29,7 +30,7 @@ def train(
     print_config: Annotated[bool, typer.Option(help="Print the resolved configuration, and do nothing else.")] = False,
 ) -> None:
     """Train a model: generation and training side by side."""
-    resolved = load(config, overrides or [])
+    resolved = load_planned(config, overrides or [])
     if print_config:
         print(dump(resolved), end="")
     elif is_rank():

@@ -12,6 +12,7 @@ from asyncflow.cli.cluster import app as cluster
 from asyncflow.cli.display import sentence
 from asyncflow.cli.eval import evaluate
 from asyncflow.cli.init import init
+from asyncflow.cli.plan import plan
 from asyncflow.cli.queue import app as queue
 from asyncflow.cli.quickstart import quickstart
 from asyncflow.cli.replay import replay
@@ -36,6 +37,7 @@ app.command(name="eval")(evaluate)
 app.command()(replay)
 app.command()(verify)
 app.command()(simulate)
+app.command()(plan)
 app.command()(report)
 app.command()(status)
 app.command()(check)

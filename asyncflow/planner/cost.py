@@ -18,6 +18,7 @@ from statistics import NormalDist, fmean
 from typing import Any, Final, Literal
 
 from asyncflow.config import Config
+from asyncflow.engines.cores import Contention
 from asyncflow.engines.sleeping import Costs, Lengths
 from asyncflow.planner.hardware import Hardware, Rates
 from asyncflow.run.factories import devices_each, make_algorithm
@@ -89,6 +90,7 @@ class Model:
     profiled: Rates = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    contention: Contention | None = None
 
     def figure(self, name: str, work: Work, dtype: str) -> Figure:
         """Seconds of this work, in this dtype, and what they rest on."""
@@ -144,7 +146,7 @@ def joined(model: Model, figures: Iterable[Figure]) -> Estimate:
     if "reward_seconds" not in model.measured:
         kept.append(Figure("reward_seconds", Costs().reward_seconds, "assumed"))
     values: dict[str, Any] = {figure.name: figure.seconds for figure in kept}
-    return Estimate(Costs(**values, lengths=model.lengths, load_seconds=0.0), tuple(kept))
+    return Estimate(Costs(**values, lengths=model.lengths, load_seconds=0.0, contention=model.contention), tuple(kept))
 
 
 def training(config: Config, model: Model) -> list[Figure]:

@@ -129,6 +129,10 @@ def rollout(config: Config, costs: Costs, drawn: Drawn, *, in_flight: bool) -> T
     passed = np.cumsum(widths * (step + active * (slot + context * (prompt + drawn.grid[:-1]))), 1)
     at = np.concatenate([np.zeros((num_steps, 1)), passed], 1)
     arrivals = np.stack([np.interp(drawn.longest[i], drawn.grid, at[i]) for i in range(num_steps)]) + costs.prefill(prompt)
+    of_groups = (lengths * (slot + context * prompt + step / slots) + context * lengths * lengths / 2).sum(2)
+    arrivals = np.maximum(
+        arrivals, np.cumsum(np.sort(of_groups, 1), 1) / workers
+    )  # k groups have all their tokens, slots being full
     span = max(busy - costs.install(), float(arrivals[:, -1].mean()))
     return Task("rollout", busy, span, float(arrivals[:, 0].mean()), span, arrivals=arrivals)
 

@@ -36,16 +36,16 @@ from asyncflow.run.factories import devices_each, num_devices, tasks_before_trai
 from asyncflow.run.memory import GIB, rollout_parts, training_parts
 from asyncflow.settings import Choice
 from asyncflow.simulation.seeds import Order, Outcome, Simulators
-from asyncflow.types import Layout, UserError
+from asyncflow.types import Layout, RunError, UserError
 
-ROWS: Final = 384
+ROWS: Final = 256
 """Rows of a simulated step, at least, unless the run's has fewer."""
-STEPS: Final = 4
+STEPS: Final = 3
 """Steps of a simulated run, at most, and two at least. The first is not counted: nothing is under way before it."""
 ROWS_OF_RUN: Final = 2_048
 """Rows of a simulated run that there are fewer steps for."""
-ROWS_OF_SEARCH: Final = 100_000
-"""Rows that a search simulates, about; some 3,000 of them take a second of one core."""
+ROWS_OF_SEARCH: Final = 30_000
+"""Rows that a search simulates, about; one or two thousand take a second of one core."""
 TIE: Final = 0.01
 """Plans whose steps differ by less than this share are not told apart."""
 
@@ -103,6 +103,8 @@ class Found:
     plans: tuple[Plan, ...]
     counts: Mapping[str, int]
     left_bound: float
+    broken: tuple[str, ...] = ()
+    """Plans whose simulated run broke a law, and which: mistakes of this program."""
 
     @property
     def ties(self) -> int:
@@ -110,36 +112,52 @@ class Found:
         return sum(plan.step_seconds <= self.plans[0].step_seconds * (1 + TIE) for plan in self.plans)
 
 
-async def search(config: Config, model: Model, fields: Mapping[str, Any], num: int, simulators: Simulators, at_once: int) -> Found:
-    """Best plans for up to `num` devices. `fields`: the model's config.json. The same inputs give the same plans.
+async def search(
+    config: Config,
+    model: Model,
+    fields: Mapping[str, Any],
+    num: int,
+    simulators: Simulators,
+    at_once: int,
+    most_rows: int = ROWS_OF_SEARCH,
+) -> Found:
+    """Best plans for up to `num` devices. `fields`: the model's config.json. `most_rows`: to be simulated, about.
+
+    The same inputs give the same plans, also with another number `at_once`, which only changes how many are simulated in vain.
 
     Raises `UserError` when no plan fits, with the nearest miss.
     """
     counts: Counter[str] = Counter()
     candidates = sorted(_bounded(config, model, fields, num, counts), key=lambda each: (each[0].seconds, each[1]))
     done: list[Plan] = []
+    broken: list[str] = []
     rows = 0
-    while candidates and rows < ROWS_OF_SEARCH:
+    while candidates and rows < most_rows:
         best = min((plan.step_seconds for plan in done), default=math.inf)
         if candidates[0][0].seconds >= best:
             break
         wave, candidates = candidates[:at_once], candidates[at_once:]
         plans = [make() for _, _, make in wave]
         rows += sum(simulated_rows(plan.config, plan.part) for plan in plans)
-        done += await asyncio.gather(*(simulated(plan, simulators) for plan in plans))
+        for plan in await asyncio.gather(*(simulated(plan, simulators) for plan in plans)):
+            assert plan.outcome is not None
+            if plan.outcome.violations:
+                broken.append(f"a plan is left out, since its simulated run broke a law: {plan.outcome.violations[0]}")
+            else:
+                done.append(plan)
+    if not done:
+        raise RunError(f"no plan could be simulated: {broken[0]}")
     done.sort(key=lambda plan: plan.step_seconds)  # stable: of equal ones the better bound comes first
     left = [each for each in candidates if each[0].seconds < done[0].step_seconds]
     counts["simulated"], counts["left"] = len(done), len(left)
     counts["bounded away"] = len(candidates) - len(left)
-    return Found(tuple(done), dict(counts), left[0][0].seconds if left else math.inf)
+    return Found(tuple(done), dict(counts), left[0][0].seconds if left else math.inf, tuple(broken))
 
 
 async def simulated(plan: Plan, simulators: Simulators) -> Plan:
-    """The plan with what its simulation gave. Raises `UserError` where a law was broken or the run could not be."""
+    """The plan with what its simulation gave."""
     order = Order(simulated_config(plan).model_dump(mode="json"), simulated_costs(plan), [0], False)
     outcomes = [outcome async for outcome in simulators.outcomes(order)]
-    if outcomes[0].violations:
-        raise UserError(f"the plan cannot be simulated: {outcomes[0].violations[0]}")
     return replace(plan, outcome=outcomes[0])
 
 
