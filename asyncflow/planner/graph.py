@@ -70,19 +70,24 @@ class Drawn:
         return cls(np.array(drawn, np.int64).reshape(steps, prompts, group))
 
     @cached_property
+    def decoded(self) -> Array:
+        """Tokens that decode steps make: all but the first of a response, which its prefill makes."""
+        return self.tokens - 1
+
+    @cached_property
     def longest(self) -> Array:
-        """Tokens of each group's longest response, the shortest of these first: [steps, prompts]."""
-        return np.sort(self.tokens.max(2), 1)
+        """Decode steps of each group's longest response, the fewest first: [steps, prompts]."""
+        return np.sort(self.decoded.max(2), 1)
 
     @cached_property
     def grid(self) -> Array:
         """Numbers of decode steps: [GRID + 1], from 0 to the longest response."""
-        return np.linspace(0.0, float(self.tokens.max()), GRID + 1)
+        return np.linspace(0.0, float(max(1, self.decoded.max())), GRID + 1)
 
     @cached_property
     def active(self) -> Array:
-        """Responses of any k + 1 groups that have more tokens than the end of each interval, at least: [steps, prompts, GRID]."""
-        longer = np.stack([(self.tokens > end).sum(2) for end in self.grid[1:]], 2)
+        """Responses of any k + 1 groups that are active beyond the end of each interval, at least: [steps, prompts, GRID]."""
+        longer = np.stack([(self.decoded > end).sum(2) for end in self.grid[1:]], 2)
         return np.cumsum(np.sort(longer, 1), 1)
 
 
@@ -117,7 +122,7 @@ def rollout(config: Config, costs: Costs, drawn: Drawn, *, in_flight: bool) -> T
     prompt, num_steps = costs.lengths.prompt, len(drawn.tokens)
     step = costs.decode_step(0)
     slot, context = costs.decode_step(1) - step, costs.decode_step(0, 1.0) - step
-    lengths = drawn.tokens.astype(np.float64)
+    lengths = drawn.decoded.astype(np.float64)
     work = (lengths * (slot + context * prompt) + context * lengths * lengths / 2).sum((1, 2)) / workers
     prefill = costs.prefill(prompts * prompt) / workers
     share = -(-prompts // workers)
@@ -155,16 +160,18 @@ def train(config: Config, costs: Costs, drawn: Drawn) -> Task:
 
 
 def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Task:
-    """A task between rollout and training, which one worker does: `reward`, `reference` or `values`. The time of rewards, which
+    """A task between rollout and training: `reward`, `reference` or `values`, the last by one worker. The time of rewards, which
     are random, is the expected one."""
+    pools = {"reward": config.plan.reward, "reference": config.plan.reference}
+    workers = pools[name].num_workers if name in pools else 1
     if name == "reward":
         one = costs.reward(config.reward.parts) + config.reward.delays.mean_seconds
         of_group = np.full(drawn.tokens.shape[:2], one * config.rollout.group_size / config.reward.num_workers)
     else:
         seconds = costs.values if name == "values" else costs.log_probs
         of_group = seconds(1) * (drawn.tokens.sum(2) + costs.lengths.prompt)
-    whole, least = float(of_group.sum(1).mean()), float(of_group.min(1).mean())
-    return Task(name, whole, whole, least, least, rest=_rest(of_group))
+    whole, least = float(of_group.sum(1).mean()) / workers, float(of_group.min(1).mean())
+    return Task(name, whole, whole, least, least, rest=_rest(of_group) / workers)
 
 
 def _rest(of_group: Array) -> Array:

@@ -140,7 +140,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     train = ("responses_per_micro_batch", "activation_checkpointing")
     return {
         "schedule": {"name": config.schedule.name, **config.schedule.options},
-        "plan": {"train": config.plan.train.model_dump()},
+        "plan": {"train": config.plan.train.model_dump(), "reference": config.plan.reference.model_dump()},
         "rollout": {"num_workers": config.rollout.num_workers, "num_slots": config.rollout.num_slots, "engine": engine},
         "train": {name: getattr(config.train, name) for name in train},
         "weight_sync": {"name": config.weight_sync.name, **config.weight_sync.model_dump(exclude_defaults=True)},

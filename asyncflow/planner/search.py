@@ -128,7 +128,8 @@ async def search(
     Raises `UserError` when no plan fits, with the nearest miss.
     """
     counts: Counter[str] = Counter()
-    candidates = sorted(_bounded(config, model, fields, num, counts), key=lambda each: (each[0].seconds, each[1]))
+    found = [each for pools in _pools(config, num) for each in _bounded(pools, model, fields, num, counts)]
+    candidates = sorted(found, key=lambda each: (each[0].seconds, each[1]))
     done: list[Plan] = []
     broken: list[str] = []
     rows = 0
@@ -199,7 +200,7 @@ def simulated_rows(config: Config, part: int) -> int:
 
 
 def simulated_costs(plan: Plan) -> Costs:
-    """Costs of the simulated part: a task with one worker has a part of its rows, so each takes it that many times as long."""
+    """Costs of the simulated part: a pool that is not divided has a part of its rows, so each takes it that many times as long."""
     costs, tasks = plan.estimate.costs, tasks_before_training(plan.config)
     slow = {"reference_token_seconds": "reference", "reward_seconds": "reward"}
     return msgspec.structs.replace(
@@ -232,10 +233,11 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
         devices: [half for same in _grouped([half for half in halves if half.memory_gib <= usable]) for half in _unbeaten(same)]
         for devices, halves in by_devices.items()
     }
-    counts["enumerated"] = len(choices) * sum(len(by_devices[half.devices]) for half in training)
+    enumerated = len(choices) * sum(len(by_devices[half.devices]) for half in training)
     fit = len(choices) * sum(sum(each.memory_gib <= usable for each in by_devices[half.devices]) for half in fitting)
-    counts["too large"] = counts["enumerated"] - fit
-    counts["beaten"] = fit - len(choices) * sum(len(kept_by_devices[half.devices]) for half in kept)
+    counts["enumerated"] += enumerated
+    counts["too large"] += enumerated - fit
+    counts["beaten"] += fit - len(choices) * sum(len(kept_by_devices[half.devices]) for half in kept)
 
     @cache
     def drawn(part: int) -> Drawn:
@@ -269,7 +271,11 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
                 is_streamed = not isinstance(schedule[1], Synchronous)
                 found = bound(Graph(tuple(tasks), weights(costs), schedule[1].max_staleness, is_streamed))
                 devices = half.devices + other.devices + others
-                yield found, (devices, i, j, k), _maker(whole, devices, half, other, found, part, figures, model)
+                yield (
+                    found,
+                    (devices, config.plan.reference.num_workers, i, j, k),
+                    _maker(whole, devices, half, other, found, part, figures, model),
+                )
 
 
 def _maker(
@@ -293,6 +299,16 @@ def _divided(config: Config, part: int) -> Config:
             "train": config.train.model_copy(update={"prompts_per_step": config.train.prompts_per_step // part}),
         }
     )
+
+
+def _pools(config: Config, num: int) -> list[Config]:
+    """The configuration with pools of the reference, where it has a task of its own: the configuration's, and larger ones."""
+    if "reference" not in tasks_before_training(config):
+        return [config]
+    least = config.plan.reference.num_workers
+    sizes = [least, *(least * n for n in _powers(max(1, num // (4 * least))) if n > 1)]
+    pools = [config.plan.reference.model_copy(update={"num_workers": size}) for size in sizes]
+    return [config.model_copy(update={"plan": config.plan.model_copy(update={"reference": pool})}) for pool in pools]
 
 
 def _training_halves(config: Config, model: Model, fields: Mapping[str, Any], most: int) -> Iterator[Half]:

@@ -1,0 +1,105 @@
+"""The search drops what does not fit, finds what an exhaustive search finds, and gives the same plan each time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncflow.config import Config, load
+from asyncflow.engines.sleeping import Lengths
+from asyncflow.planner import search as module
+from asyncflow.planner.cost import Model
+from asyncflow.planner.hardware import find
+from asyncflow.planner.search import Found, simulated_config, simulated_costs
+from asyncflow.run.memory import Shapes
+from asyncflow.simulation.run import simulate
+from asyncflow.simulation.seeds import Simulators
+from asyncflow.types import UserError
+from tests.conftest import ROOT
+
+RECIPE = ROOT / "recipes/papers/qwen2.5-7b-gsm8k.yaml"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # the recipe names its shapes from there
+
+
+def small(*overrides: str) -> tuple[Config, Model, dict[str, Any]]:
+    given = ["train.prompts_per_step=8", "rollout.group_size=4", "train.responses_per_micro_batch=4", *overrides]
+    config = load(RECIPE, given)
+    fields = json.loads(Path(config.model.path.removeprefix("shapes:")).read_text())
+    return config, Model(Shapes.of(fields), Lengths(prompt=100, response_median=200.0), find("h100-80gb")), fields
+
+
+def searched(config: Config, model: Model, fields: dict[str, Any], devices: int) -> Found:
+    async def run() -> Found:
+        async with Simulators(1) as simulators:
+            return await module.search(config, model, fields, devices, simulators, 1, most_rows=200)
+
+    return asyncio.run(run())
+
+
+def test_the_same_inputs_give_the_same_plan_and_counts_add_up() -> None:
+    config, model, fields = small()
+    once, again = (searched(config, model, fields, 6) for _ in range(2))
+    assert once == again
+    counts = once.counts
+    parts = ("too large", "beaten", "bounded away", "simulated", "left")
+    assert counts["enumerated"] == sum(counts[name] for name in parts) > counts["simulated"] > 0
+    best = once.plans[0]
+    assert best.devices <= 6
+    assert best.bound.seconds <= best.step_seconds <= min(plan.step_seconds for plan in once.plans)
+    assert best.tpspd > 0
+
+
+def test_no_plan_that_was_bounded_away_is_faster() -> None:
+    config, model, fields = small()
+    found = searched(config, model, fields, 4)
+    every = sorted(module._bounded(config, model, fields, 4, Counter()), key=lambda each: (each[0].seconds, each[1]))
+    if found.counts["left"]:
+        pytest.skip("the search has not ended with a proof")
+    for least, _, make in every[-3:]:
+        plan = make()
+        done = simulate(simulated_config(plan), costs=simulated_costs(plan))
+        seconds = [row["perf/step_seconds"] for step, row in done.rows.items() if step]
+        assert sum(seconds) / len(seconds) >= least.seconds * 0.999
+        assert sum(seconds) / len(seconds) >= found.plans[0].step_seconds
+
+
+def test_one_part_of_the_machine_takes_about_as_long_as_all_of_it() -> None:
+    config, model, fields = small("train.prompts_per_step=128", "rollout.group_size=8")
+    _, _, make = min(module._bounded(config, model, fields, 32, Counter()), key=lambda each: (each[0].seconds, each[1]))
+    plan = make()
+    assert plan.part > 1
+    whole = replace(plan, part=1)
+    seconds = []
+    for each in (plan, whole):
+        done = simulate(simulated_config(each), costs=simulated_costs(each))
+        seconds.append(done.rows[1]["perf/step_seconds"])
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.15)
+
+
+def test_a_model_that_fits_nowhere_is_said_with_what_it_needs() -> None:
+    config, model, fields = small()
+    tiny = replace(model, hardware=model.hardware.model_copy(update={"memory_gib": 8.0}))
+    with pytest.raises(UserError, match=r"fits nowhere: each device that trains, on up to 3 needs at least \d+\.\d GiB"):
+        searched(config, tiny, fields, 4)
+
+
+def test_too_few_devices_are_said_with_how_many_it_takes() -> None:
+    with pytest.raises(UserError, match=r"1 devices are too few for this run: .* take 2 or more"):
+        searched(*small(), 1)
+
+
+def test_more_devices_than_a_layout_can_use_are_left_over() -> None:
+    config, model, fields = small(
+        "train.prompts_per_step=2", "rollout.num_workers=1", "rollout.group_size=2", "train.responses_per_micro_batch=2"
+    )
+    assert searched(config, model, fields, 64).plans[0].devices < 64
