@@ -8,8 +8,8 @@ tables    Periodic Asynchrony's Tables 1 to 4: ratios of trained tokens per seco
 search    The best plan for 1,024 devices: seconds, and numbers of plans.
 plans     The planner's own on-policy plan at each size of Figure 10, beside the paper's division.
 
-Assumptions, since neither paper's text says them: the device (ascend-910b-64gb.yaml), 512 prompts a step with 16 responses for Figure
-10, whatever the number of devices, the cut of models (LAYOUTS) and lengths of responses (in each configuration below).
+Assumptions, since neither paper's text says them: the device (ascend-910b-64gb.yaml), 512 prompts a step with 16 responses for
+Figure 10, whatever the number of devices, the cut of models (LAYOUTS) and lengths of responses (in each configuration below).
 """
 
 from __future__ import annotations
@@ -39,19 +39,24 @@ MODELS = {"7B": "qwen2.5-7b-gsm8k.yaml", "32B": "deepseek-r1-distill-qwen-32b-64
 LINEARITY = {"7B": 0.65, "32B": 0.88}
 OF_FIGURE_10 = [
     "model.max_context_tokens=4096", "data.max_prompt_tokens=1024", "rollout.max_new_tokens=3072", "rollout.group_size=16",
-    "rollout.num_slots=128", "train.prompts_per_step=512", "train.responses_per_micro_batch=1", "train.activation_checkpointing=true",
+    "rollout.num_slots=128", "train.prompts_per_step=512", "train.responses_per_micro_batch=1",
+    "train.activation_checkpointing=true",
     "plan.lengths={prompt: 300, response_median: 1000, response_sigma: 0.6}",
 ]  # fmt: skip
 LENGTHS_8B = "plan.lengths={prompt: 150, response_median: 5000, response_sigma: 0.6}"
 LENGTHS_32B = "plan.lengths={prompt: 150, response_median: 2500, response_sigma: 0.6}"
 LENGTHS_7B = "plan.lengths={prompt: 104, response_median: 220, response_sigma: 0.5}"
+UNKNOWN_HALVES = "its times of training and of generation are not in the text, and the ratio is 2 only if they are equal"
+UNKNOWN_BATCH = "whether its batch grows with the devices is not in the text"
 MISSING = {
-    "8B asynchronous / synchronous": "its times of training and generation are not in the text, and the ratio is 2 only if both are equal",
-    "7B asynchronous / synchronous": "its times of training and generation are not in the text, and the ratio is 2 only if both are equal",
+    "8B asynchronous / synchronous": UNKNOWN_HALVES,
+    "7B asynchronous / synchronous": UNKNOWN_HALVES,
     "32B asynchronous / synchronous": "its layout on 48 devices and its lengths are not in the text",
-    "7B shared prompt / one response a micro-batch": "its time of a call, which one response of 250 tokens pays in full, is not in the text",
-    "8B 32 / 16 devices": "whether its batch grows with the devices is not in the text: here it does not",
-    "8B 64 / 16 devices": "whether its batch grows with the devices is not in the text: here it does not",
+    "7B shared prompt / one response a micro-batch": "the fixed time of its micro-batch, which one response pays alone, is unknown",
+    "8B 32 / 16 devices, the same batch": UNKNOWN_BATCH,
+    "8B 64 / 16 devices, the same batch": UNKNOWN_BATCH,
+    "8B 32 / 16 devices, twice the batch": UNKNOWN_BATCH,
+    "8B 64 / 16 devices, four times the batch": UNKNOWN_BATCH,
 }
 """For a ratio that is more than 15% off: the assumption of the paper that is missing."""
 
@@ -95,9 +100,8 @@ async def scaling(simulators: Simulators) -> tuple[list[Figure], dict[tuple[str,
             rates[is_colocated] = await asyncio.gather(*jobs)
         for size, ours, baseline in zip(SIZES, rates[False], rates[True], strict=True):
             found[model, size] = ours
-            print(
-                f"{model:4} {size:5} devices: {ours * size:12,.0f} tokens/s, co-located {baseline * size:12,.0f}: {ours / baseline:.2f}x"
-            )
+            rest = f"co-located {baseline * size:12,.0f}: {ours / baseline:.2f}x"
+            print(f"{model:4} {size:5} devices: {ours * size:12,.0f} tokens/s, {rest}")
         at = SIZES.index(512)  # over 16 times as many as at first
         linearity = rates[False][at] / rates[False][0]
         print(f"{model:4} linearity over 16 times the devices {linearity:.2f} (paper: {LINEARITY[model]})")
@@ -123,6 +127,8 @@ async def tables(simulators: Simulators) -> list[Figure]:
         "32B synchronous": (large, [*of_32b, "schedule=synchronous"], 48),
         "8B 32": (small, [*of_8b, "plan.train.dp=2", "rollout.num_workers=8"], 32),
         "8B 64": (small, [*of_8b, "plan.train.dp=4", "rollout.num_workers=16"], 64),
+        "8B 32, 64 prompts": (small, [*of_8b, "plan.train.dp=2", "rollout.num_workers=8", "train.prompts_per_step=64"], 32),
+        "8B 64, 128 prompts": (small, [*of_8b, "plan.train.dp=4", "rollout.num_workers=16", "train.prompts_per_step=128"], 64),
     }
 
     async def one(recipe: str, overrides: list[str], devices: int) -> float:
@@ -131,14 +137,16 @@ async def tables(simulators: Simulators) -> list[Figure]:
 
     seen = dict(zip(runs, await asyncio.gather(*(one(*run) for run in runs.values())), strict=True))
     for name, value in seen.items():
-        print(f"{name:16} {value:8.1f} tokens a second and device")
+        print(f"{name:20} {value:8.1f} tokens a second and device")
     ratios = {
         "8B asynchronous / synchronous": ("8B periodic", "8B synchronous", 192.3 / 100.0),
         "7B asynchronous / synchronous": ("7B periodic", "7B synchronous", 435.6 / 218.4),
         "32B asynchronous / synchronous": ("32B periodic", "32B synchronous", 33.4 / 26.2),
         "7B shared prompt / one response a micro-batch": ("7B periodic", "7B unshared", 435.6 / 54.5),
-        "8B 32 / 16 devices": ("8B 32", "8B periodic", 171.8 / 188.2),
-        "8B 64 / 16 devices": ("8B 64", "8B periodic", 163.2 / 188.2),
+        "8B 32 / 16 devices, the same batch": ("8B 32", "8B periodic", 171.8 / 188.2),
+        "8B 64 / 16 devices, the same batch": ("8B 64", "8B periodic", 163.2 / 188.2),
+        "8B 32 / 16 devices, twice the batch": ("8B 32, 64 prompts", "8B periodic", 171.8 / 188.2),
+        "8B 64 / 16 devices, four times the batch": ("8B 64, 128 prompts", "8B periodic", 163.2 / 188.2),
     }
     figures = []
     for name, (above, below, paper) in ratios.items():
