@@ -57,7 +57,7 @@ _NOT_NEEDED = ("rollout/", "reward/", "reference/")  # workers whose columns are
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """Steps to be trained again. `first`: the step whose weights are loaded, from `checkpoint`, or from the model that the run
     began with; `batches`: kept batches by step, up to the step asked for. `is_exact`: the weights are those from before the first
     of them."""
@@ -114,7 +114,7 @@ def same_number(a: float | None, b: float | None) -> bool:
     return a is not None and b is not None and (a == b or (a != a and b != b))
 
 
-def plan_replay(run_dir: Path, step: int) -> Plan:
+def plan_replay(run_dir: Path, step: int) -> ReplayPlan:
     """Plan how a step is trained again from a run's folder. Raises `UserError` if its batch was not kept."""
     if not RunDir(run_dir).is_run():
         raise UserError(f"{run_dir} holds no run")
@@ -133,10 +133,10 @@ def plan_replay(run_dir: Path, step: int) -> Plan:
         break
     is_exact = all(between in kept for between in range(first, step))
     steps = range(first, step + 1) if is_exact else [step]
-    return Plan(step, steps[0], checkpoint, model, {s: read_batch(run_dir, s) for s in steps}, is_exact, first)
+    return ReplayPlan(step, steps[0], checkpoint, model, {s: read_batch(run_dir, s) for s in steps}, is_exact, first)
 
 
-def replay_config(run_dir: Path, plan: Plan, scratch: Path, overrides: Sequence[str] = ()) -> Config:
+def replay_config(run_dir: Path, plan: ReplayPlan, scratch: Path, overrides: Sequence[str] = ()) -> Config:
     """Configuration in which the run's steps are trained again on this machine. Raises `UserError` for an override of where, or on
     what, that is done."""
     settings: dict[str, Any] = {
@@ -172,7 +172,7 @@ def _model_of(run_dir: Path) -> Path:
 class ReplayJob(Job):
     """Job whose rows are all there from the start."""
 
-    def __init__(self, config: Config, plan: Plan, listener: Listener | None = None) -> None:
+    def __init__(self, config: Config, plan: ReplayPlan, listener: Listener | None = None) -> None:
         super().__init__(config, listener)
         self._plan = plan
         self._attempt = ReplayLife(config, self.listener.log, plan)
@@ -212,7 +212,7 @@ class ReplayJob(Job):
 class ReplayLife(Attempt):
     """Start of a replay, in a scratch folder: without a data set, and with complete rows."""
 
-    def __init__(self, config: Config, log: Callable[[str], None], plan: Plan) -> None:
+    def __init__(self, config: Config, log: Callable[[str], None], plan: ReplayPlan) -> None:
         super().__init__(config, log, resume=False)
         self._plan = plan
 
@@ -256,7 +256,7 @@ def _rows_alone(batch: Batch) -> Batch:
     return Batch(batch.indices, np.empty(0, np.int64), columns)
 
 
-def compare(run_dir: Path, replayed: Path, plan: Plan, row: Mapping[str, float]) -> Comparison:
+def compare(run_dir: Path, replayed: Path, plan: ReplayPlan, row: Mapping[str, float]) -> Comparison:
     """Compare what the step gave in the run with what it gives now. `row`: metrics of the replay."""
     of_run = next((other for other in metrics_of(run_dir) if other["step"] == plan.step), {})
     names = [name for name in {**row, **of_run} if name.startswith(TRAINING)]

@@ -4,7 +4,7 @@
     beside       rollout |--- 10 ms of work, 1.4 times as long ---|        Contention(cores=2, slowdown={"rollout": 0.4})
                  trainer |----------------- work ---------------------|
 
-Work goes on at a rate that changes when other work begins or ends. Without contention each piece of work takes its seconds.
+Computation goes on at a rate that changes when other work begins or ends. Without contention each piece of work takes its seconds.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @dataclass(slots=True, eq=False)
-class Work:
-    """Work under way. `seconds` are those that it takes alone; `rate`: of them, how many are done in a second."""
+class Computation:
+    """Computation under way. `seconds` are those that it takes alone; `rate`: of them, how many are done in a second."""
 
     pool: str
     seconds: float
@@ -74,12 +74,12 @@ class Cores:
 
     def __init__(self, contention: Contention | None = None) -> None:
         self._contention = contention
-        self._work: list[Work] = []
+        self._work: list[Computation] = []
 
-    def begin(self, pool: str, seconds: float, then: Callable[[], object]) -> Work:
+    def begin(self, pool: str, seconds: float, then: Callable[[], object]) -> Computation:
         """Begin work that takes so many seconds alone; `then` is called when it is done. `end` must be called."""
         loop = asyncio.get_running_loop()
-        work = Work(pool, seconds, then, loop, loop.time(), 1.0)
+        work = Computation(pool, seconds, then, loop, loop.time(), 1.0)
         if self._contention is None:
             work.call_when_done()
         else:
@@ -87,14 +87,14 @@ class Cores:
             self._change_rates(self._contention, work)
         return work
 
-    async def end(self, work: Work, seconds: float) -> None:
+    async def end(self, work: Computation, seconds: float) -> None:
         """Go on until `seconds` of the work are done, which may be sooner or later than was said at its beginning; then end it."""
         remaining = max(0.0, work.until(seconds)) if self._contention is None else max(0.0, seconds - work.done())
         self._remove(work)
         await self.compute(work.pool, remaining)
 
     async def compute(self, pool: str, seconds: float) -> None:
-        """Work that takes so many seconds alone, from its beginning to its end."""
+        """Computation that takes so many seconds alone, from its beginning to its end."""
         if seconds <= 0:
             await asyncio.sleep(0)
             return
@@ -105,15 +105,16 @@ class Cores:
         finally:
             self._remove(work)
 
-    def _remove(self, work: Work) -> None:
+    def _remove(self, work: Computation) -> None:
         if work.timer is not None:
             work.timer.cancel()
         if self._contention is not None and work in self._work:  # else its worker stood still when it was over
             self._work.remove(work)
             self._change_rates(self._contention)
 
-    def _change_rates(self, contention: Contention, begun: Work | None = None) -> None:
-        """Give all work the rate that it has now. Work of a worker that was killed is not ended by anybody: it is over in time."""
+    def _change_rates(self, contention: Contention, begun: Computation | None = None) -> None:
+        """Give all work the rate that it has now. That of a killed worker is ended by nobody: it is
+        over in time."""
         self._work = [work for work in self._work if work is begun or work.until(work.seconds) > -1.0]
         for work in self._work:
             rate = 1.0 / contention.factor(work.pool, len(self._work))

@@ -33,7 +33,7 @@ from asyncflow.types import Advantages, RunError
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PreparedGroup:
     """A group, ready to be trained. Its micro-batches are made when it is in a round."""
 
     leased: Leased
@@ -50,12 +50,12 @@ class Round:
     skipping.
     """
 
-    works: list[Work]
+    works: list[PreparedGroup]
     skips: bool
     micro_batches: list[MicroBatch]
 
     @staticmethod
-    def of(works: list[Work], *, skips: bool, is_first: bool) -> Round:
+    def of(works: list[PreparedGroup], *, skips: bool, is_first: bool) -> Round:
         """Round of these groups."""
         pieces = [piece for work in works for piece in work.micro_batches]
         if skips:
@@ -93,7 +93,7 @@ class Rounds:
         self._skips = shape.skips_zero_advantages and objective.is_zero_without_advantages
         self._sums: list[float] | None = None  # of the step's statistic
         self._update = 0
-        self._kept: dict[int, Work] = {}  # by group: those that a later round of the step trains
+        self._kept: dict[int, PreparedGroup] = {}  # by group: those that a later round of the step trains
         self._trained: list[TrainedGroup] = []  # that the ledger has not been told of
         self._background = asyncio.TaskGroup()
 
@@ -149,16 +149,16 @@ class Rounds:
         name = "optim_step" if self.task == "train" else f"{self.task}_optim_step"
         return self._spans.busy(name, step=self.step, version=self.step)
 
-    def _ask(self, number: int) -> asyncio.Task[list[Work] | None]:
+    def _ask(self, number: int) -> asyncio.Task[list[PreparedGroup] | None]:
         """Tell the ledger what is trained, ask for the round of this number, and make it ready, all in the background."""
         trained, self._trained = self._trained, []
         return self._background.create_task(self._next(number, trained))
 
-    async def _next(self, number: int, trained: list[TrainedGroup]) -> list[Work] | None:
+    async def _next(self, number: int, trained: list[TrainedGroup]) -> list[PreparedGroup] | None:
         groups = await self._ledger.next_round(self.step, self._rank, number, trained, self.task, self._update)
         return None if groups is None else [await self._work(each) for each in groups]
 
-    async def _work(self, given: RoundGroup) -> Work:
+    async def _work(self, given: RoundGroup) -> PreparedGroup:
         """A group of a round, ready to be trained. It is kept where a later epoch trains it again."""
         if given.handed is not None:
             work = await self._made_ready(given.handed)
@@ -174,7 +174,7 @@ class Rounds:
             self._kept[given.group] = work
         return work
 
-    async def _made_ready(self, handed: Handed) -> Work:
+    async def _made_ready(self, handed: Handed) -> PreparedGroup:
         """A group with its advantages."""
         if handed.batch is not None:
             leased: Leased | None = Leased(handed.lease, handed.batch.batch())
@@ -183,7 +183,7 @@ class Rounds:
         if leased is None:
             raise RunError(f"the rows of group {handed.lease.groups[0].group} have gone with their storage unit")
         check_interval(leased, self.step, self._max_staleness)
-        return Work(leased, self._objective.advantages(scored_group(leased.batch)), [])
+        return PreparedGroup(leased, self._objective.advantages(scored_group(leased.batch)), [])
 
     async def _read(self) -> dict[int, list[float]]:
         """Read all groups of the step that this rank will train, as they come. Returns the statistics of each."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from asyncflow.planner.fit import Fit, Sample, fit
+from asyncflow.planner.fit import Fit, TimedWork, fit
 from asyncflow.telemetry.idle import WAIT
 from asyncflow.telemetry.spans import Span
 from asyncflow.types import Array
@@ -57,7 +57,7 @@ def share_of_cores(num_beside: Array, cores: int) -> Array:
     return np.minimum(num_beside, cores - 1) / (cores - 1) if cores > 1 else np.zeros_like(num_beside)
 
 
-def fit_slowdown(name: str, terms: Sequence[str], samples: Sequence[Sample], cores: int) -> tuple[float, Fit]:
+def fit_slowdown(name: str, terms: Sequence[str], samples: Sequence[TimedWork], cores: int) -> tuple[float, Fit]:
     """Slowdown of the samples' pool, and the fit of their seconds alone. Without samples both alone and beside others the slowdown
     is not known, and 0."""
     shares = share_of_cores(np.array([sample.beside for sample in samples]), cores)
@@ -67,12 +67,12 @@ def fit_slowdown(name: str, terms: Sequence[str], samples: Sequence[Sample], cor
     return min(fits, key=lambda pair: pair[1].squares)
 
 
-def alone(name: str, terms: Sequence[str], samples: Sequence[Sample], slowdown: float, cores: int) -> Fit:
+def alone(name: str, terms: Sequence[str], samples: Sequence[TimedWork], slowdown: float, cores: int) -> Fit:
     """Fit of what the samples would have taken alone, given their pool's slowdown."""
     return fit(name, terms, samples, factors_of(samples, slowdown, cores))
 
 
-def factors_of(samples: Sequence[Sample], slowdown: float, cores: int) -> Array:
+def factors_of(samples: Sequence[TimedWork], slowdown: float, cores: int) -> Array:
     """Times as long as alone that each sample takes: `Contention.factor`, for a mean number of workers beside it."""
     beside = np.array([sample.beside for sample in samples])
     return np.asarray((1.0 + slowdown * share_of_cores(beside, cores)) * np.maximum(1.0, (1.0 + beside) / cores))

@@ -28,7 +28,7 @@ ERRORS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TimedWork:
     """A piece of work: its amounts, one for each term, its seconds, and how many workers computed beside it, in the mean."""
 
     amounts: tuple[float, ...]
@@ -77,7 +77,7 @@ class Fit:
     residual: Residual
 
 
-def fit(name: str, terms: Sequence[str], samples: Sequence[Sample], factors: Array | float = 1.0) -> Fit:
+def fit(name: str, terms: Sequence[str], samples: Sequence[TimedWork], factors: Array | float = 1.0) -> Fit:
     """Least squares with coefficients that are not negative. `factors`: times as long as the terms say that each sample takes.
 
     A term that is alike in all samples, beside a constant one, cannot be told from it, and gets 0.

@@ -25,7 +25,7 @@ from asyncflow.config import Config, load, parse
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN, Costs, Lengths
 from asyncflow.planner.contention import BusyWorkers, alone, factors_of, fit_slowdown
-from asyncflow.planner.fit import Fit, Residual, Sample, fit, residual
+from asyncflow.planner.fit import Fit, Residual, TimedWork, fit, residual
 from asyncflow.run.job import Job
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import simulate
@@ -70,7 +70,7 @@ PIECES: Final[Mapping[str, Piece]] = {
 whatever goes on in a run."""
 
 Row = Mapping[str, float]
-Pieces = dict[str, list[Sample]]
+Pieces = dict[str, list[TimedWork]]
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +210,7 @@ def of_layers(config: Config, found: Sequence[Cost], num_layers: int) -> Fit:
     update, adding = by_task["optim_step"][0], by_task["accumulate"][0].seconds
     parts = zip(by_task["layer_forward"], by_task["layer_backward"], by_task["head_loss"], strict=True)
     passes = [
-        Sample((1.0, forward.tokens), bubbles * (layers * (forward.seconds + backward.seconds + adding) + head.seconds))
+        TimedWork((1.0, forward.tokens), bubbles * (layers * (forward.seconds + backward.seconds + adding) + head.seconds))
         for forward, backward, head in parts
     ]
     fitted_passes = fit("forward_backward", ("forward_backward_seconds", "train_token_seconds"), passes)
@@ -224,11 +224,11 @@ def of_layers(config: Config, found: Sequence[Cost], num_layers: int) -> Fit:
 
 def _at(messages: Sequence[Cost], num_bytes: float) -> float:
     """Seconds of a collective of so many bytes, from those that were timed."""
-    found = fit("collective", ("call", "byte"), [Sample((1.0, each.bytes), each.seconds) for each in messages])
+    found = fit("collective", ("call", "byte"), [TimedWork((1.0, each.bytes), each.seconds) for each in messages])
     return found.coefficients["call"] + num_bytes * found.coefficients["byte"]
 
 
-def fit_all(pieces: Mapping[str, Sequence[Sample]], cores: int) -> tuple[dict[str, Fit], dict[str, float]]:
+def fit_all(pieces: Mapping[str, Sequence[TimedWork]], cores: int) -> tuple[dict[str, Fit], dict[str, float]]:
     """Fit of every piece, and the slowdown of every pool, which its first piece with samples shows."""
     fits: dict[str, Fit] = {}
     slowdown: dict[str, float] = {}
@@ -239,11 +239,11 @@ def fit_all(pieces: Mapping[str, Sequence[Sample]], cores: int) -> tuple[dict[st
         elif piece.pool:
             fits[name] = alone(name, piece.terms, found, slowdown.get(piece.pool, 0.0), cores)
         else:
-            fits[name] = alone(name, piece.terms, [Sample(each.amounts, each.seconds) for each in found], 0.0, 1 << 20)
+            fits[name] = alone(name, piece.terms, [TimedWork(each.amounts, each.seconds) for each in found], 0.0, 1 << 20)
     return fits, {pool: value for pool, value in slowdown.items() if value}
 
 
-def fit_collectives(found: Sequence[Sample], known: Costs, slowdown: float, cores: int) -> Fit:
+def fit_collectives(found: Sequence[TimedWork], known: Costs, slowdown: float, cores: int) -> Fit:
     """Collectives of a round of data-parallel ranks: what it takes longer, on average, than one trainer's micro-batches."""
     names = PIECES["forward_backward"].terms
     factors = factors_of(found, slowdown, cores)
@@ -256,7 +256,7 @@ def fit_collectives(found: Sequence[Sample], known: Costs, slowdown: float, core
     return Fit(dict(zip(names, per_unit.tolist(), strict=True)), squares, residual("forward_backward", of_model, seconds))
 
 
-def residuals(costs: Costs, pieces: Mapping[str, Sequence[Sample]]) -> list[Residual]:
+def residuals(costs: Costs, pieces: Mapping[str, Sequence[TimedWork]]) -> list[Residual]:
     """Residual of any costs, such as computed ones, at measured pieces of work. A term that is missing or counted twice shows."""
     contention, found = costs.contention, []
     for name, each in pieces.items():
@@ -320,7 +320,7 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
         beside[own] = busy.beside(worker, starts[own], ends[own])
     for span, others in zip(spans, beside.tolist(), strict=True):
         if span.task in found and span.start >= begun and (of := amounts(span)) is not None:
-            found[span.task].append(Sample(tuple(float(each) for each in of), span.end - span.start, others))
+            found[span.task].append(TimedWork(tuple(float(each) for each in of), span.end - span.start, others))
     return found
 
 

@@ -21,6 +21,16 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
+def test_every_class_has_a_name_of_its_own() -> None:
+    """In the whole package: who searches for a class finds one."""
+    files: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "asyncflow").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(file.name)
+    assert len(files) > 300 and {name: where for name, where in files.items() if len(where) > 1} == {}
+
+
 def test_no_file_of_the_loops_names_an_algorithm() -> None:
     """What one asks of the dataflow it says itself, by the contract in `algorithms/base.py`: not even a comment is about one."""
     names = "|".join([*ALGORITHMS, *(target.rpartition(":")[2] for target in ALGORITHMS.values())])

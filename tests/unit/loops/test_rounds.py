@@ -23,7 +23,7 @@ from asyncflow.control.schedule import Schedule
 from asyncflow.control.signal import Signal
 from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
 from asyncflow.loops.context import LoopContext
-from asyncflow.loops.rounds import Round, Rounds, Work
+from asyncflow.loops.rounds import PreparedGroup, Round, Rounds
 from asyncflow.loops.samples import Prompt, Shape, admission, left_out, outputs, schema
 from asyncflow.loops.taking import Taking
 from asyncflow.telemetry.fingerprints import FingerprintLog
@@ -331,7 +331,7 @@ async def test_a_pipeline_is_given_several_groups_in_a_turn() -> None:
         assert [(s.group, s.rows, s.is_lane) for s in ranks.told if s.task == "train_group"] == [(1, 1, False), (0, 1, False)]
 
 
-def a_work(group: int, *advantages: float) -> Work:
+def a_work(group: int, *advantages: float) -> PreparedGroup:
     """A group whose rows are micro-batches of their own, of a prompt of two tokens and a response of two, one of them masked."""
     tokens, mask = Ragged.from_arrays([np.arange(2)], "int64"), Ragged.from_arrays([np.array([1, 0], np.uint8)], "uint8")
     log_probs, no_lag = Ragged.from_arrays([-np.ones(2, np.float32)], "float32"), np.zeros(1, np.int64)
@@ -339,7 +339,7 @@ def a_work(group: int, *advantages: float) -> Work:
         MicroBatch(np.array([group << BITS | i]), np.arange(2), tokens, mask, log_probs, np.array([each], np.float32), no_lag)
         for i, each in enumerate(advantages)
     ]
-    return Work(None, np.array(advantages, np.float32), pieces)  # type: ignore[arg-type]
+    return PreparedGroup(None, np.array(advantages, np.float32), pieces)  # type: ignore[arg-type]
 
 
 def test_a_turn_leaves_out_what_has_no_advantages() -> None:

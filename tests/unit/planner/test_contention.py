@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asyncflow.planner.contention import BusyWorkers, fit_slowdown
-from asyncflow.planner.fit import Sample
+from asyncflow.planner.fit import TimedWork
 from asyncflow.telemetry.spans import Span
 
 
@@ -32,12 +32,12 @@ def test_a_known_slowdown_is_recovered_beside_the_costs(slowdown: float) -> None
     found = []
     for tokens, beside in zip(rng.integers(100, 700, 300).tolist(), rng.uniform(0, 3, 300).tolist(), strict=True):
         factor = (1 + slowdown * min(beside, 1.0)) * max(1.0, (1 + beside) / 2)
-        found.append(Sample((1.0, tokens), (0.02 + 5e-5 * tokens) * factor * (1 + 0.1 * rng.standard_normal()), beside))
+        found.append(TimedWork((1.0, tokens), (0.02 + 5e-5 * tokens) * factor * (1 + 0.1 * rng.standard_normal()), beside))
     slowed, fitted = fit_slowdown("train", ("pass", "token"), found, cores=2)
     assert slowed == pytest.approx(slowdown, abs=0.06)
     assert list(fitted.coefficients.values()) == pytest.approx([0.02, 5e-5], rel=0.15)
 
 
 def test_a_slowdown_is_not_made_up_where_nobody_was_ever_alone() -> None:
-    always = [Sample((1.0,), 1.0 + 0.1 * number, 1.0) for number in range(10)]
+    always = [TimedWork((1.0,), 1.0 + 0.1 * number, 1.0) for number in range(10)]
     assert fit_slowdown("train", ("pass",), always, cores=2)[0] == 0.0

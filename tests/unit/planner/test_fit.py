@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asyncflow.planner.fit import Sample, fit, residual
+from asyncflow.planner.fit import TimedWork, fit, residual
 
 TERMS = ("step", "slot", "context")
 
 
-def steps(noise: float, count: int = 400) -> list[Sample]:
+def steps(noise: float, count: int = 400) -> list[TimedWork]:
     """Decode steps of known costs: 4 ms, 0.1 ms a slot, and 2 us for each token attended to."""
     rng = np.random.default_rng(0)
     slots, contexts = rng.integers(1, 128, count), rng.integers(20, 100, count)
     seconds = (0.004 + 1e-4 * slots + 2e-6 * slots * contexts) * (1 + noise * rng.standard_normal(count))
-    return [Sample((1.0, n, n * c), s) for n, c, s in zip(slots.tolist(), contexts.tolist(), seconds.tolist(), strict=True)]
+    return [TimedWork((1.0, n, n * c), s) for n, c, s in zip(slots.tolist(), contexts.tolist(), seconds.tolist(), strict=True)]
 
 
 def test_known_costs_are_recovered() -> None:
@@ -27,16 +27,16 @@ def test_known_costs_are_recovered() -> None:
 
 
 def test_no_cost_is_negative_and_one_term_of_two_that_are_alike_has_all() -> None:
-    falling = [Sample((1.0, float(n)), 1.0 - 0.01 * n) for n in range(50)]
+    falling = [TimedWork((1.0, float(n)), 1.0 - 0.01 * n) for n in range(50)]
     found = fit("falling", ("constant", "each"), falling)
     assert found.coefficients["each"] == 0.0 and found.coefficients["constant"] == pytest.approx(0.755)
-    alike = fit("alike", ("first", "second"), [Sample((1.0, 2.0), 3.0)] * 5)
+    alike = fit("alike", ("first", "second"), [TimedWork((1.0, 2.0), 3.0)] * 5)
     assert alike.coefficients == {"first": pytest.approx(3.0), "second": 0.0}
     assert fit("none", ("first",), []).coefficients == {"first": 0.0}
 
 
 def test_a_wrong_shape_is_told_from_noise() -> None:
-    lacks = fit("decode_step", ("step",), [Sample(sample.amounts[:1], sample.seconds) for sample in steps(0.2)])
+    lacks = fit("decode_step", ("step",), [TimedWork(sample.amounts[:1], sample.seconds) for sample in steps(0.2)])
     assert not lacks.residual.warning()  # all are of one size to it: nothing to see
     measured = np.array([sample.seconds for sample in steps(0.2)])
     amounts = np.array([sample.amounts for sample in steps(0.2)])
