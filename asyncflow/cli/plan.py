@@ -86,7 +86,7 @@ def _print(asked: Request, found: Found, top: int) -> None:
 
     table = Table(title=f"{asked.config.run.name} on {asked.devices} x {asked.model.hardware.name}")
     for name in ("plan", "step, s", "TPSPD", "GiB a device", "busy", "binds"):
-        table.add_column(name, justify="left" if name in ("plan", "binds") else "right", overflow="fold")
+        table.add_column(name, justify="left" if name in ("plan", "binds") else "right", min_width=44 if name == "plan" else None)
     for each in found.plans[:top]:
         table.add_row(
             described(each),

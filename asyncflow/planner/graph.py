@@ -1,6 +1,6 @@
 """A run's tasks as a graph: how long each pool is busy with a step, and what each task waits for. Made from the run's own Config.
 
-    rollout -> [reward] -> [reference] -> [values] -> train | critic_update -> weights -> rollout of a later step
+    rollout -> reward -> [reference] -> [values] -> train | critic_update -> weights -> rollout of a later step
 
 A task is the work of one pool. Times are seconds of one step, and least ones: no order of the work, and no way to share it among
 the pool's workers, needs less, if costs are straight lines, as `cost.py` makes them.
@@ -101,8 +101,8 @@ def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
 
 
 def between(config: Config) -> list[str]:
-    """Tasks between rollout and training that take time."""
-    return [name for name in tasks_before_training(config) if name not in ("rollout", "select")]
+    """Tasks between rollout and training that take time. Rewards are one wherever they are computed."""
+    return ["reward", *(name for name in tasks_before_training(config) if name not in ("rollout", "reward", "select"))]
 
 
 def weights(costs: Costs) -> float:
@@ -164,6 +164,8 @@ def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Ta
     are random, is the expected one."""
     pools = {"reward": config.plan.reward, "reference": config.plan.reference}
     workers = pools[name].num_workers if name in pools else 1
+    if name == "reward" and config.reward.place == "rollout":
+        workers = config.rollout.num_workers
     if name == "reward":
         one = costs.reward(config.reward.parts) + config.reward.delays.mean_seconds
         of_group = np.full(drawn.tokens.shape[:2], one * config.rollout.group_size / config.reward.num_workers)

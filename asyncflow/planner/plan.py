@@ -9,10 +9,12 @@ each is from.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
@@ -219,7 +221,8 @@ async def write(found: Found, asked: Request, folder: Path, *, processes: int = 
     content = tree(found, asked)
     (folder / PLAN_FILE).write_text(f"# asyncflow train CONFIG plan={folder / PLAN_FILE} takes the settings.\n{to_yaml(content)}")
     best = found.plans[0]
-    simulate(simulated_config(best), costs=simulated_costs(best), run_dir=folder / PREDICTED)
+    simulated_run = partial(simulate, simulated_config(best), costs=simulated_costs(best), run_dir=folder / PREDICTED)
+    await asyncio.to_thread(simulated_run)  # it has an event loop of its own
     charts = [await _devices_chart(found, asked, processes), await _lengths_chart(found.plans, asked, processes)]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("plan.html.j2").read_text(encoding="utf-8"))

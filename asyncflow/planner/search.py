@@ -44,7 +44,7 @@ STEPS: Final = 3
 """Steps of a simulated run, at most, and two at least. The first is not counted: nothing is under way before it."""
 ROWS_OF_RUN: Final = 2_048
 """Rows of a simulated run that there are fewer steps for."""
-ROWS_OF_SEARCH: Final = 30_000
+ROWS_OF_SEARCH: Final = 20_000
 """Rows that a search simulates, about; one or two thousand take a second of one core."""
 TIE: Final = 0.01
 """Plans whose steps differ by less than this share are not told apart."""
@@ -200,12 +200,14 @@ def simulated_rows(config: Config, part: int) -> int:
 
 
 def simulated_costs(plan: Plan) -> Costs:
-    """Costs of the simulated part: a pool that is not divided has a part of its rows, so each takes it that many times as long."""
-    costs, tasks = plan.estimate.costs, tasks_before_training(plan.config)
-    slow = {"reference_token_seconds": "reference", "reward_seconds": "reward"}
-    return msgspec.structs.replace(
-        costs, **{name: getattr(costs, name) * plan.part for name, task in slow.items() if task in tasks}
-    )
+    """Costs of the simulated part."""
+    return _costs_of_part(plan.estimate.costs, plan.config, plan.part)
+
+
+def _costs_of_part(costs: Costs, config: Config, part: int) -> Costs:
+    """Costs of one part: a pool that is not divided has a part of its rows, so each takes it that many times as long."""
+    tasks, slow = tasks_before_training(config), {"reference_token_seconds": "reference", "reward_seconds": "reward"}
+    return msgspec.structs.replace(costs, **{name: getattr(costs, name) * part for name, task in slow.items() if task in tasks})
 
 
 # -- enumeration ------------------------------------------------------------------------------------------------------------
@@ -255,6 +257,12 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
     def train_task(i: int, part: int) -> Task:
         return train(_divided(kept[i].config, part), cost.joined(model, kept[i].figures).costs, drawn(part))
 
+    @cache
+    def task_between(name: str, i: int, devices: int, j: int, part: int) -> Task:
+        of_part = _divided(config.model_copy(update={"rollout": kept_by_devices[devices][j].config.rollout}), part)
+        costs = _costs_of_part(cost.joined(model, kept[i].figures).costs, config, part)
+        return before_training(of_part, costs, drawn(part), name)
+
     names = between(config)
     for i, half in enumerate(kept):
         for j, other in enumerate(kept_by_devices[half.devices]):
@@ -266,7 +274,7 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
                 figures = (*half.figures, *other.figures, *cost.weights(whole, model))
                 costs = cost.joined(model, figures).costs
                 tasks = [rollout_task(half.devices, j, part, schedule[1].installs_in_flight)]
-                tasks += [before_training(whole, costs, drawn(1), name) for name in names]
+                tasks += [task_between(name, i, half.devices, j, part) for name in names]
                 tasks.append(train_task(i, part))
                 is_streamed = not isinstance(schedule[1], Synchronous)
                 found = bound(Graph(tuple(tasks), weights(costs), schedule[1].max_staleness, is_streamed))

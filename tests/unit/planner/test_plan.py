@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from asyncflow.cli.plan import load_planned
 from asyncflow.cli.verbs import app
 from asyncflow.config import load
 from asyncflow.planner.plan import described, find_plan, request, settings, tree, why
 from asyncflow.planner.search import Found
-from asyncflow.settings import to_yaml
+from asyncflow.settings import from_yaml, to_yaml
 from asyncflow.types import UserError
 from tests.conftest import ROOT
 
@@ -44,6 +45,19 @@ def test_a_run_takes_the_plans_settings_and_the_command_line_goes_first(tmp_path
     assert described(best) == content["plan"]
     assert why(found).count(". ") == 1 and best.bound.binds in why(found)  # two sentences
     assert all(value.rpartition(", ")[2] in ("analytic", "assumed") for value in content["costs"].values())
+
+
+def test_the_verb_writes_a_plan_a_page_and_the_report_of_a_simulated_run(tmp_path: Path) -> None:
+    given = [*SMALL, f"run.dir={tmp_path}", "schedule=synchronous"]
+    result = CliRunner().invoke(app, ["plan", str(RECIPE), *given, "--devices", "4", "--hardware", "h100-80gb", "--top", "2"])
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "qwen2.5-7b-gsm8k-plan"
+    assert "beaten in every cost" in result.output and "assumed:" in result.output
+    assert from_yaml((folder / "plan.yaml").read_text())["predicted"]["step_seconds"] > 0
+    page = (folder / "plan.html").read_text()
+    assert "Pareto front" in page and 'href="predicted/report.html"' in page
+    assert (folder / "predicted" / "report.html").is_file()
+    assert load_planned(RECIPE, [*given, f"plan={folder / 'plan.yaml'}"]).layout.size < 4
 
 
 def test_a_plan_without_settings_is_refused(tmp_path: Path) -> None:
