@@ -28,6 +28,7 @@ from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound
 from asyncflow.planner.plan import Request, described, find_plan, request
 from asyncflow.planner.search import Plan, part_of, simulated
+from asyncflow.settings import Choice
 from asyncflow.simulation.seeds import Simulators
 
 RECIPES = Path("recipes/papers")
@@ -62,7 +63,9 @@ MISSING = {
 
 
 async def asked_for(recipe: str, overrides: list[str]) -> Request:
-    return await request(load(RECIPES / recipe, [*overrides]), device=DEVICE)
+    asked = await request(load(RECIPES / recipe, [*overrides]), device=DEVICE)
+    train = asked.config.train.model_copy(update={"engine": Choice(name="megatron")})  # both papers train with Megatron's like
+    return replace(asked, config=asked.config.model_copy(update={"train": train}))
 
 
 async def rate(config: Config, asked: Request, devices: int, simulators: Simulators) -> float:

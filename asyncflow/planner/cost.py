@@ -173,9 +173,13 @@ def training(config: Config, model: Model) -> list[Figure]:
         together *= -(-train.pipeline_micro_batches // together)  # whole groups
         bubble = (together + layout.pp - 1) / together
         token = added(token, {reach: 2.0 * b * shapes.hidden / layout.tp})
-    gathered = together * (b * (forwards + 1) + 4) * mine * (layout.dp - 1) / layout.dp  # by each micro-batch of a round
+    exchanged = mine * (layout.dp - 1) / layout.dp  # parameters that a data-parallel rank lacks
+    is_sharded = train.engine.name != "megatron"  # which keeps all of them, and exchanges gradients and weights once an update
+    gathered = together * (b * (forwards + 1) + 4) * exchanged if is_sharded else 0.0  # by each micro-batch of a round
     owned = mine / layout.dp
     update: Work = {"memory_bytes": OPTIMISER_BYTES * owned, "launches": 1.0}
+    if not is_sharded and layout.dp > 1:
+        update[reach] = (4.0 + b) * exchanged
     if train.offload_optimizer:
         update["host_bytes"] = 16.0 * owned
     reference = {"flops": 2.0 * shapes.parameters + model.attention_flops * pairs / tokens}
