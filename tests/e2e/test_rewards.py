@@ -181,7 +181,7 @@ def test_a_reward_model_scores_as_a_task_of_its_own(small: Small, tmp_path: Path
         parts = sample["reward_parts"]
         assert sample["reward"] == pytest.approx(2.0 * parts["correct"] + 0.5 * parts["model"])
     assert all("reward/model" in row and "reward/correct" in row for row in rows(run_dir / "metrics.jsonl"))
-    assert {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "reward"} == {"reward"}
+    assert {span.worker for span in read_spans(run_dir / "spans.jsonl") if span.task == "reward"} == {"reward/0"}
 
     alone = small(run={"name": "alone", "steps": 1}, reward={"model": {"path": str(reward_model)}, "place": "task"})
     command, run_dir = train(tmp_path, alone, "reward.model.template='{prompt} {response}'")
