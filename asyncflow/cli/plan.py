@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from asyncflow.planner.search import Found
 
 AUTO = "auto"
+WIDTH = 160
+"""Characters of the table where no terminal says how many it has."""
 
 
 def plan(
@@ -86,7 +88,7 @@ def _print(asked: Request, found: Found, top: int) -> None:
 
     table = Table(title=f"{asked.config.run.name} on {asked.devices} x {asked.model.hardware.name}")
     for name in ("plan", "step, s", "TPSPD", "GiB a device", "busy", "binds"):
-        table.add_column(name, justify="left" if name in ("plan", "binds") else "right", min_width=44 if name == "plan" else None)
+        table.add_column(name, justify="left" if name in ("plan", "binds") else "right", overflow="fold")
     for each in found.plans[:top]:
         table.add_row(
             described(each),
@@ -96,7 +98,8 @@ def _print(asked: Request, found: Found, top: int) -> None:
             ", ".join(f"{pool} {share:.0%}" for pool, share in each.busy.items()),
             each.bound.binds,
         )
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)
     counts = found.counts
     print(
         f"{counts['enumerated']:,} plans: {counts['too large']:,} too large, {counts['beaten']:,} beaten in every cost, "
