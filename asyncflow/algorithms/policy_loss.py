@@ -148,7 +148,7 @@ class PolicyLoss(Algorithm):
         if self.correction != "none":
             importance_T, weighing = self.importance_weights.weigh(batch)
             objective_T = importance_T * objective_T
-        log_s_T = self._log_s(batch, log_ratio_T)
+        log_s_T = self._log_ratio_to_reference(batch, log_ratio_T)
         if self.kl_coefficient and self.kl_place == "loss":
             objective_T = objective_T - self.kl_coefficient * ESTIMATORS[self.kl_estimator](log_s_T)
         if self.entropy_coefficient:
@@ -166,7 +166,7 @@ class PolicyLoss(Algorithm):
             },
         )
 
-    def _log_s(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
+    def _log_ratio_to_reference(self, batch: TokenBatch, log_ratio_T: Tensor) -> Tensor:
         """log pi_ref - log pi_theta, float32 [T] with gradient; without a reference log pi_theta - log pi_old, for the metric."""
         if batch.ref_logprobs_T is not None:
             return functional.log_ratio(batch.ref_logprobs_T, batch.logprobs_T, batch.mask_T)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Value(NamedTuple):
+class SurrogateResult(NamedTuple):
     """float32 [T] with gradient, and bool [T]: where the clip has taken that gradient, or cut it off."""
 
     objective_T: Tensor
@@ -34,7 +34,7 @@ class Surrogate(ABC):
     """See `Objective.is_token_local`."""
 
     @abstractmethod
-    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
+    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> SurrogateResult:
         """`log_ratio_T` float32 [T]: log R with gradient, 0 where the mask is. Where the advantage is 0, so is the objective, with
         its gradient."""
 
@@ -49,11 +49,11 @@ class ClippedRatio(Surrogate):
         check_clip(clip_low, clip_high)
         self.clip_low, self.clip_high = clip_low, clip_high
 
-    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
+    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> SurrogateResult:
         return self._clipped(log_ratio_T.exp(), batch.advantages_T)
 
-    def _clipped(self, ratio_T: Tensor, advantages_T: Tensor) -> Value:
-        return Value(
+    def _clipped(self, ratio_T: Tensor, advantages_T: Tensor) -> SurrogateResult:
+        return SurrogateResult(
             functional.clipped_surrogate(ratio_T, advantages_T, self.clip_low, self.clip_high),
             functional.is_clipped(ratio_T.detach(), advantages_T, self.clip_low, self.clip_high),
         )
@@ -64,7 +64,7 @@ class ClippedSequenceRatio(ClippedRatio):
 
     is_token_local = False
 
-    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
+    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> SurrogateResult:
         log_s_T = functional.sequence_ratio_of_tokens(log_ratio_T, batch.row_T, batch.row_tokens_R)
         return self._clipped(log_s_T.exp(), batch.advantages_T)
 
@@ -79,9 +79,9 @@ class WeightedLogProb(Surrogate):
         check_clip(clip_low, clip_high, largest_low=1.0)
         self.clip_low, self.clip_high = clip_low, clip_high
 
-    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> Value:
+    def __call__(self, batch: TokenBatch, log_ratio_T: Tensor) -> SurrogateResult:
         ratio_T = log_ratio_T.detach().exp()
-        return Value(
+        return SurrogateResult(
             functional.weighted_log_prob(
                 batch.logprobs_T, ratio_T, batch.advantages_T, batch.mask_T, self.clip_low, self.clip_high
             ),

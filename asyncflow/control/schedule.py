@@ -33,7 +33,7 @@ class Progress(Protocol):
         ...
 
     def oldest_unleased(self, at_least: int) -> int | None:
-        """The lowest version, but not below this one, after which some rows in nobody's hands may not be generated any more."""
+        """Lowest version, `at_least` or more, that is the last one which may generate some unleased row."""
         ...
 
     def ready(self, task: str) -> int:

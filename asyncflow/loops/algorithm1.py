@@ -210,7 +210,7 @@ async def update(
     *,
     is_held: bool = False,
 ) -> list[Update]:
-    """A step's updates of one model. None: the run is stopping, and the weights are as they were.
+    """A step's updates of one model. Empty list: the run is stopping, and the weights are as they were.
 
     `compute`: a round's micro-batches, whose gradients it adds to the engine's sums. `may_change` is waited for before the weights
     are changed. `is_held`: the model is to stay as it is.

@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from asyncflow.rewards.messages import Failed, Reply, RewardLimits, Scored, frame
-from asyncflow.rewards.processes import die_with_parent, end_children, limit_memory, limit_output
+from asyncflow.rewards.process_limits import die_with_parent, end_children, limit_memory, limit_output
 
 LAST_WORDS_BYTES: Final = 4096
 MAX_ANSWER_BYTES: Final = 1 << 20

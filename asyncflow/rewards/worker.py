@@ -30,7 +30,7 @@ import msgspec
 from asyncflow.rewards.base import RewardPart, Sample, weighted
 from asyncflow.rewards.forked import in_child
 from asyncflow.rewards.messages import TOKEN_BYTES, Broken, Failed, Message, Ready, Reply, Scored, Setup, frame
-from asyncflow.rewards.processes import adopt_orphans, children, die_with_parent, limit_memory, limit_output
+from asyncflow.rewards.process_limits import adopt_orphans, children, die_with_parent, limit_memory, limit_output
 from asyncflow.rewards.signatures import Adapted, adapted
 from asyncflow.user_file import import_file
 

@@ -30,7 +30,7 @@ from asyncflow.loops.samples import Shape
 from asyncflow.run.factories import shape_of
 from asyncflow.run.model_files import ModelFiles, model_here
 from asyncflow.run.rendezvous import Rendezvous
-from asyncflow.run.saving import Saves
+from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run_dir import CONFIG_FILE, JOB_FILE, KEY_FILE, control_socket
 from asyncflow.telemetry.hub import Hub, Reporter, driver_clock
 from asyncflow.transfer_queue.client import TransferQueueClient
@@ -70,7 +70,7 @@ class RunConnection:
     queue: TransferQueueClient
     ledger: LedgerService
     versions: PolicyVersions
-    saves: Saves
+    saves: CheckpointCoordinator
     reporter: Reporter
     rendezvous: Rendezvous
 
@@ -129,7 +129,7 @@ async def joined(
     reporter = Reporter(proxy(Hub, peer, "hub"), name, clock, device, config.telemetry.flush_seconds)
     try:
         async with background(reporter.run(), queue.renew_held()):
-            ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(Saves, peer, "saves")
+            ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(CheckpointCoordinator, peer, "saves")
             versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
             rendezvous = proxy(Rendezvous, peer, "rendezvous")
             yield RunConnection(config, job, shape_of(config), queue, ledger, versions, saves, reporter, rendezvous)

@@ -1,6 +1,6 @@
 """Objects that the parts of a run's driver share: made once, alive as long as the driver.
 
-Driver --makes--> RunContext --given to--> RunRecord, TrainingChecks, Evaluating, Health, Saves
+Driver --makes--> RunContext --given to--> RunRecord, TrainingChecks, Evaluating, Health, CheckpointCoordinator
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from asyncflow.run.prepare import Prepared
 from asyncflow.run.record import Observer, RecordState, RunRecord
 from asyncflow.run.rendezvous import Rendezvous
 from asyncflow.run.resume import Resumed, as_prompt
-from asyncflow.run.saving import Saves
+from asyncflow.run.saving import CheckpointCoordinator
 from asyncflow.run.scaling import Devices
 from asyncflow.run_dir import KEY_FILE
 from asyncflow.transfer_queue.controller import TaskEvents
@@ -114,7 +114,7 @@ class Driver:
         self.all_versions = [self.versions, *([evaluators] if evaluators is not None else [])]
         self.health = Health(context, self.all_versions, self.hub)
         self.source, self._admissions = self._make_order(prepared, resumed)
-        self.saves = Saves(context, self.evaluating, self.source, self._admissions, self.record)
+        self.saves = CheckpointCoordinator(context, self.evaluating, self.source, self._admissions, self.record)
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
             "versions": self.versions,

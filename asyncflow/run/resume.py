@@ -54,7 +54,8 @@ MAY_CHANGE: Final = (
     "queue", "cluster", "telemetry", "checkpoint", "plan", "eval.every_steps", "eval.num_workers",
     "eval.device",
 )  # fmt: skip
-"""What of the configuration may be other when a run is resumed; below a section's name, all of it."""
+"""Keys that may differ when a run is resumed; a section's name allows all of its keys. A new one belongs here if no bit
+depends on it."""
 
 
 class SavedPrompt(msgspec.Struct, frozen=True, array_like=True):
@@ -145,7 +146,7 @@ def write_driver(folder: Path, state: DriverState, rows: Sequence[Batch]) -> Non
                 write_frame(file, [], batch)
 
 
-class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LaterDriverState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Driver's state that replaces a checkpoint's own: prompts may have been pushed after it was begun. See `DriverState`,
     `Resumed`."""
 
@@ -158,7 +159,7 @@ class Added(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def write_added(path: Path, state: DriverState, *, is_whole: bool = False) -> None:
     """Write the state that is newer than the checkpoint beside which `path` lies. `is_whole`: the run has ended, and lost no
     row."""
-    replace(path, msgspec.msgpack.encode(Added(state.position, state.pushed, state.steps, is_whole)))
+    replace(path, msgspec.msgpack.encode(LaterDriverState(state.position, state.pushed, state.steps, is_whole)))
 
 
 def read_driver(folder: Path, added: Path | None = None) -> Resumed:
@@ -167,7 +168,7 @@ def read_driver(folder: Path, added: Path | None = None) -> Resumed:
         state = msgspec.msgpack.decode((folder / DRIVER_FILE).read_bytes(), type=DriverState)
         is_whole = state.version >= parse_dumped(state.config).run.steps  # after its last step a run has begun nothing more
         if added is not None and added.exists():
-            more = msgspec.msgpack.decode(added.read_bytes(), type=Added)
+            more = msgspec.msgpack.decode(added.read_bytes(), type=LaterDriverState)
             state = msgspec.structs.replace(state, position=more.position, pushed=more.pushed, steps=more.steps)
             is_whole = more.is_whole
         rows = None

@@ -1,6 +1,7 @@
 """Checkpoints while a run runs: the driver's part and the trainers'.
 
-    trainer/0..n: Saving --begin--> driver: Saves       who says which older versions are still needed, and writes its own part
+    trainer/0..n: CheckpointWriter --begin--> driver: CheckpointCoordinator
+              |                               says which older versions are still needed, and writes its own part
               |  engine.save_state: staged, then written beside training
               +--written----------> hashes, manifest, rename; the oldest one goes
 
@@ -59,7 +60,7 @@ def checkpoints_of(config: Config) -> Checkpoints:
     return Checkpoints(RunDir(config.run_dir).checkpoints, config.checkpoint.keep)
 
 
-class Saves:
+class CheckpointCoordinator:
     """The driver's end: what it knows at every commit, and what makes files a checkpoint."""
 
     def __init__(
@@ -236,7 +237,7 @@ class Saves:
         return [batch for unit in units for batch in await _read(unit, rows, columns)]
 
 
-class Saved(Protocol):
+class Saveable(Protocol):
     """The part of `TrainEngine` and `CriticEngine` that a checkpoint calls."""
 
     async def begin_step(self) -> None: ...
@@ -244,14 +245,14 @@ class Saved(Protocol):
     async def save_state(self, folder: Path) -> Awaitable[None]: ...
 
 
-class Saving:
+class CheckpointWriter:
     """A leading trainer's end, or the critic's. Nothing is done where no checkpoints are kept."""
 
     def __init__(
         self,
         config: Config,
-        saves: Saves,
-        engine: Saved,
+        saves: CheckpointCoordinator,
+        engine: Saveable,
         spans: Recorder,
         *,
         first: int,

@@ -37,7 +37,7 @@ from asyncflow.run.factories import make_algorithm, make_schedule, make_storage,
 from asyncflow.run.model_files import copy_tokenizer
 from asyncflow.run.rendezvous import meet_at_driver
 from asyncflow.run.resume import CRITIC_FINGERPRINTS, TRAINER_DIR, VERSIONS_DIR, version_of
-from asyncflow.run.saving import Saving
+from asyncflow.run.saving import CheckpointWriter
 from asyncflow.run.scoring import scoring
 from asyncflow.run_dir import CRITIC_DIR, RunDir
 from asyncflow.telemetry.batches import BatchLog, StepLogs
@@ -169,13 +169,13 @@ def _led(spans: Recorder, call: str) -> AbstractContextManager[None]:
     return spans.held("publish") if call == "gather" else spans.busy(call)
 
 
-async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSender | None) -> Saving:
+async def train_steps(run: RunConnection, engine: TrainEngine, sender: WeightSender | None) -> CheckpointWriter:
     """A leading trainer's work, with what was built for it; the first one of them has a `sender`.
 
     Returns when the last checkpoint is staged; it is yet to be written.
     """
     first, spans = run.job.first, run.reporter.recorder
-    saving = Saving(run.config, run.saves, engine, spans, first=first, is_first=sender is not None)
+    saving = CheckpointWriter(run.config, run.saves, engine, spans, first=first, is_first=sender is not None)
     if run.job.checkpoint:
         await _go_on(run, engine, sender)
     rank, has_log = engine.data_parallel_rank or 0, run.config.telemetry.fingerprints
@@ -230,7 +230,7 @@ async def critic_worker(name: str, run_dir: Path) -> None:
         await engine.close()
 
 
-async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving, int]:
+async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[CheckpointWriter, int]:
     """A critic worker's work, with what was built for it.
 
     Returns when the last checkpoint is staged, which is yet to be written, and how many steps the critic has been trained.
@@ -238,7 +238,7 @@ async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Saving
     critic = make_algorithm(run.config).critic
     assert critic is not None, "the run has a critic worker"
     first, lane = run.job.first, SharedLane(run.reporter.recorder)
-    saving = Saving(run.config, run.saves, engine, lane, first=first, is_first=False, part=CRITIC_DIR)
+    saving = CheckpointWriter(run.config, run.saves, engine, lane, first=first, is_first=False, part=CRITIC_DIR)
     if run.job.checkpoint:
         with lane.busy("load_state", version=first):
             await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)

@@ -33,7 +33,7 @@ _MESSAGE_CHARACTERS = 64 << 10  # of an exception, in a reply
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class ServerState:
     """State that the connections of a server share."""
 
     services: Mapping[str, object]
@@ -88,7 +88,7 @@ class ReceiveRoom:
 class Connection:
     """Connection of one client. A fault in what the client sends ends this connection and nothing else."""
 
-    def __init__(self, house: House, *, is_local: bool) -> None:
+    def __init__(self, house: ServerState, *, is_local: bool) -> None:
         """`is_local`: the client is on this machine, so arrays may be handed to it by reference to where they lie in the arena."""
         self.name = self.key = ""
         self._house, self._limits = house, house.limits

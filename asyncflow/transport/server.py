@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncflow.transport.arena import Arena
-from asyncflow.transport.connection import Connection, House, ReceiveRoom
+from asyncflow.transport.connection import Connection, ReceiveRoom, ServerState
 from asyncflow.transport.credentials import Credentials
 from asyncflow.transport.frames import FrameLimits
 from asyncflow.transport.stream import BACKLOG, Stream, listen, parse_address
@@ -41,7 +41,7 @@ class Server:
         """
         self.services = services
         self.limits = limits or FrameLimits()
-        self._house = House(self.services, on_disconnect, arena, self.limits, ReceiveRoom(self.limits.assembly_bytes), set())
+        self._house = ServerState(self.services, on_disconnect, arena, self.limits, ReceiveRoom(self.limits.assembly_bytes), set())
         self._credentials = credentials
         self._doors: list[asyncio.Server] = []
         self._sweeping: asyncio.TimerHandle | None = None

@@ -38,8 +38,8 @@ from asyncflow.engines.devices import check_device
 from asyncflow.engines.rollout.checks import check_request
 from asyncflow.engines.rollout.decoder import Decoder, load_tensors
 from asyncflow.engines.rollout.deliveries import Deliveries
-from asyncflow.engines.rollout.noise import stream_keys
 from asyncflow.engines.rollout.probe import find_dependence
+from asyncflow.engines.rollout.sampling import stream_keys
 from asyncflow.engines.rollout.slots import SlotRequest, Slots
 from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread

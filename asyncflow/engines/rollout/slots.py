@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncflow.engines.base import Response, Sampling, Timing
 from asyncflow.engines.rollout.decoder import Decoder
-from asyncflow.engines.rollout.noise import draw_tokens, uniforms
+from asyncflow.engines.rollout.sampling import draw_tokens, uniforms
 from asyncflow.types import Array
 
 PREFILL_TOKENS = 256  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache

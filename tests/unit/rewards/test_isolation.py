@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncflow.rewards import REWARDS, processes
+from asyncflow.rewards import REWARDS, process_limits
 from asyncflow.rewards.base import RewardFailure, RewardPart, Sample, Score, weighted
 from asyncflow.rewards.messages import RewardLimits
 from asyncflow.rewards.sandbox import RewardPool
@@ -244,16 +244,16 @@ async def test_a_daemon_that_a_sample_has_started_ends_with_it(open_pool: Open, 
 
 @pytest.mark.skipif(not os.path.exists(f"/proc/self/task/{os.getpid()}/children"), reason="this kernel does not tell of children")
 def test_what_cannot_be_killed_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    spared = processes.children()
+    spared = process_limits.children()
     with subprocess.Popen(["sleep", "60"]) as child:
         with monkeypatch.context() as patch:
-            patch.setattr(processes, "END_SECONDS", 0.05)
-            patch.setattr(processes.os, "kill", lambda pid, signal: None)
+            patch.setattr(process_limits, "END_SECONDS", 0.05)
+            patch.setattr(process_limits.os, "kill", lambda pid, signal: None)
             with pytest.raises(TimeoutError, match=r"^1 processes that a scorer has started are still there"):
-                processes.end_children(spared)
-        processes.end_children(spared)
+                process_limits.end_children(spared)
+        process_limits.end_children(spared)
         assert not psutil.pid_exists(child.pid)
-    assert processes.children() - spared == set()
+    assert process_limits.children() - spared == set()
 
 
 async def test_what_building_a_scorer_has_started_lives_on(open_pool: Open) -> None:

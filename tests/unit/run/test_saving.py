@@ -20,11 +20,11 @@ from asyncflow.run import saving
 from asyncflow.run.factories import shape_of
 from asyncflow.run.record import RecordState
 from asyncflow.run.resume import SavedPrompt, read_driver
-from asyncflow.run.saving import Saves, checkpoints_of
+from asyncflow.run.saving import CheckpointCoordinator, checkpoints_of
 from asyncflow.run_dir import CRITIC_DIR
 from asyncflow.weight_sync.base import Manifest
 
-Made = Callable[..., Saves]
+Made = Callable[..., CheckpointCoordinator]
 
 
 class Record:
@@ -45,10 +45,10 @@ def said() -> list[str]:
 
 @pytest.fixture
 def made(tmp_path: Path, said: list[str]) -> Made:
-    """`Saves` of a run that has a critic and has committed a step; what it asks the others is answered by the least there is, or by
-    what the test has."""
+    """`CheckpointCoordinator` of a run that has a critic and has committed a step; what it asks the others is answered by the
+    least there is, or by what the test has."""
 
-    def make(**others: Any) -> Saves:
+    def make(**others: Any) -> CheckpointCoordinator:
         tree = {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"name": "test", "dir": str(tmp_path)}}
         config = parse(tree | {"rollout": {"group_size": 4}})
         shared: dict[str, Any] = {
@@ -68,12 +68,12 @@ def made(tmp_path: Path, said: list[str]) -> Made:
         }
         context = {name: others.pop(name, part) for name, part in shared.items()}
         context["ledger"] = SimpleNamespace(ledger=context["ledger"])
-        return Saves(cast(Any, SimpleNamespace(**context)), **(own | others))
+        return CheckpointCoordinator(cast(Any, SimpleNamespace(**context)), **(own | others))
 
     return make
 
 
-async def waits(saves: Saves) -> asyncio.Task[None]:
+async def waits(saves: CheckpointCoordinator) -> asyncio.Task[None]:
     """The trainers' part is written, and that does not end before the critic has told of its own."""
     writing = asyncio.ensure_future(saves.written(1))
     await asyncio.sleep(0.05)

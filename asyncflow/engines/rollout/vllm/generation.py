@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from asyncflow.engines.base import Response, SampleKey, Sampling
-from asyncflow.engines.rollout.noise import stream_keys
+from asyncflow.engines.rollout.sampling import stream_keys
 from asyncflow.engines.rollout.vllm.client import Aborted, RequestRefused, ServerLost
 from asyncflow.engines.rollout.vllm.servers import ServerHandle, ServerPool
 from asyncflow.engines.rollout.vllm.weights import ServerWeights

@@ -33,11 +33,11 @@ from asyncflow.engines.train.model.packing import INERT_TOKENS, Packed, filled_a
 from asyncflow.engines.train.model.tri_model import TriModel
 from asyncflow.engines.train.model.weight_files import write_model
 from asyncflow.engines.train.optimizer import MOMENTS, Optimizer
+from asyncflow.engines.train.parallel.check_sharing_of_ranks import check_sharing
 from asyncflow.engines.train.parallel.fsdp import make_sums
 from asyncflow.engines.train.parallel.pipeline import Pipeline
 from asyncflow.engines.train.parallel.ranks import Ranks
 from asyncflow.engines.train.parallel.sharded_model import ShardedModel
-from asyncflow.engines.train.parallel.sharing_check import check_sharing
 from asyncflow.engines.train.parallel.tensor import is_counted, whole
 from asyncflow.engines.train.state import EngineState, fingerprint_of, placed_like
 from asyncflow.engines.train.training import PolicyTraining

@@ -23,7 +23,7 @@ from asyncflow.engines.train.model import check_sharing
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.model.weight_files import WeightFiles
 from asyncflow.engines.train.one_rank import OneRank
-from asyncflow.engines.train.parallel import sharing_check
+from asyncflow.engines.train.parallel import check_sharing_of_ranks
 from asyncflow.engines.train.parallel.fsdp import ExactSums, HandedSums
 from asyncflow.engines.train.parallel.many_ranks import ManyRanks
 from asyncflow.engines.train.state import placed_like
@@ -298,7 +298,7 @@ def check_with_fault(path: Path, layout: Layout, fault: str, faulty: int) -> lis
 
     turn = [[make_batch(group, (5, 3, 4), 20)] for group in range(layout.dp)]
     try:
-        with patch.object(sharing_check, "both_ways", broken):
+        with patch.object(check_sharing_of_ranks, "both_ways", broken):
             return many.forward_backward(turn[many.ranks.dp_rank], Clipped())
     finally:
         many.close()

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from asyncflow.engines.rollout.noise import inverse_cdf, stream_keys, uniforms
+from asyncflow.engines.rollout.sampling import inverse_cdf, stream_keys, uniforms
 
 
 def noise(seed: int, prompt_index: int, sample: int, positions: np.ndarray) -> np.ndarray:

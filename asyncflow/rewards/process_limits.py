@@ -42,8 +42,8 @@ def adopt_orphans() -> None:
 
 
 def children() -> frozenset[int]:
-    """The processes that this one is the parent of, ended ones that nobody has waited for among them. None where /proc does not
-    tell them."""
+    """The processes that this one is the parent of, ended ones that nobody has waited for among them. Empty where
+    /proc does not list them."""
     found: list[str] = []
     with contextlib.suppress(FileNotFoundError):
         for thread in os.listdir("/proc/self/task"):
