@@ -26,7 +26,7 @@ from figures import Figure, finish, parser
 from asyncflow.config import Config, load
 from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound
-from asyncflow.planner.plan import Request, described, find_plan, request
+from asyncflow.planner.plan import PlanRequest, described, find_plan, request
 from asyncflow.planner.search import Plan, part_of, simulated
 from asyncflow.settings import Choice
 from asyncflow.simulation.seeds import Simulators
@@ -62,13 +62,13 @@ MISSING = {
 """For a ratio that is more than 15% off: the assumption of the paper that is missing."""
 
 
-async def asked_for(recipe: str, overrides: list[str]) -> Request:
+async def asked_for(recipe: str, overrides: list[str]) -> PlanRequest:
     asked = await request(load(RECIPES / recipe, [*overrides]), device=DEVICE)
     train = asked.config.train.model_copy(update={"engine": Choice(name="megatron")})  # both papers train with Megatron's like
     return replace(asked, config=asked.config.model_copy(update={"train": train}))
 
 
-async def rate(config: Config, asked: Request, devices: int, simulators: Simulators) -> float:
+async def rate(config: Config, asked: PlanRequest, devices: int, simulators: Simulators) -> float:
     """Trained tokens per second and device of a configuration that is given, not searched."""
     part = part_of(config, config.layout.dp, config.rollout.num_workers)
     plan = Plan(config, devices, {}, cost.estimate(config, asked.model), Bound(0.0, ""), part)

@@ -16,7 +16,7 @@ from asyncflow.config import Config, load, named_plan
 from asyncflow.types import UserError
 
 if TYPE_CHECKING:
-    from asyncflow.planner.plan import Request
+    from asyncflow.planner.plan import PlanRequest
     from asyncflow.planner.search import Found
 
 AUTO = "auto"
@@ -67,7 +67,7 @@ def _folder(config: Config) -> Path:
 
 async def _plan(
     config: Config, devices: int | None, hardware: str | None, nodes: int | None, per_node: int | None, is_measured: bool
-) -> tuple[Request, Found]:
+) -> tuple[PlanRequest, Found]:
     from asyncflow.planner.measured import measure
     from asyncflow.planner.plan import calibrated, find_plan, request, write
 
@@ -83,7 +83,7 @@ async def _plan(
     return asked, found
 
 
-def _print(asked: Request, found: Found, top: int) -> None:
+def _print(asked: PlanRequest, found: Found, top: int) -> None:
     from asyncflow.planner.plan import described, why
 
     table = Table(title=f"{asked.config.run.name} on {asked.devices} x {asked.model.hardware.name}")

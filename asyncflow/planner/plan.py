@@ -1,6 +1,6 @@
 """The result: a plan of a run, why it is the best, what it rests on, and the files that keep it.
 
-    config, hardware, devices --request--> Request --find_plan--> Found --write--> plan.yaml, plan.html, predicted/
+    config, hardware, devices --request--> PlanRequest --find_plan--> Found --write--> plan.yaml, plan.html, predicted/
     asyncflow train CONFIG plan=plan.yaml     takes the `settings` of the file, below what the command line says itself
 
 A plan is a prediction, written before the run. Its numbers are of the simulated part of the machine, and of costs that say where
@@ -51,7 +51,7 @@ STRETCHES: Final = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """A question to the planner. `fields`: of the model's config.json. `assumptions`: one sentence each."""
 
     config: Config
@@ -63,7 +63,7 @@ class Request:
 
 async def request(
     config: Config, *, devices: int | None = None, device: str | None = None, nodes: int | None = None, per_node: int | None = None
-) -> Request:
+) -> PlanRequest:
     """Question for a configuration; what is not given is as `plan` has it. Raises `UserError` for what cannot be planned."""
     named = device or config.plan.hardware or ("cpu-core" if kind_of(config.rollout.device) == CPU else None)
     if named is None:
@@ -89,7 +89,7 @@ async def request(
         f"a reward takes {Costs().reward_seconds:g} s, and as many are computed at once as reward.num_workers",
         f"{chosen.usable_memory:.0%} of {chosen.memory_gib:g} GiB can be used, and every slot reaches its full context",
     ]
-    return Request(config, Model(Shapes.of(fields), lengths, chosen), fields, number, tuple(assumptions))
+    return PlanRequest(config, Model(Shapes.of(fields), lengths, chosen), fields, number, tuple(assumptions))
 
 
 def _lengths(config: Config, prompt: float | None) -> tuple[Lengths, list[str]]:
@@ -107,7 +107,7 @@ def _lengths(config: Config, prompt: float | None) -> tuple[Lengths, list[str]]:
     return Lengths(prompt=assumed, response_median=median), [f"{said}: set plan.lengths to what you know"]
 
 
-def calibrated(asked: Request, measurement: Measurement, where: Config) -> Request:
+def calibrated(asked: PlanRequest, measurement: Measurement, where: Config) -> PlanRequest:
     """The question with what has been measured: computed numbers are scaled to those that a run of `where` has shown for them."""
     seen = measurement.costs
     made = cost.estimate(where, replace(asked.model, lengths=seen.lengths)).costs
@@ -129,7 +129,7 @@ def calibrated(asked: Request, measurement: Measurement, where: Config) -> Reque
     return replace(asked, model=model, assumptions=(said, rest, *asked.assumptions[-1:]))
 
 
-async def find_plan(asked: Request, *, processes: int = 2, rows: int = ROWS_OF_SEARCH) -> Found:
+async def find_plan(asked: PlanRequest, *, processes: int = 2, rows: int = ROWS_OF_SEARCH) -> Found:
     """Search, with so many simulating processes. Raises `UserError` when no plan fits."""
     async with Simulators(processes) as simulators:
         return await search(asked.config, asked.model, asked.fields, asked.devices, simulators, processes, rows)
@@ -184,7 +184,7 @@ def split(plan: Plan) -> tuple[int, int]:
     return plan.config.layout.size, plan.config.rollout.num_workers * tp * instances
 
 
-def tree(found: Found, asked: Request) -> dict[str, Any]:
+def tree(found: Found, asked: PlanRequest) -> dict[str, Any]:
     """Content of plan.yaml."""
     best = found.plans[0]
     unproven = f"{found.counts['left']} plans left, of which none can be under {found.left_bound:.4g} s"
@@ -215,7 +215,7 @@ def tree(found: Found, asked: Request) -> dict[str, Any]:
     }
 
 
-async def write(found: Found, asked: Request, folder: Path, *, processes: int = 2) -> None:
+async def write(found: Found, asked: PlanRequest, folder: Path, *, processes: int = 2) -> None:
     """Write plan.yaml, and the page with the simulated run of the best plan."""
     folder.mkdir(parents=True, exist_ok=True)
     content = tree(found, asked)
@@ -242,7 +242,7 @@ async def write(found: Found, asked: Request, folder: Path, *, processes: int = 
     (folder / PAGE_FILE).write_text(page, encoding="utf-8")
 
 
-async def _devices_chart(found: Found, asked: Request, processes: int) -> dict[str, Any]:
+async def _devices_chart(found: Found, asked: PlanRequest, processes: int) -> dict[str, Any]:
     """The Pareto front: the shortest step of fewer devices, by a search with a small part of the simulated rows."""
     points = {found.plans[0].devices: found.plans[0].step_seconds}
     for part in (2, 4, 8):
@@ -261,7 +261,7 @@ async def _devices_chart(found: Found, asked: Request, processes: int) -> dict[s
     }
 
 
-async def _lengths_chart(plans: Sequence[Plan], asked: Request, processes: int) -> dict[str, Any]:
+async def _lengths_chart(plans: Sequence[Plan], asked: PlanRequest, processes: int) -> dict[str, Any]:
     """Seconds of a step if responses are shorter or longer than expected, of the best plan and of another split of the devices."""
     chosen = [plans[0], *[plan for plan in plans[1:] if split(plan) != split(plans[0])][:1]]
     lines = []
