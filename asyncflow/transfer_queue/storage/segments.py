@@ -191,13 +191,15 @@ class ColumnSegments:
             found.append(locators)
         if not found:
             return
-        for segment, positions in self._by_segment(np.concatenate(found)):
+        concerned = list(self._by_segment(np.concatenate(found)))
+        for segment, positions in concerned:
             num_bytes = len(positions) * self._value_bytes
             if segment.offsets is not None:
                 num_bytes = int((segment.offsets[positions + 1] - segment.offsets[positions]).sum()) * self._value_bytes
             segment.live -= len(positions)
             segment.live_bytes -= num_bytes
             self.nbytes -= num_bytes
+        for segment, _ in concerned:
             self._tidy(segment)
 
     def _located(self, keys: Keys) -> Array:
@@ -266,6 +268,8 @@ class ColumnSegments:
     def _tidy(self, segment: _Segment) -> None:
         """Let a segment go that has no entry any more; copy out those of a closed one of which they are less than half."""
         number = segment.base >> POSITION_BITS
+        if number not in self._segments:  # it went when another one's entries were moved
+            return
         if not segment.live:
             del self._segments[number]
             self._open = None if self._open is segment else self._open

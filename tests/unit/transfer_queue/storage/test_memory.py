@@ -197,3 +197,24 @@ def test_dropping_255_of_256_rows_of_a_mebibyte_gives_their_memory_back_to_the_s
     full, left, nbytes, held = map(int, ran.stdout.split())
     assert full > 250 << 20 and left < 0.1 * full
     assert nbytes == 1 << 20 and held < 2 << 20
+
+
+def test_rows_go_from_two_segments_when_moving_what_stays_of_one_fills_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays of the first goes to the open one, which has no room for it: that one is closed, and what stays of it is moved,
+    while it still has rows that go."""
+    monkeypatch.setattr(segments, "OPEN_BYTES", 64 * 8)
+    column = segments.ColumnSegments(Column("number", "int64"))
+
+    def keys(first: int, end: int) -> segments.Keys:
+        return segments.Keys(np.arange(first, end))
+
+    for first, end in ((0, 64), (64, 124)):
+        column.add(keys(first, end), np.arange(first, end))
+    assert len(column._segments) == 2 and column._open is column._segments[1]
+    column.remove(keys(64, 104))  # most of the open one, which is left as it is
+    column.remove(segments.Keys(np.concatenate((np.arange(20, 64), np.arange(104, 109)))))
+    left = np.concatenate((np.arange(20), np.arange(109, 124)))
+    assert np.array_equal(column.read(segments.Keys(left)), left) and column.nbytes == 8 * len(left)
+    assert sum(segment.live for segment in column._segments.values()) == len(left)
+    column.remove(segments.Keys(left))
+    assert column.nbytes == column.held_bytes == 0
