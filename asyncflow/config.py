@@ -423,8 +423,17 @@ class PoolConfig(Section):
     """So many workers share the task; each has an engine of its own, or reward processes of its own."""
 
 
+class ValuesPoolConfig(Section):
+    """Workers of the critic's values."""
+
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    """So many workers share the task, each with a copy of the critic, whose weights come to it every step; the critic only trains.
+    0: the critic computes the values itself."""
+
+
 class PlanConfig(Section):
-    """Allocation of devices. Rollout workers: `rollout.num_workers`; evaluators: `eval.num_workers`."""
+    """Allocation of devices. Rollout workers: `rollout.num_workers`; evaluators: `eval.num_workers`; storage units:
+    `queue.num_units`, with `queue.place` `workers`."""
 
     train: LayoutConfig = LayoutConfig()
     hardware: str | None = None
@@ -438,6 +447,8 @@ class PlanConfig(Section):
     own where there is one."""
     reference: PoolConfig = PoolConfig()
     """Workers `reference/0` and on, where `train.reference` is `task`."""
+    values: ValuesPoolConfig = ValuesPoolConfig()
+    """Workers `values/0` and on, where the algorithm has a critic. Each is on a device as `train.critic.device` says."""
 
 
 class Config(Section):

@@ -354,6 +354,15 @@ class CriticEngine(ModelTraining, Protocol):
         """See `TrainEngine.forward_backward`. The micro-batches have `values`, and their `advantages` are returns."""
         ...
 
+    async def export_weights(self) -> WeightSource:
+        """Current weights, the value head's included, until the next `optim_step` or `discard`."""
+        ...
+
+    async def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what another engine has exported into the weights. Raises `ValueError`, and changes nothing, when a name, shape or
+        dtype is not the model's."""
+        ...
+
 
 RANKS_STORE = "ASYNCFLOW_RANKS_STORE"
 """Environment variable with the URL where a train engine's processes find each other, in a form that torch.distributed takes."""

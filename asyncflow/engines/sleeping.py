@@ -439,18 +439,18 @@ class SleepingTrainEngine:
         results = [await self.train_on(micro_batch) for micro_batch in micro_batches]
         if self._ranks is not None and self._costs.collectives_seconds:
             await self._ranks.wait()
-            await self._sleep(self._costs.collectives_seconds)
+            await self.occupied(self._costs.collectives_seconds)
         return results
 
     async def train_on(self, micro_batch: MicroBatch) -> MicroBatchResult:
         """Sleep as long as one micro-batch takes; its loss is 0 under any objective."""
         tokens = len(micro_batch.prompt_ids) + len(micro_batch.response_ids.values)
-        await self._sleep(self._costs.forward_backward(tokens))
+        await self.occupied(self._costs.forward_backward(tokens))
         return MicroBatchResult(loss_sum=0.0, loss_tokens=int(micro_batch.loss_mask.values.sum()), physical_tokens=tokens)
 
     async def optim_step(self, normaliser: int) -> OptimResult:
         """See `TrainEngine`."""
-        await self._sleep(self._costs.optim_step_seconds)
+        await self.occupied(self._costs.optim_step_seconds)
         self.updates += 1
         return OptimResult(grad_norm=0.0, learning_rate=self._learning_rate)
 
@@ -463,7 +463,7 @@ class SleepingTrainEngine:
 
     async def pass_over(self, prompt_ids: Array, response_ids: Ragged, seconds: Callable[[int], float]) -> Ragged:
         """Sleep as long as a pass takes, by its number of tokens; its results are -1."""
-        await self._sleep(seconds(len(prompt_ids) + len(response_ids.values)))
+        await self.occupied(seconds(len(prompt_ids) + len(response_ids.values)))
         return Ragged(np.full(len(response_ids.values), -1.0, np.float32), response_ids.offsets)
 
     async def export_weights(self) -> WeightSource:
@@ -494,7 +494,8 @@ class SleepingTrainEngine:
     async def close(self) -> None:
         """See `LogProbEngine`."""
 
-    async def _sleep(self, seconds: float) -> None:
+    async def occupied(self, seconds: float) -> None:
+        """Sleep so long, when the calls before this one have ended."""
         async with self._thread:
             await self._cores.compute(self._pool, seconds)
 
@@ -509,6 +510,7 @@ class SleepingCritic:
         self.begin_step, self.optim_step, self.discard = self._engine.begin_step, self._engine.optim_step, self._engine.discard
         self.fingerprint, self.save, self.close = self._engine.fingerprint, self._engine.save, self._engine.close
         self.save_state, self.load_state = self._engine.save_state, self._engine.load_state
+        self.export_weights = self._engine.export_weights
 
     async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         """See `CriticEngine`."""
@@ -518,3 +520,7 @@ class SleepingCritic:
     async def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
         """See `CriticEngine`."""
         return [await self._engine.train_on(micro_batch) for micro_batch in micro_batches]
+
+    async def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `CriticEngine`."""
+        await self._engine.occupied(self._costs.install())

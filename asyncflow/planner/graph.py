@@ -160,10 +160,11 @@ def train(config: Config, costs: Costs, drawn: Drawn) -> Task:
 
 
 def before_training(config: Config, costs: Costs, drawn: Drawn, name: str) -> Task:
-    """A task between rollout and training: `reward`, `reference` or `values`, the last by one worker. The time of rewards, which
-    are random, is the expected one."""
-    pools = {"reward": config.plan.reward, "reference": config.plan.reference}
-    workers = pools[name].num_workers if name in pools else 1
+    """A task between rollout and training: `reward`, `reference` or `values`, by its pool, or else by one worker. The time of
+    rewards, which are random, is the expected one."""
+    plan = config.plan
+    pools = {"reward": plan.reward.num_workers, "reference": plan.reference.num_workers, "values": plan.values.num_workers}
+    workers = max(1, pools[name])
     if name == "reward" and config.reward.place == "rollout":
         workers = config.rollout.num_workers
     if name == "reward":

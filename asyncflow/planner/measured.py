@@ -24,6 +24,7 @@ import numpy as np
 from asyncflow.config import Config, load, parse
 from asyncflow.engines.cores import Contention
 from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN, Costs, Lengths
+from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.planner.contention import BusyWorkers, alone, factors_of, fit_slowdown
 from asyncflow.planner.fit import Fit, Residual, TimedWork, fit, residual
 from asyncflow.run.job import Job
@@ -304,6 +305,8 @@ def samples(config: Config, spans: Sequence[Span], prompt_tokens: float) -> Piec
                 return passes, packed
             case "values":
                 return (packed,)
+            case "install" if span.worker.startswith(f"{VALUES_TASK}/"):
+                return None  # of the critic's weights, in another engine
             case "install" | "publish" | "fetch":
                 return 1.0, span.bytes
             case _:

@@ -22,6 +22,7 @@ import msgspec
 from asyncflow.cluster.base import OWN_DEVICES
 from asyncflow.cluster.remote_node import remote_node
 from asyncflow.config import Config, CriticConfig, RewardModelConfig, RolloutConfig, TrainConfig, load
+from asyncflow.control.critic_versions import CriticVersions
 from asyncflow.control.ledger import LedgerService
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.devices import kind_of
@@ -39,6 +40,8 @@ from asyncflow.transport import Credentials, Peer, proxy
 
 EVALUATORS_VERSIONS = f"versions/{EVALUATORS}"
 """The service of theirs; the rollout workers' and the trainer's is `versions`."""
+CRITIC_VERSIONS = "versions/critic"
+"""The service of the critic, and of the workers that compute values by it."""
 S = TypeVar("S", RolloutConfig, TrainConfig, CriticConfig, RewardModelConfig)
 
 
@@ -70,6 +73,7 @@ class RunConnection:
     queue: TransferQueueClient
     ledger: LedgerService
     versions: PolicyVersions
+    critic_versions: CriticVersions
     saves: CheckpointCoordinator
     reporter: Reporter
     rendezvous: Rendezvous
@@ -131,8 +135,8 @@ async def joined(
         async with background(reporter.run(), queue.renew_held()):
             ledger, saves = proxy(LedgerService, peer, "ledger"), proxy(CheckpointCoordinator, peer, "saves")
             versions = proxy(PolicyVersions, peer, EVALUATORS_VERSIONS if name.startswith(f"{EVALUATORS}/") else "versions")
-            rendezvous = proxy(Rendezvous, peer, "rendezvous")
-            yield RunConnection(config, job, shape_of(config), queue, ledger, versions, saves, reporter, rendezvous)
+            of_critic, rendezvous = proxy(CriticVersions, peer, CRITIC_VERSIONS), proxy(Rendezvous, peer, "rendezvous")
+            yield RunConnection(config, job, shape_of(config), queue, ledger, versions, of_critic, saves, reporter, rendezvous)
         await reporter.flush()
     finally:  # what it holds is others' to have at once, also where its process goes on
         await places.close()

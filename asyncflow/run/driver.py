@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from asyncflow.cluster.torchrun import launch_of
 from asyncflow.config import Config
+from asyncflow.control.critic_versions import CriticVersions
 from asyncflow.control.ledger import Decided, Ledger, LedgerService, StepTotals, Update
 from asyncflow.control.policy_versions import PolicyVersions
 from asyncflow.control.progress_view import ProgressView
@@ -26,7 +27,7 @@ from asyncflow.loops.score_batching import SKIPPED
 from asyncflow.loops.selection import Selection
 from asyncflow.loops.taking import Taking
 from asyncflow.run.background import BackgroundTasks
-from asyncflow.run.connection import EVALUATORS_VERSIONS
+from asyncflow.run.connection import CRITIC_VERSIONS, EVALUATORS_VERSIONS
 from asyncflow.run.context import RunContext
 from asyncflow.run.evaluating import Evaluating
 from asyncflow.run.factories import (
@@ -91,6 +92,7 @@ class Driver:
         self.versions = PolicyVersions(
             self.schedule, books, signal, self._clock, WorkerPool(config.rollout.num_workers), first=first
         )
+        self.critic_versions = CriticVersions(signal, first)
         self.devices = Devices(num_devices(config), self._clock)
         context = RunContext(
             config=config,
@@ -118,6 +120,7 @@ class Driver:
         self._own_services: dict[str, object] = {
             "ledger": self.ledger,
             "versions": self.versions,
+            CRITIC_VERSIONS: self.critic_versions,
             "hub": self.hub,
             "saves": self.saves,
             "model": ModelFiles(prepared.model, self.progress),
@@ -231,6 +234,7 @@ class Driver:
         self.ledger.stop()
         for versions in self.all_versions:
             versions.stop()
+        self.critic_versions.stop()
         self.transfer_queue.stop()
 
     async def settle(self) -> None:

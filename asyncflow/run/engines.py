@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from asyncflow.config import Config
 from asyncflow.devices import kind_of
@@ -15,7 +15,7 @@ from asyncflow.registry import build
 from asyncflow.registry import load as load_named
 from asyncflow.run.connection import RunConnection
 from asyncflow.run.factories import critic_options, make_schedule, max_retained, train_engine_options, weights_need_key
-from asyncflow.run_dir import KEY_FILE
+from asyncflow.run_dir import CRITIC_DIR, KEY_FILE
 from asyncflow.types import UserError
 from asyncflow.weight_sync import WEIGHT_SYNCS
 from asyncflow.weight_sync.base import WeightSync, WeightSyncOptions
@@ -76,19 +76,37 @@ def weight_sync(run: RunConnection, device: str, *, receives: bool = False) -> W
     # one more where there are evaluators: they fetch older versions.
     one_more = not receives or config.eval.num_workers > 0
     kinds = {kind_of(place) for place in (config.train.device, config.rollout.device)}
-    options = WeightSyncOptions(
+    return _weight_sync(
+        config,
         directory=Path(run.job.weights_dir),
         keep=make_schedule(config).max_staleness + 1 + one_more,
         max_retained=max_retained(config),
         dtype=config.weight_sync.dtype,
-        deadline_seconds=config.weight_sync.deadline_seconds,
         num_receivers=config.rollout.num_workers,
         listen=config.weight_sync.listen,
-        key=config.run_dir / KEY_FILE if weights_need_key(config) else None,
         device=device if len(kinds) == 1 else "cpu",
     )
+
+
+def critic_weight_sync(run: RunConnection) -> WeightSync:
+    """The way of the critic's weights to the workers of `plan.values`, for both ends. They travel as they are, so that values are
+    those which the critic would compute."""
+    config, listen = run.config, run.config.weight_sync.listen
+    return _weight_sync(
+        config,
+        directory=Path(run.job.weights_dir) / CRITIC_DIR,
+        keep=2,  # the newest is whole while the next one is written
+        num_receivers=config.plan.values.num_workers,
+        listen=listen and f"{listen.rpartition(':')[0]}:0",  # the port that it names is the policy's
+        device=config.train.critic.device,
+    )
+
+
+def _weight_sync(config: Config, **options: Any) -> WeightSync:
     chosen = config.weight_sync
-    return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": options}, WEIGHT_SYNCS))
+    key = config.run_dir / KEY_FILE if weights_need_key(config) else None
+    of_run = WeightSyncOptions(deadline_seconds=chosen.deadline_seconds, key=key, **options)
+    return cast(WeightSync, build("weight sync", chosen.name, {**chosen.options, "options": of_run}, WEIGHT_SYNCS))
 
 
 def tensors_of(model: Path) -> Mapping[str, Tensor]:

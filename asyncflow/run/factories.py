@@ -220,9 +220,9 @@ def _check_contract(what: str, trained: Any, contract: type, needed: Sequence[st
 
 
 def num_devices(config: Config) -> int:
-    """Number of the run's devices: those that generate or train, and those of reference, critic and reward model."""
+    """Number of the run's devices: those that generate or train, and those of reference, critic, values and reward model."""
     generating, tasks = config.rollout.num_workers + config.eval.num_workers, tasks_before_training(config)
-    own = config.plan.reference.num_workers * ("reference" in tasks) + (VALUES_TASK in tasks)
+    own = config.plan.reference.num_workers * ("reference" in tasks) + (1 + config.plan.values.num_workers) * (VALUES_TASK in tasks)
     own += config.plan.reward.num_workers * (config.reward.model is not None)
     return generating * devices_each(config) + config.layout.size + own
 

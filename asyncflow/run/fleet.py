@@ -51,7 +51,8 @@ def workers(config: Config, weights_dir: Path, *, is_training: bool, are_trainer
     if is_training and VALUES_TASK in tasks:
         device = config.train.critic.device
         needs, known = devices(device, config.train.num_threads), train_imports(config, device)
-        specs.append(WorkerSpec("critic", f"{MAINS}:critic_worker", training(config), needs=needs, imports=known))
+        mains = {"critic": "critic_worker"} | {f"values/{i}": "values_worker" for i in range(config.plan.values.num_workers)}
+        specs += [WorkerSpec(name, f"{MAINS}:{main}", training(config), needs=needs, imports=known) for name, main in mains.items()]
     return specs
 
 

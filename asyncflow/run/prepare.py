@@ -99,6 +99,11 @@ def check_choices(config: Config, *, is_here: bool = True) -> None:
         raise UserError("train.offload and train.frozen_dtype are for an old policy or a reference, and this run has neither")
     if algorithm.critic is not None:
         _check_critic(config)
+    elif workers := config.plan.values.num_workers:
+        raise UserError(
+            f"plan.values.num_workers={workers}, but the algorithm {config.algorithm.name} has no critic whose values they could "
+            f"compute: take one that has, such as ppo, or leave it out"
+        )
     _check_candidates(config, wants_them=algorithm.wants_varied_groups)
     if config.train.skip_zero_advantages and not algorithm.is_zero_without_advantages:
         raise UserError(

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from asyncflow.cluster.remote_node import own_address, remote_node
 from asyncflow.config import Config
+from asyncflow.control.critic_versions import CriticVersions
 from asyncflow.control.modes import Periodic
+from asyncflow.control.signal import Signal
 from asyncflow.data.tokenizer import CheckpointTokenizer
 from asyncflow.engines.base import CriticEngine, LogProbEngine, RolloutEngine, TrainEngine
 from asyncflow.loops.algorithm1 import publish, train
 from asyncflow.loops.context import LoopContext, ResponseScoring
-from asyncflow.loops.critic import Version, add_values, train_critic
+from asyncflow.loops.critic import add_values, publish_critic, train_critic
 from asyncflow.loops.evaluation import position_of
 from asyncflow.loops.rollout import Rollout
 from asyncflow.loops.samples import EVALUATE_TASK
@@ -27,6 +29,7 @@ from asyncflow.rewards.base import Sample, Score
 from asyncflow.run.connection import RunConnection, background, called_by, connected
 from asyncflow.run.engines import (
     critic_engine,
+    critic_weight_sync,
     reference_engine,
     rollout_engine,
     tensors_of,
@@ -217,21 +220,24 @@ async def add_log_probs(run: RunConnection, engine: LogProbEngine) -> None:
 
 
 async def critic_worker(name: str, run_dir: Path) -> None:
-    """Adds values to complete groups and trains on them until the run stops, then saves the critic."""
+    """Trains on complete groups, and adds values to them unless other workers do, until the run stops, then saves the critic."""
     async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
         run.reporter.recorder.enter("load")
         engine = await asyncio.to_thread(critic_engine, run.config, Path(run.job.model))
-        saving, version = await critic_steps(run, engine)
+        sender = critic_weight_sync(run).sender(uuid.uuid4().hex) if run.config.plan.values.num_workers else None
+        saving, version = await critic_steps(run, engine, sender)
         with run.reporter.recorder.busy("save"), RunDir(run_dir).saving_model(CRITIC_DIR, version=version) as folder:
             await engine.save(folder)
         run.reporter.recorder.waiting("checkpoint")
         await saving.written()
         run.reporter.recorder.waiting("stop")
+        if sender is not None:
+            await sender.close()
         await engine.close()
 
 
-async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[CheckpointWriter, int]:
-    """A critic worker's work, with what was built for it.
+async def critic_steps(run: RunConnection, engine: CriticEngine, sender: WeightSender | None) -> tuple[CheckpointWriter, int]:
+    """A critic worker's work, with what was built for it: a `sender`, where other workers add the values.
 
     Returns when the last checkpoint is staged, which is yet to be written, and how many steps the critic has been trained.
     """
@@ -239,16 +245,35 @@ async def critic_steps(run: RunConnection, engine: CriticEngine) -> tuple[Checkp
     assert critic is not None, "the run has a critic worker"
     first, lane = run.job.first, SharedLane(run.reporter.recorder)
     saving = CheckpointWriter(run.config, run.saves, engine, lane, first=first, is_first=False, part=CRITIC_DIR)
+    versions = CriticVersions(Signal(), first) if sender is None else run.critic_versions
+    published = partial(publish_critic, engine=engine, sender=sender, versions=versions, spans=lane)
     if run.job.checkpoint:
         with lane.busy("load_state", version=first):
             await engine.load_state(Path(run.job.checkpoint) / CRITIC_DIR)
+        await published(first)
     fingerprints = FingerprintLog(run.config.run_dir / CRITIC_FINGERPRINTS if run.config.telemetry.fingerprints else None)
-    version = Version(first)
     context = replace(loop_context(run), spans=lane)
-    async with background(add_values(context, engine, version)):
-        reached = await train_critic(context, engine, critic, fingerprints, saving, version)
+    async with background(*([add_values(context, engine, versions)] if sender is None else [])):
+        reached = await train_critic(context, engine, critic, fingerprints, saving, published, first)
     await saving.save(reached)
     return saving, reached
+
+
+async def values_worker(name: str, run_dir: Path) -> None:
+    """Adds values to complete groups, by a copy of the critic, until the run stops."""
+    async with connected(name, run_dir, lambda config: config.train.critic.device) as run:
+        run.reporter.recorder.enter("load")
+        engine = await asyncio.to_thread(critic_engine, run.config, Path(run.job.model))
+        await compute_values(run, engine, critic_weight_sync(run).receiver(name))
+
+
+async def compute_values(run: RunConnection, engine: CriticEngine, receiver: WeightReceiver) -> None:
+    """Work of a values worker, with what was built for it, which is closed at the end."""
+    run.reporter.recorder.waiting("rows")
+    await add_values(loop_context(run), engine, run.critic_versions, receiver)
+    run.reporter.recorder.waiting("stop")
+    await receiver.close()
+    await engine.close()
 
 
 def loop_context(run: RunConnection) -> LoopContext:

@@ -38,6 +38,7 @@ class Audit:
         self._step_of: dict[int, int] = {}  # by row, the step that it was trained in
         self._again: dict[tuple[str, int], dict[int, int]] = {}  # likewise, by another model than the policy, or in a later epoch
         self._others: Counter[str] = Counter()  # steps that other models have committed, by task
+        self._critics: dict[str, int] = {}  # by worker of a pool, the critic's version that it was told last
 
     def violated(self, what: str) -> None:
         """Note a violation."""
@@ -67,7 +68,9 @@ class Audit:
             case _, "complete" if service.startswith("unit/") and arguments[0].task == "reward":
                 self._scored(arguments[1], result)
             case _, "complete" if service.startswith("unit/") and arguments[0].task == VALUES_TASK:
-                self._valued(arguments[1].batch().indices.tolist())
+                self._valued(worker, arguments[1].batch().indices[result].tolist())
+            case "versions/critic", "reaches" if result is not None:
+                self._critics[worker] = result.version
             case "ledger", "next_round":
                 step, _, _, trained, task, update = arguments
                 for each in trained:
@@ -118,12 +121,13 @@ class Audit:
         """The step that a row was admitted for last, by its number."""
         return (row >> self._shape.group_bits) // self._shape.numbers_per_step
 
-    def _valued(self, rows: list[int]) -> None:
-        """Values of a step are those of the critic after so many updates (where steps train their own prompts)."""
+    def _valued(self, worker: str, rows: list[int]) -> None:
+        """Values of a step are those of the critic after so many updates (where steps train their own prompts), and of the version
+        that a worker of a pool has been told."""
         for row in rows:
             step, version = self._metas[row >> self._shape.group_bits].partition, self._others[UPDATE_TASK]
             self.counts["values"] += 1
-            if step != version:
+            if not step == version == self._critics.get(worker, version):
                 self.violated(f"row {row} of step {step} was given values by the critic's version {version}")
 
     def _consumed(self, step: int, group: Consumed, figures: GroupFigures, task: str, update: int) -> None:

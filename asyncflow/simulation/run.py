@@ -31,7 +31,7 @@ from asyncflow.config import Config, parse
 from asyncflow.engines.cores import Cores
 from asyncflow.engines.sleeping import REFERENCE, Costs, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.loops.evaluation import EVALUATORS, Row
-from asyncflow.loops.samples import Prompt
+from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.rewards.base import RewardFailure, Sample, Score
 from asyncflow.rewards.scorings import delay_seconds
 from asyncflow.run.connection import RunConnection, joined
@@ -40,7 +40,7 @@ from asyncflow.run.factories import make_schedule, shape_of
 from asyncflow.run.job import Job, Listener
 from asyncflow.run.prepare import Prepared, check_choices
 from asyncflow.run.resume import Resumed
-from asyncflow.run.workers import add_log_probs, critic_steps, roll_out, score_groups, train_steps
+from asyncflow.run.workers import add_log_probs, compute_values, critic_steps, roll_out, score_groups, train_steps
 from asyncflow.simulation.audit import Audit
 from asyncflow.telemetry.spans import Span
 from asyncflow.telemetry.trace import SPANS_FILE, read_spans
@@ -158,7 +158,11 @@ def drawn_faults(config: Config, costs: Costs, seed: int) -> Faults:
     drawn = Faults.drawn(config.run.seed + seed, [*workers, *evaluators[1:]], begin, end, sizes=sizes)
     rng = random.Random(f"{config.run.seed + seed}/evaluator")  # the first of them may die, but not stand still for ever
     deaths = tuple((rng.uniform(begin, 2 * end), worker) for worker in evaluators[:1] for _ in range(rng.randint(0, 2)))
-    return replace(drawn, deaths=drawn.deaths + deaths)
+    rng = random.Random(f"{config.run.seed + seed}/values")  # none of them may die
+    pool = [f"{VALUES_TASK}/{i}" for i in range(config.plan.values.num_workers)]
+    slow = {worker: rng.uniform(1.5, 8.0) for worker in pool if rng.random() < 0.25}
+    stalls = tuple((rng.uniform(begin, end), worker, rng.uniform(0, end / 2)) for worker in pool if rng.random() < 0.5)
+    return replace(drawn, deaths=drawn.deaths + deaths, slow={**drawn.slow, **slow}, stalls=drawn.stalls + stalls)
 
 
 def _variant(config: Config, seed: int, run_dir: Path, checkpoint: Mapping[str, Any] = NO_CHECKPOINTS) -> Config:
@@ -197,14 +201,13 @@ class SimulatedJob(Job):
         self._hangs_rng = random.Random(
             f"{config.run.seed}/hangs"
         )  # of its own, so that the rest of a run's draws stay as they are
-        self._sync = SleepingWeightSync(
-            keep=schedule.max_staleness + 2,
-            num_bytes=costs.weight_bytes,
-            publish_seconds=costs.publish(),
-            fetch_seconds=costs.fetch(),
-            fails=self._fetch_fails,
-            hangs=self._fetch_hangs,
-        )
+        travel: dict[str, Any] = {
+            "num_bytes": costs.weight_bytes,
+            "publish_seconds": costs.publish(),
+            "fetch_seconds": costs.fetch(),
+        }
+        self._sync = SleepingWeightSync(keep=schedule.max_staleness + 2, fails=self._fetch_fails, hangs=self._fetch_hangs, **travel)
+        self._critic_sync = SleepingWeightSync(keep=2, **travel)
 
     def look_at_the_end(self) -> None:
         """After the run: what must be true now."""
@@ -246,6 +249,7 @@ class SimulatedJob(Job):
             "asyncflow.run.workers:reference_worker": self._reference_worker,
             "asyncflow.run.workers:train_worker": self._train_worker,
             "asyncflow.run.workers:critic_worker": self._critic_worker,
+            "asyncflow.run.workers:values_worker": self._values_worker,
         }
         self._simulated = SimulatedCluster(wire, mains, self._faults)
         for resize in self._faults.resizes:
@@ -339,10 +343,18 @@ class SimulatedJob(Job):
     async def _critic_worker(self, name: str, peer: SimulatedPeer) -> None:
         async with self._joined(name, peer) as run:
             engine = SleepingCritic(self._costs_of(name), learning_rate=self.config.train.critic.learning_rate, cores=self._cores)
-            saving, _ = await critic_steps(run, engine)
+            sender = self._critic_sync.sender(name) if self.config.plan.values.num_workers else None
+            saving, _ = await critic_steps(run, engine, sender)
             await saving.written()
             run.reporter.recorder.waiting("stop")
+            if sender is not None:
+                await sender.close()
             await engine.close()
+
+    async def _values_worker(self, name: str, peer: SimulatedPeer) -> None:
+        async with self._joined(name, peer) as run:
+            engine = SleepingCritic(self._costs_of(name), cores=self._cores)
+            await compute_values(run, engine, self._critic_sync.receiver(name))
 
     def _costs_of(self, name: str) -> Costs:
         return self._costs.slowed(self._faults.slow.get(name, 1.0))

@@ -1,4 +1,5 @@
-"""PPO with a critic on the command line: six tasks on the queue, and timing changes no bit of either model."""
+"""PPO with a critic on the command line: six tasks on the queue, and neither timing nor who computes the values changes a bit of
+either model."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TASKS = {"generate", "reward", "reference", "values", "forward_backward", "criti
 
 def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     prints: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for schedule in ("periodic", "synchronous"):
+    for schedule, num_valuing in (("periodic", 0), ("synchronous", 2)):
         tree = small(
             run={"name": schedule, "steps": 3},
             schedule=schedule,
@@ -30,6 +31,7 @@ def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[.
             },
             telemetry={"fingerprints": True, "trackers": []},
             algorithm={"name": "ppo", "kl_coefficient": 0.05, "held_steps": 1},
+            plan={"values": {"num_workers": num_valuing}},
         )  # fmt: skip
         folder = tmp_path / f"config-{schedule}"
         folder.mkdir()
@@ -44,12 +46,17 @@ def test_ppo_is_six_tasks_and_the_same_run_however_it_is_timed(small: Callable[.
     weights = [{n: h for n, h in line["tensors"].items() if n.startswith("weights/")} for line in (*policy, *critic)]
     assert weights[0] != weights[1] != weights[2] and weights[3] != weights[4] != weights[5]
 
-    run_dir = tmp_path / "runs" / "periodic"
-    assert traced(run_dir) >= TASKS
-    spans = read_spans(run_dir / "spans.jsonl")
-    valued = sorted((s.step, s.version, s.group) for s in spans if s.task == "values" and s.rows)
-    assert [(step, version) for step, version, _ in valued] == [(step, step) for step, _, _ in valued]  # before its update
-    assert len({group for _, _, group in valued}) == 3 * tree["train"]["prompts_per_step"]
+    models = [weights_of(RunDir(tmp_path / "runs" / schedule)) for schedule in prints]
+    assert models[0] == models[1]
+
+    for schedule, workers in (("periodic", {"critic"}), ("synchronous", {"values/0", "values/1"})):
+        run_dir = tmp_path / "runs" / schedule
+        assert traced(run_dir) >= TASKS
+        spans = read_spans(run_dir / "spans.jsonl")
+        valued = sorted((s.step, s.version, s.group) for s in spans if s.task == "values" and s.rows)
+        assert [(step, version) for step, version, _ in valued] == [(step, step) for step, _, _ in valued]  # before its update
+        assert len({group for _, _, group in valued}) == 3 * tree["train"]["prompts_per_step"]
+        assert {span.worker for span in spans if span.task == "values" and span.rows} == workers
     metrics = rows(run_dir / "metrics.jsonl")
     assert [row["policy/grad_norm"] > 0 for row in metrics] == [False, True, True]  # the policy is held for a step
     assert all(row["critic/grad_norm"] > 0 for row in metrics) and metrics[0]["critic/value"] == 0 != metrics[2]["critic/value"]
@@ -74,11 +81,7 @@ def test_ppo_from_a_users_file_is_the_same_six_tasks_and_the_same_run(small: Cal
         assert command.returncode == 0, command.stderr
         run_dir = RunDir(tmp_path / "runs" / name)
         assert traced(run_dir.path) >= TASKS
-        models[name] = {
-            f"{folder.name}/{file.name}": file.read_bytes()
-            for folder in (run_dir.model, run_dir.critic)
-            for file in folder.glob("*.safetensors")
-        }
+        models[name] = weights_of(run_dir)
     assert models["own"] == models["known"]
     assert models["own"].keys() == {"model/model.safetensors", "critic/model.safetensors", "critic/value_head.safetensors"}
     assert models["own"]["model/model.safetensors"] != (MODEL / "model.safetensors").read_bytes()
@@ -86,13 +89,14 @@ def test_ppo_from_a_users_file_is_the_same_six_tasks_and_the_same_run(small: Cal
 
 @deep
 def test_a_run_with_a_critic_goes_on_as_if_it_had_not_ended(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    def run(name: str, steps: int, *options: str) -> list[list[dict[str, Any]]]:
+    def run(name: str, steps: int, *options: str, num_valuing: int = 0) -> list[list[dict[str, Any]]]:
         tree = small(
             run={"name": name, "steps": steps},
             train={"accumulate": "exact", "critic": {"learning_rate": 1e-3}},
             telemetry={"fingerprints": True, "trackers": []},
             checkpoint={"keep": 1},
             algorithm="ppo",
+            plan={"values": {"num_workers": num_valuing}},
         )
         command = run_command("train", write_config(tmp_path, tree), *options)
         assert command.returncode == 0, command.stderr
@@ -103,11 +107,22 @@ def test_a_run_with_a_critic_goes_on_as_if_it_had_not_ended(small: Callable[...,
     assert run("parts", 2) == [each[:2] for each in whole]
     assert [*(tmp_path / "runs" / "parts" / "checkpoints" / "step-000002" / "critic").glob("*.safetensors")]
     assert run("parts", 3, "--resume") == whole
+    assert run("pool", 2, num_valuing=2) == [each[:2] for each in whole]
+    assert run("pool", 3, "--resume", num_valuing=2) == whole
 
     folder = RunDir(tmp_path / "runs" / "parts")
     assert folder.critic_version == folder.model_version == 3
     shutil.rmtree(folder.critic)  # its worker was killed before it could save, say
     assert run("parts", 3, "--resume") == whole and folder.critic_version == 3
+
+
+def weights_of(run_dir: RunDir) -> dict[str, bytes]:
+    """What the run has left of policy and critic, by file."""
+    return {
+        f"{folder.name}/{file.name}": file.read_bytes()
+        for folder in (run_dir.model, run_dir.critic)
+        for file in folder.glob("*.safetensors")
+    }
 
 
 def traced(run_dir: Path) -> set[str]:

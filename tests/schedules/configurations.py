@@ -71,7 +71,10 @@ def drawn(mode: str, seed: int) -> tuple[Config, Costs]:
     _draw_updates(tree, layout.get("dp", 1), random.Random(f"{mode}/{seed}/updates"))
     _draw_candidates(tree, random.Random(f"{mode}/{seed}/candidates"))
     tree["plan"] = {"train": layout}
-    may_skip = make_algorithm(parse(tree)).is_zero_without_advantages
+    algorithm = make_algorithm(parse(tree))
+    if algorithm.critic is not None:
+        tree["plan"]["values"] = {"num_workers": random.Random(f"{mode}/{seed}/values").choice((0, 1, 3))}
+    may_skip = algorithm.is_zero_without_advantages
     tree["train"]["skip_zero_advantages"] = may_skip and random.Random(f"{mode}/{seed}/skipping").random() < 0.6
     return parse(tree), costs
 

@@ -410,6 +410,13 @@ def test_what_a_critic_cannot_be_trained_with_is_refused(tree: dict[str, Any], s
         check_choices(parse({**NEEDED, "algorithm": "ppo", **tree}))
 
 
+def test_values_without_a_critic_have_no_workers() -> None:
+    sentence = "plan.values.num_workers=2, but the algorithm grpo has no critic whose values they could compute: take one that has"
+    with pytest.raises(UserError, match=sentence):
+        check_choices(parse({**NEEDED, "plan": {"values": {"num_workers": 2}}}))
+    check_choices(parse({**NEEDED, "algorithm": "ppo", "plan": {"values": {"num_workers": 2}}}))
+
+
 OWN = """
 from asyncflow.algorithms.base import Algorithm, Critic
 class Plain:

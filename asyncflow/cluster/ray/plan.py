@@ -34,7 +34,7 @@ _SMALLEST: Final = 1e-4
 _WHOLE: Final = tuple(COUNTED_AS.values())
 _FIRST_TRAINER: Final = "trainer/0"
 
-Pool = Literal["rollout", "evaluator", "trainer", "reward", "reference", "critic", "storage"]
+Pool = Literal["rollout", "evaluator", "trainer", "reward", "reference", "critic", "values", "storage"]
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Wish = tuple[WorkerSpec, dict[str, float]]
 """A worker, and the bundle that it needs."""
@@ -87,10 +87,12 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return "trainers stay on this machine, as cluster.trainers=driver" if self.trainers == "driver" else ""
         if pool == "critic":
             return "the critic stays on this machine, as it writes its part of a checkpoint"
+        if pool == "values" and config.train.critic.path is not None:
+            return "values workers stay on this machine, as the model of train.critic.path is on it"
+        if pool in ("rollout", "evaluator") and config.rollout.engine.options.get("addresses"):  # evaluators with none
+            return "rollout workers stay on this machine, as the servers of rollout.engine.addresses are on it"
         doors = {"queue.listen": config.queue.listen}
-        if pool in ("rollout", "evaluator"):
-            if config.rollout.engine.options.get("addresses"):  # which evaluators are not started with
-                return "rollout workers stay on this machine, as the servers of rollout.engine.addresses are on it"
+        if pool in ("rollout", "evaluator", "values"):
             doors["weight_sync.listen"] = config.weight_sync.listen
         for key, listen in doors.items():
             if why_closed := self._why_closed(key, listen):

@@ -10,7 +10,7 @@ Left out: a critic that is sharded over several devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +25,7 @@ from asyncflow.engines.train.model.causal_model import CausalModel, PassOptions
 from asyncflow.engines.train.model.micro_step import float_tensor
 from asyncflow.engines.train.model.packing import Packed, pack_thrifty
 from asyncflow.engines.train.one_rank import OneModel
-from asyncflow.types import Array, Ragged, UserError, ValueBatch, ValueObjective
+from asyncflow.types import Array, HeldWeights, Ragged, UserError, ValueBatch, ValueObjective, WeightSource
 
 HEAD: Final = "value_head.weight"
 HEAD_FILE: Final = "value_head.safetensors"
@@ -49,6 +49,12 @@ class TorchCritic(TrainingEngine["CriticTraining"], CriticEngine):
     async def values(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         return await self._thread.run(self.training.values, prompt_ids, response_ids)
 
+    async def export_weights(self) -> WeightSource:
+        return await self._thread.run(self.training.weights)
+
+    async def install(self, tensors: Mapping[str, Tensor]) -> None:
+        await self._thread.run(self.training.install, tensors)
+
 
 class CriticTraining(OneModel):
     """`Training` of a model of values."""
@@ -67,6 +73,16 @@ class CriticTraining(OneModel):
     def forward_backward(self, micro_batches: Sequence[MicroBatch], objective: ValueObjective) -> list[MicroBatchResult]:
         """See `CriticEngine.forward_backward`. Raises `ValueError` for a micro-batch without values."""
         return [self._forward_backward(micro_batch, objective) for micro_batch in micro_batches]
+
+    @torch.no_grad()
+    def install(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `CriticEngine.install`."""
+        theirs, own = HeldWeights(tensors).specs, HeldWeights(self.model.parameters).specs
+        if theirs != own:
+            name = min(name for name in {**theirs, **own} if theirs.get(name) != own.get(name))
+            raise ValueError(f"{name} is not the critic's: what came is {theirs.get(name)}, and the model has {own.get(name)}")
+        for name, parameter in self.model.parameters.items():
+            parameter.copy_(tensors[name])
 
     def save(self, path: Path) -> None:
         """Write the model in Hugging Face format to the folder `path`, and its head to `HEAD_FILE` there."""

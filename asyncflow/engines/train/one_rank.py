@@ -45,6 +45,13 @@ class OneModel(Training):
         tensors |= {f"optimizer/{name}/{kind}": state for name, kind, state in self._optimizer.states()}
         return fingerprint_of(tensors.items())
 
+    def weights(self) -> WeightSource:
+        """See `TrainEngine.export_weights`. Call it in the compute thread: copies from a device wait for that thread's work."""
+        device = torch.device(self._device)
+        if device.type == CPU:
+            return HeldWeights(self._parameters)
+        return DeviceWeights(self._parameters, CopyStream(device))
+
     def _add(self, loss: Tensor) -> None:
         """Run a finite loss backward, and add the gradients to the step's sums."""
         torch.autograd.backward(loss)
@@ -82,13 +89,6 @@ class OneRank(OneModel, PolicyTraining):
 
     def log_probs(self, prompt_ids: Array, response_ids: Ragged) -> Ragged:
         return self.policy.response_log_probs(prompt_ids, response_ids)
-
-    def weights(self) -> WeightSource:
-        """See `TrainEngine.export_weights`. Call it in the compute thread: copies from a device wait for that thread's work."""
-        device = torch.device(self._device)
-        if device.type == CPU:
-            return HeldWeights(self.policy.parameters)
-        return DeviceWeights(self.policy.parameters, CopyStream(device))
 
     def gather(self, name: str) -> Tensor:
         return self.policy.parameters[name].detach().cpu().contiguous()

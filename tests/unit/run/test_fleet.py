@@ -40,6 +40,22 @@ def test_a_rollout_worker_has_the_devices_of_all_that_its_engine_drives(engine: 
     assert [needs[name] for name in others] == [{"CPU": 1.0, "GPU": 1.0}] * 7
 
 
+def test_values_have_workers_beside_the_critic_where_they_are_asked_for() -> None:
+    for count in (0, 2):
+        found = config(
+            algorithm="ppo", plan={"values": {"num_workers": count}}, train={"critic": {"device": "cuda:1"}, "num_threads": 2}
+        )
+        assert num_devices(found) == 1 + 1 + 1 + count
+        specs = {spec.name: spec for spec in workers(found, Path(), is_training=True, are_trainers_there=False)}
+        pool = [name for name in specs if name.startswith("values/")]
+        assert pool == [f"values/{i}" for i in range(count)] and specs["critic"].entry == "asyncflow.run.workers:critic_worker"
+        for name in pool:
+            assert specs[name].entry == "asyncflow.run.workers:values_worker" and not specs[name].max_restarts
+            assert (specs[name].needs, specs[name].environment) == (specs["critic"].needs, specs["critic"].environment)
+        evaluating = workers(found, Path(), is_training=False, are_trainers_there=False)
+        assert [spec.name for spec in evaluating] == ["rollout/0"]
+
+
 def test_evaluators_are_started_as_rollout_workers_are_on_devices_that_count() -> None:
     rollout = {"num_workers": 2, "device": "cuda", "num_threads": 3, "max_restarts": 7}
     held_out = {"path": "d", "num_workers": 2}

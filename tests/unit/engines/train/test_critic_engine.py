@@ -146,3 +146,28 @@ async def test_bfloat16_and_recomputed_activations(model_path: ModelPath, make_m
         norms.append((await engine.optim_step(20)).grad_norm)
         await engine.close()
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] == pytest.approx(norms[2], rel=0.05)
+
+
+async def test_another_engine_gives_the_same_values_with_what_was_exported(
+    model_path: ModelPath, make_micro_batch: MakeMicroBatch
+) -> None:
+    path, batch = model_path("qwen2-tiny"), of_critic(make_micro_batch())
+    trained, other = critic(path, learning_rate=5e-3), critic(path)
+    await stepped(trained, batch)
+    exported = {name: tensor.clone() async for name, tensor in (await trained.export_weights()).tensors()}
+    assert HEAD in exported and "lm_head.weight" not in exported
+    await other.install(exported)
+    values = [await engine.values(batch.prompt_ids, batch.response_ids) for engine in (trained, other)]
+    assert values[0].values.any() and values[0].values.tobytes() == values[1].values.tobytes()
+    await stepped(trained, batch)  # no memory is shared
+    assert (await other.values(batch.prompt_ids, batch.response_ids)).values.tobytes() == values[1].values.tobytes()
+    for changed, name in (
+        ({name: tensor for name, tensor in exported.items() if name != HEAD}, HEAD),
+        (exported | {HEAD: exported[HEAD].double()}, HEAD),
+        (exported | {"more": exported[HEAD]}, "more"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is not the critic's"):
+            await other.install({other_name: torch.zeros_like(tensor) for other_name, tensor in changed.items()})
+    assert (await other.values(batch.prompt_ids, batch.response_ids)).values.tobytes() == values[1].values.tobytes()
+    await trained.close()
+    await other.close()
