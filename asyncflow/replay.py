@@ -181,9 +181,9 @@ class ReplayJob(Job):
         specs = workers(self.config, weights_dir, is_training=True, are_trainers_there=False)
         return [spec for spec in specs if not spec.name.startswith(_NOT_NEEDED)]
 
-    async def start(self) -> None:
+    async def start(self, steps: int = 0) -> None:
         """See `Job.start`. Rows that failed in the run fail again as soon as their groups are admitted."""
-        await super().start()
+        await super().start(steps)
         assert self.driver is not None
         for step, batch in self._plan.batches.items():
             self.driver.background.start(self._give_up_missing(step, batch))

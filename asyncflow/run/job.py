@@ -90,9 +90,10 @@ class Job:
         self._interrupted = asyncio.Event()
         self._changed = Signal()
 
-    async def start(self) -> None:
-        """Check everything, then start the workers and the loops. Raises `UserError` before anything is started.
+    async def start(self, steps: int = 0) -> None:
+        """Check everything, then start the driver's loops and the workers. Raises `UserError` before anything is started.
 
+        The first `steps` steps may be trained at once. The loops begin first, so that prompts are there when the first worker is.
         Nothing is started, and there is no `driver`, where the run that is to go on is finished already.
         """
         config, listener, attempt = self.config, self.listener, self._attempt
@@ -125,11 +126,13 @@ class Job:
         self.driver = driver
         await driver.transfer_queue.open()
         await self._open_doors()
+        driver.ledger.allow(steps, steps)
+        self._running.begin(driver.loops())
         if not await self._running.start(self._fleet(attempt.weights_dir)):
             return
         driver.progress()  # it has not stood still, however long there was no room for them
         self.scaling.begin()
-        self._running.begin([*driver.loops(), watch.run(), self._begun(driver)])
+        self._running.begin([watch.run(), self._begun(driver)])
 
     async def until(self, condition: Callable[[], bool]) -> bool:
         """Wait until the condition holds, looking again after every step and evaluation. False: interrupted.
@@ -144,11 +147,9 @@ class Job:
     async def run(self) -> bool:
         """Start, run to the end, stop. False: interrupted before the end. Raises `UserError` and `RunError`."""
         try:
-            await self.start()
+            await self.start(0 if self._evaluate_only else self.config.run.steps)
             if self.driver is None:
                 return True
-            steps = 0 if self._evaluate_only else self.config.run.steps
-            self.driver.ledger.allow(steps, steps)
             return await self.until(self._is_done)
         finally:
             await self.stop()

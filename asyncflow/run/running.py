@@ -43,8 +43,8 @@ class Running:
             await asyncio.gather(starting, interrupted, return_exceptions=True)
 
     def begin(self, loops: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Start the loops."""
-        self._loops = [asyncio.create_task(loop) for loop in loops]
+        """Start more loops."""
+        self._loops += [asyncio.create_task(loop) for loop in loops]
 
     async def until(self, event: Coroutine[Any, Any, None]) -> bool:
         """Wait for something. False: interrupted. Raises what has gone wrong."""
