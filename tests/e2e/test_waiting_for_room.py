@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +80,28 @@ async def test_waiting_for_room_is_no_stall_and_nobody_joins_meanwhile(small: Sm
         await asyncio.wait_for(job.scaling.scale("rollout", 2, 1.0), patience(10.0))
     assert job.driver is not None
     last = job.driver.last_progress = asyncio.get_running_loop().time() - 10 * limit  # so long there was no room
-    seen, loops = list[float](), job.driver.loops
+    seen, begin = list[float](), job.scaling.begin
 
-    def begun() -> list[Coroutine[Any, Any, None]]:
+    def begun() -> None:
         assert job.driver is not None
-        seen.append(job.driver.last_progress)  # with them the watchdog begins
-        return loops()
+        seen.append(job.driver.last_progress)  # the watchdog begins next
+        begin()
 
-    job.driver.loops = begun  # type: ignore[method-assign]
+    job.scaling.begin = begun  # type: ignore[method-assign]
     job.full.has_room.set()
     assert await asyncio.wait_for(running, patience(60.0))
     assert seen[0] > last + limit
+
+
+async def test_prompts_are_there_before_any_worker_is(small: Small) -> None:
+    """So the first worker begins at once, whoever else is still to start."""
+    job, running = await waiting(small)
+    assert job.driver is not None and job.full.started == []
+    async with asyncio.timeout(patience(20.0)):
+        while not job.driver.ledger.ledger.is_open(0):
+            await asyncio.sleep(0.01)
+    job.full.has_room.set()
+    assert await asyncio.wait_for(running, patience(60.0))
 
 
 async def test_a_run_that_ends_while_one_waits_to_join_does_not_wait_for_room(small: Small) -> None:
