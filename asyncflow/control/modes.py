@@ -32,6 +32,7 @@ class Periodic:
     max_staleness = 0
     membership: Literal["strict", "first_come"] = "strict"
     installs_in_flight = False
+    is_streamed = True
 
     def interval(self, step: int) -> Interval:
         return Interval(step, step)
@@ -52,6 +53,8 @@ class Periodic:
 
 class Synchronous(Periodic):
     """One task at a time: as `Periodic`, but a task starts on a step when the task before it has done all of the step's rows."""
+
+    is_streamed = False
 
     def may_start(self, task: str, step: int, progress: Progress) -> bool:
         return progress.is_done(progress.task_before(task), step)

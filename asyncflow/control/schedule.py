@@ -84,6 +84,9 @@ class Schedule(Protocol):
     installs_in_flight: bool
     """Whether a worker may change its weights in the middle of a response."""
 
+    is_streamed: bool
+    """Whether a task may begin with the first complete group of a step, and not only when the task before it has done them all."""
+
     def interval(self, step: int) -> Interval:
         """The policy versions that may generate a group of this step."""
         ...

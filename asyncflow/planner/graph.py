@@ -15,7 +15,6 @@ import numpy as np
 
 from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
-from asyncflow.control.modes import Synchronous
 from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import SampleKey
 from asyncflow.engines.sleeping import Costs
@@ -97,7 +96,7 @@ def graph(config: Config, costs: Costs, drawn: Drawn) -> Graph:
     tasks = [rollout(config, costs, drawn, in_flight=schedule.installs_in_flight)]
     tasks += [before_training(config, costs, drawn, name) for name in between(config)]
     tasks.append(train(config, costs, drawn))
-    return Graph(tuple(tasks), weights(costs), schedule.max_staleness, not isinstance(schedule, Synchronous))
+    return Graph(tuple(tasks), weights(costs), schedule.max_staleness, schedule.is_streamed)
 
 
 def between(config: Config) -> list[str]:

@@ -23,7 +23,6 @@ import msgspec
 
 from asyncflow.config import Config, parse
 from asyncflow.control import SCHEDULES
-from asyncflow.control.modes import Synchronous
 from asyncflow.control.schedule import Schedule
 from asyncflow.engines.families import check_layout
 from asyncflow.engines.sleeping import Costs
@@ -276,8 +275,7 @@ def _bounded(config: Config, model: Model, fields: Mapping[str, Any], num: int, 
                 tasks = [rollout_task(half.devices, j, part, schedule[1].installs_in_flight)]
                 tasks += [task_between(name, i, half.devices, j, part) for name in names]
                 tasks.append(train_task(i, part))
-                is_streamed = not isinstance(schedule[1], Synchronous)
-                found = bound(Graph(tuple(tasks), weights(costs), schedule[1].max_staleness, is_streamed))
+                found = bound(Graph(tuple(tasks), weights(costs), schedule[1].max_staleness, schedule[1].is_streamed))
                 devices = half.devices + other.devices + others
                 yield (
                     found,

@@ -103,6 +103,7 @@ def test_the_versions_that_may_generate_a_step(
     assert [schedule.interval(step) for step in (0, 1, 7)] == [Interval(*each) for each in of_steps_0_1_7]
     assert (schedule.max_staleness, schedule.installs_in_flight) == (staleness, in_flight)
     assert schedule.membership == options.get("membership", "strict")
+    assert schedule.is_streamed == (name != "synchronous") == schedule.may_start("train", 1, Moment()), "with nothing done"
 
 
 @every_mode
