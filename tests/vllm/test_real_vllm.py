@@ -108,7 +108,7 @@ async def refused_without_the_key(address: str) -> None:
         stranger.start_weight_update(),
         stranger.set_weight_version(9),
         stranger.settings(),
-        stranger.generate([1], {"max_tokens": 1}, "salt"),
+        stranger.generate(0, [1], {"max_tokens": 1}, "salt"),
     ):
         with pytest.raises(RequestRefused, match="401"):
             await call
