@@ -52,7 +52,7 @@ class Periodic:
 
 
 class Synchronous(Periodic):
-    """One task at a time: as `Periodic`, but a task starts on a step when the task before it has done all of the step's rows."""
+    """Schedule of one task at a time: as `Periodic`, but a task starts on a step when the task before it has done all its rows."""
 
     is_streamed = False
 

@@ -60,7 +60,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of the costs: its field, where it is from, and the work that it stands for."""
+    """Number of the costs: its field, its origin, and the work that it stands for."""
 
     name: str
     seconds: float
@@ -78,7 +78,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Model:
-    """What costs are made from besides the configuration: the model's shapes, expected lengths, the hardware, and measurements.
+    """Inputs of costs besides the configuration: the model's shapes, expected lengths, the hardware, and measurements.
 
     `profiled`: rates that a profile has given, in place of the hardware's. `factors`: by field, the seconds that a run has
     measured, over those computed for its own cut. `measured`: seconds that do not depend on a cut.

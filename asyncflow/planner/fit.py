@@ -58,7 +58,7 @@ class Residual(msgspec.Struct, frozen=True):
         return f"{said}  noise {self.noise:5.0%}"
 
     def warning(self) -> str:
-        """What is wrong, in one sentence; "" where nothing is."""
+        """Sentence that says what is wrong; "" where nothing is."""
         if not self.is_bad:
             return ""
         word = "longer" if self.worst > 0 else "shorter"

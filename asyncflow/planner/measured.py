@@ -89,7 +89,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def warnings(self) -> list[str]:
-        """One sentence for each piece that the costs describe badly."""
+        """Sentences, one for each piece that the costs describe badly."""
         return [said for each in self.residuals if (said := each.warning())]
 
     def lines(self) -> list[str]:

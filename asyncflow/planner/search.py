@@ -296,7 +296,7 @@ def _maker(
 
 
 def _divided(config: Config, part: int) -> Config:
-    """One part of a half's configuration, unchecked."""
+    """Configuration of one of `part` equal parts of a half, unchecked."""
     layout = config.plan.train.model_copy(update={"dp": max(1, config.layout.dp // part)})
     return config.model_copy(
         update={

@@ -259,8 +259,8 @@ class CheckpointWriter:
         is_first: bool,
         part: str = TRAINER_DIR,
     ) -> None:
-        """Of a run that begins with step `first`. `is_first`: of the leaders, the one that talks with the driver. `part`: where in
-        a checkpoint the engine's state goes."""
+        """`first`: step that the run begins with. `is_first`: whether it is the leader that talks with the driver. `part`: folder
+        of the checkpoint that the engine's state goes to."""
         self._part, self._is_first = part, is_first
         self._saves, self._engine, self._spans = saves, engine, spans
         self._checkpoints, self._settings, self._last = checkpoints_of(config), config.checkpoint, config.run.steps
