@@ -47,7 +47,7 @@ from figures import Figure, finish, parser, run_name, runs_folder
 from lognormal import make_model
 from whole_runs import Run, run_real, run_sleeping
 
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 
 RUNGS = {"synchronous": "one task at a time", "periodic": "streaming through the queue", "delayed": "delayed update"}
 PAPER = {"synchronous": 1.0, "periodic": 2.01, "delayed": 2.74}

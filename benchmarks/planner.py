@@ -35,7 +35,7 @@ from lognormal import make_model
 
 from asyncflow.config import Config, parse
 from asyncflow.control import SCHEDULES
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner.measured import (
     Measurement,
     Prediction,

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from asyncflow.engines.base import Response, SampleKey, Sampling, TrainEngineOptions
-from asyncflow.engines.sleeping import Costs, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.costs import Costs
+from asyncflow.engines.sleeping import SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.types import Array
 
 WORDS = 32

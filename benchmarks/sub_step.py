@@ -24,7 +24,7 @@ from pathlib import Path
 from figures import Figure, finish, parser, run_name, runs_folder
 from whole_runs import Run, run_sleeping
 
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncflow.config import parse
-from asyncflow.engines.sleeping import Costs
+from asyncflow.engines.costs import Costs
 from asyncflow.run.job import Job
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.attribution import REASONS, attributed

@@ -20,7 +20,7 @@ from asyncflow.config import Config, load
 from asyncflow.types import UserError
 
 if TYPE_CHECKING:
-    from asyncflow.engines.sleeping import Costs
+    from asyncflow.engines.costs import Costs
     from asyncflow.simulation.seeds import Outcome
 
 
@@ -57,7 +57,7 @@ def simulate(
 
 
 def _costs(path: Path | None) -> Costs:
-    from asyncflow.engines.sleeping import Costs
+    from asyncflow.engines.costs import Costs
 
     if path is None:
         return Costs()

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from asyncflow.config import Config
 from asyncflow.engines.cores import Contention
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner.hardware import Hardware, Rates
 from asyncflow.run.factories import devices_each, make_algorithm
 from asyncflow.run.memory import Shapes

@@ -17,7 +17,7 @@ from asyncflow.config import Config
 from asyncflow.control import SCHEDULES
 from asyncflow.control.schedule import Schedule
 from asyncflow.engines.base import SampleKey
-from asyncflow.engines.sleeping import Costs
+from asyncflow.engines.costs import Costs
 from asyncflow.registry import build
 from asyncflow.run.factories import tasks_before_training, update_plan
 from asyncflow.types import Array

@@ -23,7 +23,8 @@ import numpy as np
 
 from asyncflow.config import Config, load, parse
 from asyncflow.engines.cores import Contention
-from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN, Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
+from asyncflow.engines.sleeping import CRITIC, REFERENCE, ROLLOUT, TRAIN
 from asyncflow.loops.samples import VALUES_TASK
 from asyncflow.planner.contention import BusyWorkers, alone, factors_of, fit_slowdown
 from asyncflow.planner.fit import Fit, Residual, TimedWork, fit, residual

@@ -27,7 +27,7 @@ from plotly.offline import get_plotlyjs
 
 from asyncflow.config import Config
 from asyncflow.devices import CPU, kind_of
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.model_folder import read_json
 from asyncflow.planner import cost, hardware
 from asyncflow.planner.cost import Model, cut_of_rollout

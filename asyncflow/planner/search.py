@@ -24,8 +24,8 @@ import msgspec
 from asyncflow.config import Config, parse
 from asyncflow.control import SCHEDULES
 from asyncflow.control.schedule import Schedule
+from asyncflow.engines.costs import Costs
 from asyncflow.engines.families import check_layout
-from asyncflow.engines.sleeping import Costs
 from asyncflow.planner import cost
 from asyncflow.planner.bounds import Bound, bound
 from asyncflow.planner.cost import Estimate, Figure, Model, Moments, cut_of_rollout

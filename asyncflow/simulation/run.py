@@ -29,7 +29,8 @@ from asyncflow.cluster.simulated import SimulatedCluster
 from asyncflow.cluster.wire import SimulatedPeer, Wire
 from asyncflow.config import Config, parse
 from asyncflow.engines.cores import Cores
-from asyncflow.engines.sleeping import REFERENCE, Costs, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.costs import Costs
+from asyncflow.engines.sleeping import REFERENCE, SleepingCritic, SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.loops.evaluation import EVALUATORS, Row
 from asyncflow.loops.samples import VALUES_TASK, Prompt
 from asyncflow.rewards.base import RewardFailure, Sample, Score

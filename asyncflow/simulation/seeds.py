@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncflow.config import Config, parse
-from asyncflow.engines.sleeping import Costs
+from asyncflow.engines.costs import Costs
 from asyncflow.simulation.run import NO_FAULTS, Simulated, drawn_faults, simulate
 from asyncflow.telemetry.idle import idle_ratios
 from asyncflow.types import RunError

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from asyncflow.engines.sleeping import Costs
+from asyncflow.engines.costs import Costs
 from asyncflow.telemetry.idle import busy_and_idle
 from asyncflow.telemetry.profile import costs
 from asyncflow.telemetry.trace import read_spans

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncflow.config import Config, parse
 from asyncflow.control import SCHEDULES
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.registry import build
 from asyncflow.run.factories import make_algorithm
 

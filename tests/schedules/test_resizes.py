@@ -6,7 +6,7 @@ import pytest
 
 from asyncflow.cluster.faults import Faults, Resize
 from asyncflow.config import parse
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.simulation.run import Simulated, simulate
 from asyncflow.telemetry.idle import busy_and_idle
 from tests.depth import in_gate

@@ -10,7 +10,7 @@ import pytest
 
 from asyncflow.cluster.faults import Faults, Resize
 from asyncflow.config import Config, parse
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.loops.rollout import share_of
 from asyncflow.simulation.run import Simulated, drawn_faults, simulate
 from asyncflow.telemetry.spans import Span

@@ -9,7 +9,7 @@ import pytest
 
 from asyncflow.cluster.faults import Faults, Hangs
 from asyncflow.config import parse
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.simulation.run import NO_FAULTS, Simulated, simulate
 from tests.depth import deep, in_gate
 

@@ -12,7 +12,8 @@ import pytest
 
 from asyncflow.cluster.clock import VirtualLoop
 from asyncflow.engines.base import MicroBatch, Response, SampleKey, Sampling
-from asyncflow.engines.sleeping import Costs, Lengths, SleepingRolloutEngine, SleepingTrainEngine
+from asyncflow.engines.costs import Costs, Lengths
+from asyncflow.engines.sleeping import SleepingRolloutEngine, SleepingTrainEngine
 from asyncflow.types import Ragged
 
 COSTS = Costs(

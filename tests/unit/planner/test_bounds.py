@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asyncflow.config import Config, load
-from asyncflow.engines.sleeping import Costs, Lengths
+from asyncflow.engines.costs import Costs, Lengths
 from asyncflow.planner.bounds import bound
 from asyncflow.planner.graph import Drawn, Graph, Task, graph
 from asyncflow.simulation.run import simulate

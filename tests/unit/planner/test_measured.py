@@ -10,7 +10,8 @@ import pytest
 
 from asyncflow.config import Config, dump, load
 from asyncflow.engines.cores import Contention
-from asyncflow.engines.sleeping import Costs, Lengths, SampleKey
+from asyncflow.engines.costs import Costs, Lengths
+from asyncflow.engines.sleeping import SampleKey
 from asyncflow.planner.measured import fitted, lengths_of, lognormal, measured, of_layers, residuals, samples, what_if
 from asyncflow.run_dir import CONFIG_FILE
 from asyncflow.simulation.run import Simulated, simulate

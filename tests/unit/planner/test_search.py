@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncflow.config import Config, load
-from asyncflow.engines.sleeping import Lengths
+from asyncflow.engines.costs import Lengths
 from asyncflow.planner import search as module
 from asyncflow.planner.cost import Model
 from asyncflow.planner.hardware import find

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncflow.engines.sleeping import Costs
+from asyncflow.engines.costs import Costs
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.attribution import REASONS, attributed, exposed_weights
 from asyncflow.telemetry.gantt import step_ends

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncflow.control import SCHEDULES
-from asyncflow.engines.sleeping import Costs
+from asyncflow.engines.costs import Costs
 from asyncflow.simulation.run import simulate
 from asyncflow.telemetry.gantt import BARS_IN_VIEW
 from asyncflow.telemetry.idle import busy_and_idle
