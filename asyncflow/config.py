@@ -7,12 +7,13 @@ Unknown or contradictory keys are errors of one sentence.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from asyncflow.devices import PATTERN
 from asyncflow.settings import Choice, Chosen, Section, apply_override, checked, from_yaml, read_yaml, to_yaml
@@ -25,6 +26,7 @@ Device = Annotated[str, Field(pattern=PATTERN)]
 Finite = Annotated[float, Field(gt=0, lt=math.inf)]
 Weight = Annotated[float, Field(gt=-math.inf, lt=math.inf)]
 """Of a reward; below 0 it is a penalty."""
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
 TAKEN_NAMES = {"mean", "std", "zero_std_groups"}
 """Of metrics, `reward/mean` and so on."""
@@ -32,13 +34,25 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 """How much of a running mean stays at each step."""
 
 
+def _regular(pattern: str) -> str:
+    """Check that a text is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_regular)]
+
+
 class RunConfig(Section):
     name: str = "run"
     """The run's folder below `dir`."""
     dir: Path = Path("runs")
     """The folder of all runs."""
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    """Decides the order of the data and the sampling noise."""
+    seed: Seed = 0
+    """Decides the order of the data and the sampling noise, unless `data.seed` and `rollout.seed` do."""
     steps: PositiveInt = 100
     """Optimiser steps."""
     overwrite: bool = False
@@ -80,6 +94,8 @@ class DataConfig(Section):
     """Leave out rows whose prompt is longer, and say how many. None: a prompt that is too long for the model is an error."""
     limit: PositiveInt | None = None
     """Use only so many rows, from the first on. A generated set has 20,000 rows unless told otherwise."""
+    seed: Seed | None = None
+    """Decides the order of the data, and what a generated set holds. None: `run.seed`."""
 
     @model_validator(mode="after")
     def _possible(self) -> DataConfig:
@@ -199,6 +215,16 @@ class RolloutConfig(Section):
     """Responses per prompt."""
     temperature: Finite = 1.0
     """What logits are divided by before a token is sampled."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens alone, as few as have this probability together. 1: from all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from so many of the likeliest tokens alone. 0: from all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Sample from tokens alone that are at least so many times as likely as the likeliest one. 0: from all."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a response, besides the model's end tokens. The token that completes one is the response's last."""
+    seed: Seed | None = None
+    """Decides the sampling noise. None: `run.seed`."""
     max_new_tokens: PositiveInt = 256
     """Tokens of a response at most; one that is cut off there has not finished."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -212,6 +238,11 @@ class RolloutConfig(Section):
     kv_on_install: Literal["keep", "recompute"] = "keep"
     """Whether keys and values of a response under way stay as they are when new weights are installed, or are computed again."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are sampled from a part of the model's distribution."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 class CriticConfig(Section):
     """Model of values, where the algorithm has one. What is not set here is as for the policy."""
@@ -221,7 +252,7 @@ class CriticConfig(Section):
     learning_rate: Finite = 1e-5
     """Of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Updates over which the learning rate rises linearly; constant after that."""
+    """Updates over which the learning rate rises linearly; then it goes by `train.learning_rate_schedule`."""
     device: Device = "cpu"
     """Where it computes: `cpu`, `cuda`, `cuda:1`."""
 
@@ -261,13 +292,21 @@ class TrainConfig(Section):
     learning_rate: Finite = 1e-6
     """Of AdamW, after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Updates over which the learning rate rises linearly; constant after that."""
+    """Updates over which the learning rate rises linearly."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: constant, or falling to `min_learning_rate` until the run's last update."""
+    min_learning_rate: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
+    """Where a falling learning rate ends. The critic's ends at the same fraction of its own."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments."""
+    epsilon: Finite = 1e-8
+    """Of AdamW: what the root of the second moment is increased by, which bounds the update of a parameter with small gradients."""
     weight_decay: Annotated[float, Field(ge=0, lt=math.inf)] = 0.0
     """Of AdamW, decoupled from the gradient."""
-    max_grad_norm: Finite = 1.0
-    """A gradient whose norm is larger is scaled down to it."""
+    no_weight_decay: tuple[Pattern, ...] | None = None
+    """Regular expressions: a parameter in whose name one is found has no weight decay. None: biases and norms have none."""
+    max_grad_norm: Finite | None = 1.0
+    """A gradient whose norm is larger is scaled down to it. None: none is."""
     pipeline_micro_batches: PositiveInt = 4
     """With `plan.train.pp` above 1: micro-batches that go through the pipeline together, at least: groups are whole."""
     pipeline_fill: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -476,6 +515,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
+        if self.train.min_learning_rate > self.train.learning_rate:
+            raise ValueError(
+                f"train.min_learning_rate={self.train.min_learning_rate:g} is more than train.learning_rate="
+                f"{self.train.learning_rate:g}, from which the learning rate falls: take less"
+            )
         for task, count, key, place in (
             ("reward", self.plan.reward.num_workers, "reward.place", self.reward.place),
             ("reference", self.plan.reference.num_workers, "train.reference", self.train.reference),
@@ -524,6 +568,16 @@ class Config(Section):
     def evaluators_device(self) -> str:
         """Device on which each evaluator generates."""
         return self.eval.device or self.rollout.device
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the order of the data."""
+        return self.run.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def sampling_seed(self) -> int:
+        """Seed of the sampling noise."""
+        return self.run.seed if self.rollout.seed is None else self.rollout.seed
 
     @property
     def layout(self) -> Layout:

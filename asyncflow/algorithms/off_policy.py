@@ -101,16 +101,27 @@ class ImportanceWeights:
         }
 
 
-def default_correction(old: Old, max_staleness: int) -> Correction:
-    """Correction of a run that sets none: `none` while the old policy (`train.old`) is the one that sampled, else `decoupled`."""
-    return "none" if max_staleness <= SAMPLED_UP_TO.get(old, max_staleness) else "decoupled"
+def default_correction(old: Old, max_staleness: int, *, is_truncated: bool = False) -> Correction:
+    """Correction of a run that sets none: `none` while the old policy (`train.old`) is the one that sampled, else `decoupled`.
+
+    `is_truncated`: the engine samples from the likeliest tokens only (`rollout.top_p` and its like); then `truncated` for `none`.
+    """
+    if max_staleness > SAMPLED_UP_TO.get(old, max_staleness):
+        return "decoupled"
+    return "truncated" if is_truncated and old != "rollout" else "none"
 
 
-def check_correction(correction: Correction, old: Old, max_staleness: int) -> None:
+def check_correction(correction: Correction, old: Old, max_staleness: int, *, is_truncated: bool = False) -> None:
     """Check that the old policy (`train.old`) is one that the correction is right with, for rows of so many versions.
 
-    Raises `UserError` if it would leave staleness uncorrected, or correct what the ratio corrects already.
+    `is_truncated`: see `default_correction`. Raises `UserError` if it would leave uncorrected what the old policy is not right for,
+    or correct what the ratio corrects already.
     """
+    if correction == "none" and is_truncated and old != "rollout":
+        raise UserError(
+            f"rollout.top_p, top_k and min_p have tokens drawn from a part of the policy's distribution, which train.old={old} is "
+            f"not, and algorithm.correction is none: take correction=truncated, or train.old=rollout."
+        )
     limit = SAMPLED_UP_TO.get(old, max_staleness)
     if correction == "none" and max_staleness > limit:
         raise UserError(

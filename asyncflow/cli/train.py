@@ -96,7 +96,7 @@ async def _dry_run(config: Config) -> None:
     for line in data:
         print(f"data       {line}")
     if line := _correction(config):
-        print(f"staleness  {line}")
+        print(f"off-policy {line}")
     for line in advice(config):
         print(f"advice     {line}")
     print(f"each step  {config.train.prompts_per_step} prompts x {config.rollout.group_size} responses = {rows} rows")
@@ -118,14 +118,17 @@ async def _dry_run(config: Config) -> None:
 
 
 def _correction(config: Config) -> str:
-    """Description of how a run weighs samples of older versions, where its schedule has any; "" elsewhere."""
+    """Description of how a run weighs samples of older versions, or of truncated sampling, where it has any; "" elsewhere."""
     from asyncflow.run.factories import make_algorithm, make_schedule
 
     staleness = make_schedule(config).max_staleness
     algorithm = make_algorithm(config)
-    if not staleness:
+    whys = [f"samples are up to {staleness} versions old"] if staleness else []
+    if config.rollout.is_truncated:
+        whys.append("tokens are drawn from the likeliest alone")
+    if not whys:
         return ""
-    return f"samples are up to {staleness} versions old; algorithm.correction={algorithm.correction}, train.old={config.train.old}"
+    return f"{' and '.join(whys)}; algorithm.correction={algorithm.correction}, train.old={config.train.old}"
 
 
 def _evaluators(config: Config) -> str:

@@ -28,10 +28,24 @@ class Sampling:
     """Settings for drawing the tokens of a response.
 
     `temperature` 0 means greedy decoding. `max_new_tokens` limits one response. The end tokens come from the model's own files.
+
+    A token is drawn from those that `min_p`, `top_k` and `top_p` leave, in this order: those at least `min_p` times as likely as
+    the likeliest one; the `top_k` likeliest (0: all); of these, the likeliest, as few as have the part `top_p` of their
+    probability. Tokens as likely as the last one that is left are left, too. A response ends with the token that completes one of
+    the texts `stop`, in the text of its tokens without special ones.
     """
 
     temperature: float = 1.0
     max_new_tokens: int = 64
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never drawn, however likely the model finds them."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +65,8 @@ class Response:
     """Finished response of L tokens.
 
     token_ids int64 [L], the end token included when it was reached; logprobs float32 [L], under the distribution that was sampled
-    from (with the temperature applied; temperature 1 under greedy decoding); version_spans int64 [spans, 2], rows of (first token
-    offset, policy version), ascending, first offset 0.
+    from (temperature and truncation applied; under greedy decoding temperature 1); version_spans int64 [spans, 2], rows of (first
+    token offset, policy version), ascending, first offset 0.
     """
 
     sample: int
@@ -227,12 +241,17 @@ class FrozenOptions:
     offload: bool
 
 
+LearningRateSchedule = Literal["constant", "linear", "cosine"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainEngineOptions:
     """Options that every train engine takes. config.py lists the allowed values and the defaults.
 
-    `learning_rate` rises linearly over the first `warmup_steps` updates and is constant then. `weight_decay` applies to matrices,
-    not to biases and norms. `temperature` is the rollout's sampling temperature: the policy's distribution is the one that was
+    `learning_rate` rises linearly over the first `warmup_steps` updates; then it goes by `learning_rate_schedule`, to
+    `min_learning_rate` after `num_updates` of them. `weight_decay` applies to parameters in whose names none of the regular
+    expressions `no_weight_decay` is found (None: to matrices, not to biases and norms). `max_grad_norm` None: gradients are not
+    clipped. `temperature` is the rollout's sampling temperature: the policy's distribution is the one that was
     sampled from. `seed` is for losses that draw random numbers. The forward and backward passes compute in `dtype`; weights,
     gradient sums and optimiser state are float32 or wider. At most `log_prob_chunk_tokens` rows of logits exist at a time.
     `num_threads`: threads that compute on the CPU.
@@ -251,9 +270,14 @@ class TrainEngineOptions:
     pipeline_fill: float
     learning_rate: float
     warmup_steps: int
+    learning_rate_schedule: LearningRateSchedule
+    min_learning_rate: float
+    num_updates: int
     betas: tuple[float, float]
+    epsilon: float
     weight_decay: float
-    max_grad_norm: float
+    no_weight_decay: Sequence[str] | None
+    max_grad_norm: float | None
     temperature: float
     seed: int
     device: str

@@ -29,7 +29,6 @@ from asyncflow.engines.base import (
     Response,
     RolloutEngine,
     SampleKey,
-    Sampling,
     TrainEngine,
 )
 from asyncflow.loops.admissions import Admissions
@@ -124,7 +123,7 @@ async def feed(
 async def produce(by: Producer, leased: Leased, request: GroupRequest, on_generated: Callable[[], None]) -> None:
     """Produce one group: generate, score each response as soon as it is there, and enqueue the scored ones."""
     samples = [row - row_index(request.meta.group, 0, by.shape.group_bits) for row in request.rows]
-    sampling = Sampling(temperature=request.temperature, max_new_tokens=by.shape.max_new_tokens)
+    sampling = by.shape.sampling(request.temperature)
     key, prompt = SampleKey(by.shape.seed, request.meta.group), by.scoring.decode(request.prompt_ids)
     scored = ScoredRows(len(samples))
     async with asyncio.TaskGroup() as scoring:

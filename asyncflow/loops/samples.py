@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from asyncflow.control.ledger import Consumed, num_to_admit
-from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response
+from asyncflow.engines.base import MicroBatch, MicroBatchResult, Response, Sampling
 from asyncflow.rewards.base import Sample, Score
 from asyncflow.telemetry.metrics import GroupFigures
 from asyncflow.transfer_queue.client import Leased
@@ -148,6 +148,14 @@ class Shape:
     skips_zero_advantages: bool = False
     max_candidates: int | None = None  # of a step, where it chooses its prompts among them
     oversampling: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    def sampling(self, temperature: float) -> Sampling:
+        """Settings of an engine for a group that is sampled at `temperature`."""
+        return Sampling(temperature, self.max_new_tokens, self.top_p, self.top_k, self.min_p, self.stop)
 
     @property
     def numbers_per_step(self) -> int:

@@ -64,7 +64,7 @@ class Drawn:
     def of(cls, config: Config, costs: Costs, steps: int) -> Drawn:
         """Lengths of the first `steps` steps of a run without candidates."""
         prompts, group, most = config.train.prompts_per_step, config.rollout.group_size, config.rollout.max_new_tokens
-        keys = [SampleKey(config.run.seed, prompt) for prompt in range(steps * prompts)]
+        keys = [SampleKey(config.sampling_seed, prompt) for prompt in range(steps * prompts)]
         drawn = [costs.lengths.draw(key, sample, most)[0] for key in keys for sample in range(group)]
         return cls(np.array(drawn, np.int64).reshape(steps, prompts, group))
 

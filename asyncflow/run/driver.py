@@ -156,9 +156,9 @@ class Driver:
     def _make_order(self, prepared: Prepared, resumed: Resumed | None) -> tuple[SeededOrder[Prompt], Admissions]:
         """The order of the data, and what enters the queue at each step."""
         if resumed is None:
-            source = SeededOrder(prepared.prompts, self.config.run.seed, 0)
+            source = SeededOrder(prepared.prompts, self.config.data_seed, 0)
             return source, Admissions(source, self.schedule, self.shape)
-        source = SeededOrder(prepared.prompts, self.config.run.seed, resumed.state.position)
+        source = SeededOrder(prepared.prompts, self.config.data_seed, resumed.state.position)
         source.push([as_prompt(prompt) for prompt in resumed.state.pushed])
         columns = {column.name for column in self.queue.schema.columns}
         return source, Admissions(

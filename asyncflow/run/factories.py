@@ -56,7 +56,7 @@ def shape_of(config: Config) -> Shape:
         prompts_per_step=prompts,
         group_size=config.rollout.group_size,
         group_bits=group_bits_for(largest),
-        seed=config.run.seed,
+        seed=config.sampling_seed,
         temperature=config.rollout.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
         rows_per_micro_batch=config.train.responses_per_micro_batch or config.rollout.group_size,
@@ -66,6 +66,10 @@ def shape_of(config: Config) -> Shape:
         skips_zero_advantages=config.train.skip_zero_advantages,
         max_candidates=most,
         oversampling=config.train.oversampling,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        min_p=config.rollout.min_p,
+        stop=config.rollout.stop,
     )
 
 
@@ -138,8 +142,13 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
         pipeline_fill=train.pipeline_fill,
         learning_rate=train.learning_rate,
         warmup_steps=train.warmup_steps,
+        learning_rate_schedule=train.learning_rate_schedule,
+        min_learning_rate=train.min_learning_rate,
+        num_updates=max(0, config.run.steps - algorithm.held_steps) * train.epochs * train.mini_batches,
         betas=train.betas,
+        epsilon=train.epsilon,
         weight_decay=train.weight_decay,
+        no_weight_decay=train.no_weight_decay,
         max_grad_norm=train.max_grad_norm,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
@@ -161,12 +170,14 @@ def train_engine_options(config: Config) -> TrainEngineOptions:
 
 def critic_options(config: Config) -> TrainEngineOptions:
     """Options of the critic's engine: one model on one device, without old policy or reference."""
-    critic = config.train.critic
+    train, critic = config.train, config.train.critic
     return replace(
         train_engine_options(config),
         layout=Layout(),
         learning_rate=critic.learning_rate,
         warmup_steps=critic.warmup_steps,
+        min_learning_rate=critic.learning_rate * train.min_learning_rate / train.learning_rate,
+        num_updates=config.run.steps * train.epochs * train.mini_batches,
         device=critic.device,
         old="current",
         is_corrected=False,
@@ -189,13 +200,14 @@ def make_algorithm(config: Config) -> Algorithm:
     schedule = make_schedule(config)
     old, options = config.train.old, config.algorithm.options
     if config.algorithm.name in ALGORITHMS:
-        options = {"correction": default_correction(old, schedule.max_staleness), **options}
+        correction = default_correction(old, schedule.max_staleness, is_truncated=config.rollout.is_truncated)
+        options = {"correction": correction, **options}
     algorithm: Algorithm = build("algorithm", config.algorithm.name, options, ALGORITHMS)
     own = f"the algorithm {config.algorithm.name}"
     _check_contract(own, algorithm, Algorithm, (*TRAINED, "needs_reference", "correction", "is_token_local"))
     if algorithm.critic is not None:
         _check_contract(f"the critic of {own}", algorithm.critic, Critic, TRAINED)
-    check_correction(algorithm.correction, old, schedule.max_staleness)
+    check_correction(algorithm.correction, old, schedule.max_staleness, is_truncated=config.rollout.is_truncated)
     return algorithm
 
 

@@ -42,7 +42,7 @@ def read_source(config: Config, split: Split) -> DataRows:
     else:
         assert held_out.path is not None
         path, named, subset, limit = held_out.path, held_out.split, held_out.subset or data.subset, held_out.num_prompts
-    rows = load_rows(path, seed=config.run.seed, split=split, limit=limit, named=named, subset=subset)
+    rows = load_rows(path, seed=config.data_seed, split=split, limit=limit, named=named, subset=subset)
     return source_of(config, rows, path)
 
 

@@ -81,7 +81,9 @@ class TrainingChecks:
                 self._skipped(task, f"{which}step {totals.step}", totals, update, rows)
 
     def look_at_metrics(self, row: Mapping[str, float]) -> None:
-        """Look at a step's metrics. Says once that the two engines do not compute the same."""
+        """Look at a step's metrics. Says once that the two engines do not compute the same, where they are to."""
+        if self._config.rollout.is_truncated:
+            return  # the rollout engine's distribution is a part of the policy's
         has_fresh = "mismatch/kl" in row
         name, most = ("mismatch/kl", LARGE_MISMATCH) if has_fresh else ("policy/rollout_kl", LARGE_ROLLOUT_KL)
         divergence = row.get(name, 0.0)

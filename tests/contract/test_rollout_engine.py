@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from asyncflow.engines.base import Response, RolloutEngine, SampleKey, Sampling
 from asyncflow.engines.rollout import ROLLOUT_ENGINES
@@ -208,6 +209,9 @@ async def test_responses_arrive_as_they_end(opened: Opened) -> None:
         (np.array([373]), Sampling()),
         (PROMPT, Sampling(max_new_tokens=0)),
         (PROMPT, Sampling(temperature=-1.0)),
+        (PROMPT, Sampling(top_p=0.0)),
+        (PROMPT, Sampling(min_p=1.0)),
+        (PROMPT, Sampling(stop=("",))),
     ],
 )
 async def test_impossible_requests_are_refused(opened: Opened, prompt: np.ndarray, sampling: Sampling) -> None:
@@ -219,6 +223,39 @@ async def test_impossible_requests_are_refused(opened: Opened, prompt: np.ndarra
 async def test_a_full_context_is_allowed(opened: Opened) -> None:
     async with opened() as engine:
         assert len((await responses(engine, (0,), CONTEXT - len(PROMPT)))[0].token_ids) == CONTEXT - len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.7, "min_p": 0.01}], ids=lambda cut: "-".join(cut)
+)
+async def test_log_probs_are_those_of_the_tokens_that_truncation_leaves(
+    opened: Opened, is_model: None, own_device: str, cut: dict[str, Any]
+) -> None:
+    async with opened() as engine:
+        stream = engine.generate(PROMPT, samples=range(3), sampling=Sampling(0.8, 30, **cut), key=KEY)
+        made = [response async for response in stream]
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for response in made:
+        tokens = torch.tensor(np.concatenate([PROMPT, response.token_ids]))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, len(PROMPT) - 1 : -1] / 0.8
+        for name, warper in (("min_p", MinPLogitsWarper), ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)):
+            logits = warper(cut[name])(None, logits) if name in cut else logits
+        expected = logits.log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0].numpy()
+        assert np.abs(expected - response.logprobs).max() < (1e-4 if own_device == "cpu" else 1e-2)
+
+
+async def test_a_response_ends_with_its_stop_string(opened: Opened, is_model: None) -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    async with opened() as engine:
+        whole = (await responses(engine, (0,), 40))[0].token_ids.tolist()
+        texts = [tokenizer.decode(whole[: n + 1]) for n in range(len(whole))]
+        stop = texts[19][-3:]
+        count = next(n + 1 for n, text in enumerate(texts) if stop in text)
+        stream = engine.generate(PROMPT, samples=[0], sampling=Sampling(1.0, 40, stop=("\u2603", stop)), key=KEY)
+        (ended,) = [response async for response in stream]
+        assert ended.token_ids.tolist() == whole[:count] and ended.finish_reason == "stop"
+        assert len(ended.logprobs) == count
 
 
 @pytest.mark.smoke

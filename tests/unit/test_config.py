@@ -16,7 +16,9 @@ from asyncflow.run.factories import (
     make_algorithm,
     num_devices,
     queue_schema,
+    shape_of,
     tasks_before_training,
+    train_engine_options,
     weights_need_key,
 )
 from asyncflow.run.prepare import check_choices
@@ -57,6 +59,10 @@ def write(folder: Path, text: str) -> Path:
         ({"train": {"learning_rate": 0.0}}, "train.learning_rate: Input should be greater than 0, not 0.0"),
         ({"train": {"max_grad_norm": float("inf")}}, "train.max_grad_norm: Input should be less than inf, not inf"),
         ({"train": {"betas": [0.9, 1]}}, "train.betas.1: Input should be less than 1, not 1"),
+        ({"train": {"no_weight_decay": ["norm", "("]}}, "no_weight_decay.1: .* is no regular expression"),
+        ({"train": {"learning_rate": 1e-6, "min_learning_rate": 1e-5}}, "train.min_learning_rate=1e-05 is more than"),
+        ({"rollout": {"top_p": 0.0}}, "rollout.top_p: Input should be greater than 0, not 0.0"),
+        ({"rollout": {"stop": [""]}}, "rollout.stop.0: String should have at least 1 character"),
         ({"rollout": {"temperature": float("nan")}}, "rollout.temperature: Input should be less than inf, not nan"),
         ({"train": {"log_prob_chunk_tokens": 0}}, "train.log_prob_chunk_tokens: Input should be greater than 0, not 0"),
         ({"train": {"old": "older"}}, "train.old: Input should be 'current', 'step_start', 'previous' or 'rollout', not 'older'"),
@@ -80,7 +86,7 @@ def test_several_mistakes_are_all_said() -> None:
     assert str(caught.value).split("; ") == [
         "'model' is missing",
         "unknown key 'data.x': known here are path, subset, split, prompt_template, prompt_column, answer_column, chat_template, "
-        "chat_template_options, max_prompt_tokens, limit",
+        "chat_template_options, max_prompt_tokens, limit, seed",
         "unknown key 'runn': did you mean 'run'?",
     ]
 
@@ -508,3 +514,33 @@ def test_rewards_are_one_scorer_or_several_and_perhaps_a_model() -> None:
     ):
         with pytest.raises(UserError, match=re.escape(words)):
             parse({**NEEDED, "reward": reward})
+
+
+def test_seeds_of_data_and_noise_are_the_runs_unless_they_are_given() -> None:
+    config = parse({**NEEDED, "run": {"seed": 3}})
+    assert (config.data_seed, config.sampling_seed) == (3, 3)
+    config = parse({**NEEDED, "run": {"seed": 3}, "data": {"path": "d", "seed": 0}, "rollout": {"seed": 5}})
+    assert (config.data_seed, config.sampling_seed, shape_of(config).seed) == (0, 5, 5)
+
+
+def test_a_falling_learning_rate_ends_with_the_last_update_of_each_model() -> None:
+    train = {"learning_rate": 1e-4, "min_learning_rate": 1e-5, "epochs": 2, "old": "step_start", "critic": {"learning_rate": 1e-3}}
+    config = parse(
+        {**NEEDED, "run": {"steps": 10}, "algorithm": {"name": "ppo", "held_steps": 3}, "train": {**train, "reference": "task"}}
+    )
+    policy, critic = train_engine_options(config), critic_options(config)
+    assert (policy.num_updates, critic.num_updates) == (14, 20)
+    assert critic.min_learning_rate == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_truncated_sampling_is_corrected_for_unless_the_ratio_does_it(cut: dict[str, float]) -> None:
+    for old, schedule, correction in (
+        ("current", "periodic", "truncated"),
+        ("rollout", "periodic", "none"),
+        ("current", "delayed", "decoupled"),
+    ):
+        tree = {**NEEDED, "rollout": cut, "train": {"old": old}, "schedule": schedule}
+        assert make_algorithm(parse(tree)).correction == correction
+    with pytest.raises(UserError, match=r"drawn from a part of the policy's distribution.*take correction=truncated"):
+        make_algorithm(parse({**NEEDED, "rollout": cut, "algorithm": {"name": "grpo", "correction": "none"}}))

@@ -16,7 +16,8 @@ def check_request(prompt_ids: Array, sampling: Sampling, *, vocab_size: int, max
     """Raises `ValueError` for an empty prompt, an unknown token, impossible sampling, or more tokens than the context has."""
     if not len(prompt_ids) or prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size:
         raise ValueError(f"the prompt of {len(prompt_ids)} tokens is empty or has a token outside 0..{vocab_size - 1}")
-    if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf:
+    is_possible = 0 < sampling.top_p <= 1 and sampling.top_k >= 0 and 0 <= sampling.min_p < 1 and all(sampling.stop)
+    if sampling.max_new_tokens < 1 or not 0 <= sampling.temperature < np.inf or not is_possible:
         raise ValueError(f"impossible sampling: {sampling}")
     if len(prompt_ids) + sampling.max_new_tokens > max_context:
         raise ValueError(

@@ -41,6 +41,7 @@ from asyncflow.engines.rollout.deliveries import Deliveries
 from asyncflow.engines.rollout.probe import find_dependence
 from asyncflow.engines.rollout.sampling import stream_keys
 from asyncflow.engines.rollout.slots import SlotRequest, Slots
+from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.model_folder import end_token_ids
 from asyncflow.threads import ComputeThread
 from asyncflow.types import Array, TensorSpec, WeightSource
@@ -85,12 +86,14 @@ class SlotEngine(RolloutEngine):
         )
         decoder.install(load_tensors(model_path))
         stop_ids = end_token_ids(model_path) if stop_ids is None else stop_ids
+        self._stop_strings = StopStrings(model_path)
         self._slots = Slots(
             decoder,
             num_slots=num_slots,
             max_context=max_context,
             stop_ids=stop_ids,
             version=version,
+            stop_strings=self._stop_strings,
             recomputes=kv_on_install == "recompute",
         )
         self._is_closed = False
@@ -117,9 +120,12 @@ class SlotEngine(RolloutEngine):
     def generate(
         self, prompt_ids: Array, *, samples: Sequence[int], sampling: Sampling, key: SampleKey
     ) -> AsyncGenerator[Response, None]:
-        """See `RolloutEngine.generate`; also a `ValueError` for an empty prompt, an unknown token or impossible sampling."""
+        """See `RolloutEngine.generate`; also a `ValueError` for an empty prompt, an unknown token, impossible sampling, or stop
+        strings without a tokenizer."""
         prompt_ids = np.asarray(prompt_ids, np.int64)
         check_request(prompt_ids, sampling, vocab_size=self._vocab_size, max_context=self.max_context)
+        if sampling.stop:
+            self._stop_strings.load()
         return self._generate(prompt_ids, sampling, samples, stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)))
 
     async def _generate(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from asyncflow.engines.base import Response, Sampling, Timing
 from asyncflow.engines.rollout.decoder import Decoder
-from asyncflow.engines.rollout.sampling import draw_tokens, uniforms
+from asyncflow.engines.rollout.sampling import Truncation, draw_tokens, uniforms
+from asyncflow.engines.rollout.stop_strings import StopStrings
 from asyncflow.types import Array
 
 PREFILL_TOKENS = 256  # prompt tokens of one pass: enough for full speed, few enough to stay in the cache
@@ -44,11 +45,12 @@ class Slots:
         max_context: int,
         stop_ids: Iterable[int],
         version: int,
+        stop_strings: StopStrings,
         recomputes: bool = False,
     ) -> None:
         self.version, self._recomputes = version, recomputes
         self.is_paused = False
-        self._decoder, self._num_slots = decoder, num_slots
+        self._decoder, self._num_slots, self._stop_strings = decoder, num_slots, stop_strings
         self._is_stop = np.zeros(decoder.config.vocab_size, bool)
         self._is_stop[[token for token in stop_ids if token < len(self._is_stop)]] = True
         self._waiting: deque[SlotRequest] = deque()
@@ -58,6 +60,9 @@ class Slots:
         self._samples = np.zeros(num_slots, np.int64)
         self._keys = np.zeros(num_slots, np.uint64)
         self._temperatures = np.zeros(num_slots, np.float32)
+        self._top_ps = np.ones(num_slots, np.float32)
+        self._top_ks = np.zeros(num_slots, np.int64)
+        self._min_ps = np.zeros(num_slots, np.float32)
         self._prompt_lengths = np.zeros(num_slots, np.int64)
         self._counts = np.zeros(num_slots, np.int64)  # response tokens so far
         self._limits = np.zeros(num_slots, np.int64)
@@ -68,6 +73,7 @@ class Slots:
         self._next_timing = 0.0
         self._arrays = (
             *(self._samples, self._keys, self._temperatures, self._prompt_lengths, self._counts, self._limits),
+            *(self._top_ps, self._top_ks, self._min_ps),
             *(self._is_current, self._tokens, self._logprobs),
         )
 
@@ -185,10 +191,13 @@ class Slots:
         slots = slice(self._num_active, self._num_active + count)
         samples, keys = zip(*(request.pending.popleft() for _ in range(count)), strict=True)
         self._samples[slots], self._keys[slots] = samples, keys
-        self._temperatures[slots] = request.sampling.temperature
+        sampling = request.sampling
+        self._temperatures[slots] = sampling.temperature
+        left = (sampling.top_p, sampling.top_k, sampling.min_p) if sampling.is_truncated else (1.0, 0, 0.0)
+        self._top_ps[slots], self._top_ks[slots], self._min_ps[slots] = left
         self._prompt_lengths[slots] = len(request.prompt_ids)
         self._counts[slots] = 0
-        self._limits[slots] = request.sampling.max_new_tokens
+        self._limits[slots] = sampling.max_new_tokens
         self._is_current[slots] = True
         self._requests += [request] * count
         self._spans += [[(0, self.version)] for _ in range(count)]
@@ -198,13 +207,18 @@ class Slots:
         """Draw a token for the slots from `first` on, and deliver and free those that end with it."""
         slots = slice(first, first + len(logits_NV))
         counts = self._counts[slots]
-        tokens, logprobs = draw_tokens(logits_NV, self._temperatures[slots], uniforms(self._keys[slots], counts))
+        left = Truncation(self._top_ps[slots], self._top_ks[slots], self._min_ps[slots])
+        noise = uniforms(self._keys[slots], counts)
+        tokens, logprobs = draw_tokens(logits_NV, self._temperatures[slots], noise, None if left.is_none else left)
         if not np.isfinite(logprobs).all():
             raise RuntimeError("the model's logits are not finite: the installed weights are broken")
         rows = np.arange(slots.start, slots.stop)
         self._tokens[rows, counts], self._logprobs[rows, counts] = tokens, logprobs
         self._counts[slots] += 1
         is_stopped = self._is_stop[tokens]
+        for row, slot in enumerate(rows.tolist()):
+            if (stop := self._requests[slot].sampling.stop) and not is_stopped[row]:
+                is_stopped[row] = self._stop_strings.are_completed(self._tokens[slot, : self._counts[slot]], stop)
         for row in np.flatnonzero(is_stopped | (self._counts[slots] == self._limits[slots]))[::-1]:
             self._finish(first + int(row), "stop" if is_stopped[row] else "length")
 

@@ -1,14 +1,17 @@
-"""AdamW with warm-up and clip: from a step's gradients to the next weights.
+"""AdamW with a learning-rate schedule and a clip: from a step's gradients to the next weights.
 
     gradients, their norm (accumulate.py) -> clip -> AdamW at this update's learning rate -> parameters, in place
 
-The number of updates is part of the state, as the moments are: the warm-up depends on it.
+The number of updates is part of the state, as the moments are: the learning rate depends on it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from operator import not_
 from typing import Final
 
 import torch
@@ -29,23 +32,25 @@ class Optimizer:
         self.num_updates = 0
         self._host: dict[tuple[nn.Parameter, str], Tensor] = {}  # offloaded state
         self._parameters = parameters
-        self._learning_rate, self._warmup_steps = options.learning_rate, options.warmup_steps
-        self._max_grad_norm = options.max_grad_norm
+        self._options = options
+        self._max_grad_norm = math.inf if options.max_grad_norm is None else options.max_grad_norm
         self._offloads = options.offload_optimizer and any(p.device.type != "cpu" for p in parameters.values())
+        decays = [has_weight_decay(name, p, options.no_weight_decay) for name, p in parameters.items()]
         self.adamw = torch.optim.AdamW(
             [
-                {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": options.weight_decay},
-                {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
+                {"params": list(compress(parameters.values(), decays)), "weight_decay": options.weight_decay},
+                {"params": list(compress(parameters.values(), map(not_, decays))), "weight_decay": 0.0},
             ],
             lr=options.learning_rate,
             betas=options.betas,
+            eps=options.epsilon,
             foreach=True,
         )
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
-        return self._learning_rate * min(1.0, (self.num_updates + 1) / max(1, self._warmup_steps))
+        return learning_rate_at(self.num_updates, self._options)
 
     def update(self, gradients: list[Tensor], grad_norm: float) -> OptimResult:
         """Clip `gradients`, which the parameters' `.grad` holds and whose norm is `grad_norm`, and update the parameters.
@@ -102,6 +107,26 @@ class Optimizer:
         for name, parameter in self._parameters.items():
             for kind, state in self.adamw.state[parameter].items():
                 yield name, kind, state
+
+
+def learning_rate_at(update: int, options: TrainEngineOptions) -> float:
+    """Learning rate of an update, the first of which is 0.
+
+    It rises to `learning_rate` in the last update of the warm-up, and falls from there, to `min_learning_rate` when `num_updates`
+    are made: linearly, or by the half of a cosine (arXiv:1608.03983, eq. 5, without restarts).
+    """
+    if update < options.warmup_steps or options.learning_rate_schedule == "constant":
+        return options.learning_rate * min(1.0, (update + 1) / max(1, options.warmup_steps))
+    done = min(1.0, (update - options.warmup_steps) / max(1, options.num_updates - options.warmup_steps))
+    left = 1 - done if options.learning_rate_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return options.min_learning_rate + (options.learning_rate - options.min_learning_rate) * left
+
+
+def has_weight_decay(name: str, parameter: Tensor, exceptions: Sequence[str] | None) -> bool:
+    """Whether weight decay applies to a parameter. `exceptions`: `TrainEngineOptions.no_weight_decay`."""
+    if exceptions is None:
+        return parameter.ndim > 1
+    return not any(re.search(pattern, name) for pattern in exceptions)
 
 
 def _pieces(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

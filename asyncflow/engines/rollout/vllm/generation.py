@@ -84,14 +84,18 @@ class Generation:
         """
         await self._begin()
         arrived: asyncio.Queue[Response | Exception] = asyncio.Queue()
-        asked = {
+        asked: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
             "logprobs": 0,  # of the token that was drawn, and of no other
             "stop_token_ids": self._stop_ids,
             "ignore_eos": True,  # the end tokens are those above, and no others
-            "detokenize": False,
+            "detokenize": bool(sampling.stop),
         }
+        if sampling.is_truncated:
+            asked |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+        if sampling.stop:
+            asked |= {"stop": sampling.stop, "include_stop_str_in_output": True}
         instance, tokens, ids = await self._servers.least_loaded(), len(prompt_ids) + sampling.max_new_tokens, prompt_ids.tolist()
         seeds = stream_keys(key.seed, key.prompt_index, np.array(samples, np.int64)) >> np.uint64(1)
         tasks = []

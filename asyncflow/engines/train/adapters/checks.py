@@ -42,6 +42,8 @@ def check_megatron(options: TrainEngineOptions, fields: Mapping[str, Any]) -> No
     """
     if options.accumulate != "fp32":
         raise UserError("The megatron engine adds gradients as they come: set train.accumulate to fp32.")
+    if options.no_weight_decay is not None:
+        raise UserError("The megatron engine has names of its own for parameters: leave out train.no_weight_decay.")
     if options.offload_optimizer:
         raise UserError("The megatron engine keeps the optimiser on the device: set train.offload_optimizer to false.")
     if options.offload:

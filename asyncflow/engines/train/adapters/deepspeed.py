@@ -309,7 +309,7 @@ def _config(options: TrainEngineOptions, stage: int, zero: Mapping[str, Any]) ->
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,  # the call of `step` ends a step, not a count of micro-batches
-        "gradient_clipping": options.max_grad_norm,
+        "gradient_clipping": options.max_grad_norm or 0.0,  # 0: off
         "zero_optimization": section,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import get_scheduler
 
 from asyncflow.engines.base import MicroBatch
 from asyncflow.engines.train import optimizer as optimizer_file
 from asyncflow.engines.train.model import causal_model
 from asyncflow.engines.train.model.packing import pack_thrifty
 from asyncflow.engines.train.one_rank import OneRank
-from asyncflow.engines.train.optimizer import Optimizer
+from asyncflow.engines.train.optimizer import Optimizer, learning_rate_at
 from asyncflow.types import LossSums, TokenBatch
 from tests.unit.engines.train.training import train_options
 
@@ -80,6 +81,46 @@ def test_an_update_without_a_finite_norm_is_left_out_and_is_none_of_the_warm_up(
     for gradients, norm in (([parameter.grad], float("inf")), ([parameter.grad], float("nan")), ([], 0.0)):
         assert optimizer.update(gradients, norm).skipped
     assert parameter.tolist() == [1.0, 1.0] and optimizer.num_updates == 0 and optimizer.learning_rate == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_the_learning_rate_goes_as_transformers_schedules_do(kind: str, warmup_steps: int) -> None:
+    options = train_options(
+        learning_rate=0.5, warmup_steps=warmup_steps, learning_rate_schedule=kind, num_updates=20, min_learning_rate=0.0
+    )
+    adamw = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.5)
+    name = f"{kind}_with_warmup" if kind == "constant" else kind
+    theirs = get_scheduler(name, adamw, num_warmup_steps=warmup_steps, num_training_steps=20)
+    for update in range(20):
+        if update >= warmup_steps:  # before that theirs begins at 0, with an update that does nothing
+            assert learning_rate_at(update, options) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        adamw.step()
+        theirs.step()
+    rising = [learning_rate_at(update, options) for update in range(warmup_steps)]
+    assert rising == pytest.approx([0.5 * (n + 1) / 4 for n in range(warmup_steps)])
+
+
+def test_a_falling_learning_rate_ends_at_its_least_and_stays_there() -> None:
+    for kind in ("linear", "cosine"):
+        options = train_options(learning_rate=0.5, learning_rate_schedule=kind, num_updates=10, min_learning_rate=0.1)
+        rates = [learning_rate_at(update, options) for update in range(13)]
+        assert rates[0] == 0.5 and rates == sorted(rates, reverse=True) and rates[9] > 0.1
+        assert rates[10:] == pytest.approx([0.1] * 3)
+
+
+def test_epsilon_no_clip_and_no_decay_by_name() -> None:
+    options = train_options(
+        learning_rate=0.1, epsilon=0.5, weight_decay=0.5, max_grad_norm=None, no_weight_decay=(r"embed", r"bias$")
+    )
+    parameters = {name: nn.Parameter(torch.full((2, 2), 3.0)) for name in ("embed.weight", "norm.weight", "up.bias", "bias.weight")}
+    optimizer = Optimizer(parameters, options)
+    for parameter in parameters.values():
+        parameter.grad = torch.full((2, 2), 4.0)
+    optimizer.update([p.grad for p in parameters.values() if p.grad is not None], 1e9)
+    for name, parameter in parameters.items():
+        decayed = 3.0 * (1 - 0.1 * 0.5) if name in ("norm.weight", "bias.weight") else 3.0
+        np.testing.assert_allclose(parameter.detach().numpy(), decayed - 0.1 * 4.0 / (4.0 + 0.5), rtol=1e-6)
 
 
 def test_state_that_comes_over_piece_by_piece_changes_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
