@@ -17,6 +17,7 @@ from asyncflow.cli.queue import app as queue
 from asyncflow.cli.quickstart import quickstart
 from asyncflow.cli.replay import replay
 from asyncflow.cli.report import report
+from asyncflow.cli.serve import serve
 from asyncflow.cli.simulate import simulate
 from asyncflow.cli.status import status
 from asyncflow.cli.train import train
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command()(quickstart)
 app.command()(init)
 app.command()(train)
+app.command()(serve)
 app.command(name="eval")(evaluate)
 app.command()(replay)
 app.command()(verify)

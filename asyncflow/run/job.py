@@ -109,7 +109,7 @@ class Job:
         observer = Observer(listener.group, self._on_step, self._on_evaluation, listener.log)
         driver = Driver(config, begun.prepared, observer, begun.resumed)
         driver.saves.on_settled = self._changed.notify
-        watch = Watch(driver)
+        self.watch = watch = Watch(driver)
         driver.serve("status", watch)
         self._server, self._cluster = self._place(driver, attempt.weights_dir)
         self._running = Running(driver, self._cluster, self._interrupted, listener.log)

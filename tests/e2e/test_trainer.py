@@ -77,7 +77,7 @@ async def _too_far(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver is not None
     with monkeypatch.context() as patched:
         patched.setattr(Ledger, "committed", driver.ledger.ledger.committed + 1)
-        await trainer._weights_arrived(0.1)
+        await trainer._started.weight_sync_notify(0.1)
 
 
 def test_a_delayed_run_by_hand_is_as_far_ahead_as_one_that_runs_by_itself(

@@ -1,0 +1,80 @@
+"""A run that somebody else drives step by step, in its own event loop: `Trainer` from Python, the service over HTTP.
+
+consumes: calls
+waits for: the step that was asked for, the workers' weights
+is unblocked by: the run, or its end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncflow.config import Config
+from asyncflow.run.driver import Driver
+from asyncflow.run.job import Job, Listener
+from asyncflow.types import RunError
+
+
+class StepwiseRun:
+    """A run whose steps are trained when they are asked for. `steps_done`: how many have been asked for and are committed."""
+
+    def __init__(self, config: Config, listener: Listener | None = None, *, resume: bool = False) -> None:
+        """With `resume` the run goes on from its newest whole checkpoint, or begins if there is none."""
+        self.config, self.job = config, Job(config, listener, resume=resume)
+        self.steps_done = 0
+
+    async def start(self) -> None:
+        """Check everything and start the workers. Raises `UserError` before anything is started."""
+        await self.job.start()
+        self.steps_done = self.job.first
+
+    async def step(self) -> Mapping[str, float] | None:
+        """Train one step and return its metrics; None when `run.steps` are done. Raises `RunError` when the run cannot go on."""
+        step = self.steps_done
+        if step == self.config.run.steps:
+            return None
+        self.driver.ledger.allow(step + 1, self.config.run.steps)
+        if not await self.job.until(lambda: step in self.job.rows):
+            raise RunError(f"the run was interrupted in step {step}")
+        self.steps_done = step + 1
+        return self.job.rows[step]
+
+    async def push_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train on these rows before those of the data set. See `Trainer.push_prompts`."""
+        self.job.push(rows)
+
+    async def scale_rollout(self, num_workers: int, grace_seconds: float) -> str:
+        """Let rollout workers join or leave. Returns the changes that are begun, in words. See `Trainer.scale_rollout`."""
+        assert self.driver is not None  # a run that has stopped says so
+        return await self.job.scaling.scale("rollout", num_workers, grace_seconds)
+
+    async def weight_sync_notify(self, timeout_seconds: float) -> int:
+        """Have every rollout worker serve the weights of the last committed step. See `Trainer.weight_sync_notify`."""
+        driver = self.driver
+        version, versions = driver.ledger.ledger.committed, driver.versions
+        versions.call_for(version)
+        try:
+            await asyncio.wait_for(versions.all_serve(version), timeout_seconds)
+        except TimeoutError as error:
+            serving, why = versions.serving, []
+            for name in versions.workers.working:
+                if name in versions.stale:
+                    why.append(f"{name} could not get it ({versions.stale[name]})")
+                elif serving.get(name, -1) < version:
+                    why.append(f"{name} serves {serving[name]}" if name in serving else f"{name} is not there")
+            told = "; ".join(why) or "it is not published yet"
+            raise RunError(f"version {version} is not served by all within {timeout_seconds:g} s: {told}") from error
+        return version
+
+    async def stop(self) -> None:
+        """Stop the workers and write the model, the trace and the report."""
+        await self.job.stop()
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of a run that goes on. Raises `RunError`."""
+        if self.job.driver is None:
+            raise RunError("this run has stopped")
+        return self.job.driver

@@ -1,0 +1,381 @@
+"""The web application of a service: every route but `/health` is behind a gate.
+
+    request --> key? --> rate, room --> body, whole --> repeated? --> route --> audit line --> answer
+                401      429            408 411 413     the old answer
+
+consumes: requests
+waits for: bodies, no longer than they may take; routes
+is unblocked by: clients; the run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import IO, Annotated, Any, Final
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from asyncflow.service.keys import Key, KeyRing, Scope
+from asyncflow.service.limits import Busy, Callers, Limits, Room
+from asyncflow.service.repeats import HEADER, MAX_ID, Answer, Repeats
+from asyncflow.types import RunError, UserError
+
+log = logging.getLogger(__name__)
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+HEALTH: Final = "/health"
+LOOKS: Final = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing."""
+REPEATS_BYTES: Final = 32 << 20
+MAX_MESSAGE: Final = 2_000
+"""Characters of an error's sentence at most."""
+
+
+class Denied(Exception):
+    """A request that gets no answer but this one."""
+
+    def __init__(self, status: int, why: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(why)
+        self.status, self.headers = status, dict(headers or {})
+
+
+class AuditLog:
+    """One line of JSON for each request that could change something: when, whose key, which route, and the answer's status."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None: no lines are kept."""
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = path.open("ab", buffering=0)
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Write a line."""
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Gate:
+    """ASGI application before another one: nothing of a request without a valid key reaches that.
+
+    `streamed`: beginnings of paths whose requests have bodies that are read as they come, by routes that put them into files.
+    """
+
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], *, keys: KeyRing, limits: Limits, audit: AuditLog, streamed: Iterable[str]
+    ) -> None:
+        self._app, self._keys, self._limits, self._audit = app, keys, limits, audit
+        self._streamed = tuple(streamed)
+        self._room, self._callers = Room(limits.buffered_bytes), Callers(limits, time.monotonic)
+        self._repeats = Repeats(REPEATS_BYTES)
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """One request, or the application's life."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        scope.setdefault("state", {})
+        try:
+            if scope["type"] != "http":
+                raise Denied(426, "this service speaks HTTP alone")
+            await self._request(scope, receive, self._timed(scope, send))
+        except Busy as busy:
+            await _answer(scope, send, 429, str(busy), busy.headers)
+        except Denied as refused:
+            await _answer(scope, send, refused.status, str(refused), refused.headers)
+
+    async def _request(self, scope: Any, receive: Receive, send: Send) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if scope["path"] == HEALTH:
+            if _length(headers):
+                raise Denied(413, "nothing is expected here")
+            await self._app(scope, receive, send)
+            return
+        key = self._key(scope, headers)
+        if (connection := scope["state"].get("connection")) is not None:
+            connection.proven()
+        scope["state"]["key"] = key
+        is_change = scope["method"] not in LOOKS
+        if not key.may("drive" if is_change else "read"):
+            raise Denied(403, f"the key {key.name!r} may {key.scope} and nothing else")
+        self._callers.enter(key.name)
+        began, status = time.monotonic(), 0
+        try:
+            if not is_change:
+                await self._with_body(scope, headers, receive, send)
+                return
+
+            async def noted(message: Any) -> None:
+                nonlocal status
+                status = message.get("status", status)
+                await send(message)
+
+            await self._once(key, scope, headers, receive, noted)
+        except (Busy, Denied) as refused:
+            status = 429 if isinstance(refused, Busy) else refused.status
+            raise
+        finally:
+            self._callers.leave(key.name)
+            if is_change:
+                self._note(scope, key, headers, status, time.monotonic() - began)
+
+    def _key(self, scope: Any, headers: Mapping[bytes, bytes]) -> Key:
+        """Valid key of a request. Raises `Denied` or `Busy`."""
+        secret = _secret(headers, is_look=scope["method"] in LOOKS)
+        key = None if secret is None else self._keys.find(secret)
+        if key is not None and not self._keys.is_over(key):
+            return key
+        client = scope.get("client")
+        self._callers.refuse(client[0] if client else "")
+        ask = {"WWW-Authenticate": 'Bearer realm="asyncflow", Basic realm="asyncflow"'}
+        if key is not None:
+            raise Denied(401, "this key has expired: ask for another", ask)
+        why = "no key: send it as Authorization: Bearer KEY" if secret is None else "this key is not known"
+        raise Denied(401, why, ask)
+
+    async def _once(self, key: Key, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
+        """A request that changes something; one that was made before gets the answer that there was."""
+        if (given := headers.get(HEADER)) is None:
+            await self._with_body(scope, headers, receive, send)
+            return
+        if not 0 < len(given) <= MAX_ID:
+            raise Denied(400, f"the request id has {len(given)} bytes: take 1 to {MAX_ID}")
+        request = (key.name, scope["method"], scope["path"], scope["query_string"].decode("latin-1"), given.decode("latin-1"))
+        if (before := await self._repeats.begin(request)) is not None:
+            await self._read(headers, receive)  # so that the connection can go on
+            await send({**before.start, "headers": [*before.start["headers"], (b"idempotency-replayed", b"true")]})
+            await send({"type": "http.response.body", "body": before.body})
+            return
+        start: Any = None
+        parts: list[bytes] = []
+
+        async def kept(message: Any) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+            else:
+                parts.append(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._with_body(scope, headers, receive, kept)
+        finally:
+            has_effect = start is not None and start["status"] < 300
+            self._repeats.end(request, Answer(start, b"".join(parts)) if has_effect else None)
+
+    async def _with_body(self, scope: Any, headers: Mapping[bytes, bytes], receive: Receive, send: Send) -> None:
+        """Read the request's body, for which there is room, and have the request answered."""
+        length = _length(headers)
+        if scope["path"].startswith(self._streamed) and self._streamed:
+            if length > self._limits.streamed_bytes:
+                raise Denied(413, f"{length} bytes are more than the {self._limits.streamed_bytes} that this service takes")
+            await self._app(scope, self._paced(receive, length), send)
+            return
+        if not length:
+            await self._app(scope, receive, send)
+            return
+        if length > self._limits.body_bytes:
+            raise Denied(413, f"{length} bytes are more than the {self._limits.body_bytes} that a request may have here")
+        self._room.take(length)
+        try:
+            body = await self._read(headers, receive)
+            if body is None:
+                return  # nobody is there any more
+            has_come = False
+
+            async def whole() -> Any:
+                nonlocal has_come
+                if has_come:
+                    return await receive()
+                has_come = True
+                return {"type": "http.request", "body": body, "more_body": False}
+
+            await self._app(scope, whole, send)
+        finally:
+            self._room.give_back(length)
+
+    async def _read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes | None:
+        """The whole body; None if the client has gone. Raises `Denied` for one that is late."""
+        length, parts = _length(headers), []
+        paced = self._paced(receive, length)
+        while True:
+            message = await paced()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message["body"])
+            if not message["more_body"]:
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _paced(self, receive: Receive, length: int) -> Receive:
+        """The request's body under its deadline."""
+        deadline = asyncio.get_running_loop().time() + self._limits.body_seconds(length)
+        is_there = False
+
+        async def paced() -> Any:
+            nonlocal is_there
+            if is_there:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                raise Denied(408, "the body came too slowly", {"Connection": "close"}) from error
+            is_there = not message.get("more_body", False)
+            return message
+
+        return paced
+
+    def _timed(self, scope: Any, send: Send) -> Send:
+        """The answer under a deadline: a client that does not read is hung up on."""
+
+        async def timed(message: Any) -> None:
+            try:
+                async with asyncio.timeout(self._limits.body_seconds(len(message.get("body", b"")))):
+                    await send(message)
+            except TimeoutError:
+                if (connection := scope["state"].get("connection")) is not None:
+                    connection.transport.abort()
+
+        return timed
+
+    def _note(self, scope: Any, key: Key, headers: Mapping[bytes, bytes], status: int, seconds: float) -> None:
+        client = scope.get("client")
+        self._audit.note(
+            {
+                "time": time.time(),
+                "key": key.name,
+                "client": client[0] if client else "",
+                "method": scope["method"],
+                "path": scope["path"],
+                "request": headers.get(HEADER, b"").decode("latin-1"),
+                "status": status,
+                "bytes": _length(headers),
+                "seconds": round(seconds, 6),
+            }
+        )
+
+
+def make_app(
+    *,
+    title: str,
+    description: str,
+    keys: KeyRing,
+    limits: Limits,
+    audit: AuditLog,
+    streamed: Iterable[str] = (),
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """Web application with a gate, `/health`, and the API's description under `/docs` (a browser is asked for a key as password).
+
+    Routes are added to it; those that take `needs("admin")` ask for that scope. `streamed`: see `Gate`.
+    """
+    app = FastAPI(title=title, description=description, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(Gate, keys=keys, limits=limits, audit=audit, streamed=streamed)
+
+    @app.get(HEALTH, summary="Whether the service answers")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Denied)
+        return _error(error.status, str(error), error.headers)
+
+    async def busy(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Busy)
+        return _error(429, str(error), error.headers)
+
+    async def malformed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:8]]
+        return _error(422, "; ".join(found))
+
+    async def mistaken(request: Request, error: Exception) -> Response:
+        return _error(400, str(error))
+
+    async def impossible(request: Request, error: Exception) -> Response:
+        return _error(409, str(error))
+
+    app.add_exception_handler(Denied, refused)
+    app.add_exception_handler(Busy, busy)
+    app.add_exception_handler(RequestValidationError, malformed)
+    app.add_exception_handler(UserError, mistaken)
+    app.add_exception_handler(RunError, impossible)
+    return app
+
+
+def key_of(request: Request) -> Key:
+    """Key of a request that has passed the gate."""
+    key: Key = request.state.key
+    return key
+
+
+Caller = Annotated[Key, Depends(key_of)]
+"""Parameter of a route: whose request it is."""
+
+
+def needs(scope: Scope) -> Any:
+    """Dependency of a route whose key must have this scope."""
+
+    async def check(key: Caller) -> None:
+        if not key.may(scope):
+            raise Denied(403, f"this needs a key that may {scope}, and {key.name!r} may {key.scope}")
+
+    return Depends(check)
+
+
+def _secret(headers: Mapping[bytes, bytes], *, is_look: bool) -> str | None:
+    """Secret that a request shows. As a password of a browser's, who sends it by itself, it counts for looking alone."""
+    if (given := headers.get(b"x-api-key")) is not None:
+        return given.decode("latin-1")
+    kind, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() == "basic" and is_look:
+        try:
+            return base64.b64decode(value, validate=True).decode("latin-1").partition(":")[2]
+        except binascii.Error:
+            return ""
+    return None
+
+
+def _length(headers: Mapping[bytes, bytes]) -> int:
+    """Length of a request's body. Raises `Denied` where it is not said."""
+    if b"transfer-encoding" in headers:
+        raise Denied(411, "say the body's length (Content-Length)", {"Connection": "close"})
+    return int(headers.get(b"content-length", b"0"))
+
+
+def _error(status: int, why: str, headers: Mapping[str, str] | None = None) -> Response:
+    why = why.encode("utf-8", "replace").decode()[:MAX_MESSAGE]
+    return JSONResponse({"error": {"message": why}}, status, headers=dict(headers or {}))
+
+
+async def _answer(scope: Any, send: Send, status: int, why: str, headers: Mapping[str, str]) -> None:
+    """Answer at the gate. The connection ends where a body is still to come: nobody reads that."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
+    closing = {"Connection": "close"} if has_body else {}
+
+    async def nothing() -> Any:
+        return {"type": "http.disconnect"}
+
+    await _error(status, why, {**headers, **closing})(scope, nothing, send)

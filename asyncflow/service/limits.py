@@ -1,0 +1,213 @@
+"""Limits of a service: what a client may cost before it is answered. All are checked before anything is allocated for it.
+
+connections   more than that: the oldest one that has not shown a key yet is closed, or else the new one is told to wait
+head          bytes and seconds of a request's line and headers
+body          its length is said beforehand (411 without), bounded (413), and reserved from one budget for all (429)
+pace          a body has as long as its length takes at the slowest allowed rate (408); a reader that does not read is cut off
+rate          requests a second of each key, and how many of its requests may be under way (429, with a time)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import resource
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HANDLES_KEPT: Final = 128
+"""File handles that connections do not take: files, workers, the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one service. Rates are per key."""
+
+    connections: int = 1024
+    head_bytes: int = 32 << 10
+    head_seconds: float = 10.0
+    """From the first byte of a request, or from the connection, to the end of the headers."""
+    body_bytes: int = 64 << 20
+    """Of one request."""
+    streamed_bytes: int = 1 << 40
+    """Of one request whose body goes to a file as it comes."""
+    buffered_bytes: int = 256 << 20
+    """Of all bodies that are being read or worked on."""
+    slowest_bytes_per_second: int = 64 << 10
+    """A body, or an answer, that is slower is given up, after `head_seconds` at the soonest."""
+    requests_per_second: float = 10_000.0
+    burst: int = 2_000
+    """Requests that may come at once, beyond the rate."""
+    under_way: int = 512
+    """Requests of one key that are not answered yet."""
+    refusals_per_second: float = 20.0
+    """Requests with a wrong key from one address, each of which is told so; others are told to wait."""
+
+    def body_seconds(self, num_bytes: int) -> float:
+        """Time that a body of so many bytes may take."""
+        return self.head_seconds + num_bytes / self.slowest_bytes_per_second
+
+    @property
+    def allowed_connections(self) -> int:
+        """Connections that this process's file handles allow, `connections` at most."""
+        handles = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if handles == resource.RLIM_INFINITY:
+            return self.connections
+        return max(1, min(self.connections, handles - HANDLES_KEPT))
+
+
+class Busy(Exception):
+    """There is no room at the moment: the same request is welcome after so many seconds."""
+
+    def __init__(self, why: str, seconds: float) -> None:
+        super().__init__(why)
+        self.seconds = max(0.01, seconds)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer 429."""
+        return {"Retry-After": str(math.ceil(self.seconds))}
+
+
+class Bucket:
+    """Token bucket: `rate` a second, `burst` at once. Pure: time is an argument."""
+
+    def __init__(self, rate: float, burst: float) -> None:
+        self._rate, self._burst, self._left, self._at = rate, burst, burst, -math.inf
+
+    def take(self, now: float) -> float:
+        """Take one. Returns 0, or, with nothing taken, the seconds until there is one."""
+        if self._at > -math.inf:
+            self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left >= 1 - 1e-9:  # sums of fractions
+            self._left -= 1
+            return 0.0
+        return (1 - self._left) / self._rate
+
+
+class Room:
+    """Budget of bytes that all requests share."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.left = self._all = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Reserve room. Raises `Busy` where there is none at the moment; what is larger than all of it waits until it is alone."""
+        if num_bytes > self.left and self.left < self._all:
+            raise Busy(f"{num_bytes} bytes have no room beside the requests under way", 1.0)
+        self.left -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """What was taken is free again."""
+        self.left += num_bytes
+
+
+class Callers:
+    """Rates and requests under way, by key; and refusals, by address. Of as many addresses as there may be connections."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self._rates: dict[str, Bucket] = {}
+        self._under_way: dict[str, int] = {}
+        self._refused: OrderedDict[str, Bucket] = OrderedDict()
+
+    def enter(self, key: str) -> None:
+        """A request of a key begins. Raises `Busy`, and then it has not."""
+        limits, under_way = self._limits, self._under_way.get(key, 0)
+        if under_way >= limits.under_way:
+            raise Busy(f"{under_way} requests of this key are under way", 1.0)
+        bucket = self._rates.setdefault(key, Bucket(limits.requests_per_second, limits.burst))
+        if wait := bucket.take(self._clock()):
+            raise Busy(f"this key sends more than {limits.requests_per_second:g} requests a second", wait)
+        self._under_way[key] = under_way + 1
+
+    def leave(self, key: str) -> None:
+        """It has been answered."""
+        self._under_way[key] -= 1
+
+    def refuse(self, address: str) -> None:
+        """A request had no valid key. Raises `Busy` where an address has too many of them."""
+        rate = self._limits.refusals_per_second
+        bucket = self._refused.pop(address, None) or Bucket(rate, 2 * rate)
+        self._refused[address] = bucket
+        if len(self._refused) > self._limits.connections:
+            self._refused.popitem(last=False)
+        if wait := bucket.take(self._clock()):
+            raise Busy("too many requests without a valid key", wait)
+
+
+def limited(limits: Limits) -> type[HttpToolsProtocol]:
+    """uvicorn's connections under these limits."""
+    unproven: OrderedDict[LimitedConnection, None] = OrderedDict()  # those that have not shown a key yet, oldest first
+    most = limits.allowed_connections
+
+    class LimitedConnection(HttpToolsProtocol):
+        """Connection of a client. `proven`: it has shown a valid key."""
+
+        _deadline: asyncio.TimerHandle | None = None
+        _head_bytes = 0
+        _in_head = True
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                if not unproven:
+                    self._refuse(b"429 Too Many Requests", b"too many connections", b"retry-after: 1\r\n")
+                    return
+                unproven.popitem(last=False)[0].transport.abort()
+            unproven[self] = None
+            self._begin_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            unproven.pop(self, None)
+            self._end_head()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self.transport.is_closing():
+                return
+            if self._in_head:
+                self._head_bytes += len(data)
+            if self.parser is not None:
+                super().data_received(data)
+            if self._in_head and self._head_bytes > limits.head_bytes and not self.transport.is_closing():
+                self._refuse(b"431 Request Header Fields Too Large", b"the request's head is too large")
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope["state"]["connection"] = self
+            self._begin_head()
+
+        def on_headers_complete(self) -> None:
+            self._end_head()
+            super().on_headers_complete()
+
+        def proven(self) -> None:
+            unproven.pop(self, None)
+
+        def _begin_head(self) -> None:
+            self._in_head = True
+            if self._deadline is None:
+                self._head_bytes = 0
+                self._deadline = self.loop.call_later(limits.head_seconds, self._late)
+
+        def _end_head(self) -> None:
+            self._in_head, self._head_bytes = False, 0
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _late(self) -> None:
+            self._refuse(b"408 Request Timeout", b"the request's head did not come in time")
+
+        def _refuse(self, status: bytes, why: bytes, headers: bytes = b"") -> None:
+            head = b"content-type: text/plain\r\nconnection: close\r\n" + headers + b"content-length: %d" % len(why)
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\n\r\n" + why)
+            self.transport.close()
+
+    return LimitedConnection

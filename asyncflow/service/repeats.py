@@ -1,0 +1,62 @@
+"""Repeated requests: one with a request id that was answered before gets that answer again, and has no second effect.
+
+consumes: requests with a header `Idempotency-Key`
+waits for: the answer of the first one, where that is under way
+is unblocked by: that answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+HEADER: Final = b"idempotency-key"
+MAX_ID: Final = 128
+"""Bytes of a request id at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Answer of a request, whole: two ASGI messages."""
+
+    start: Mapping[str, Any]
+    body: bytes
+
+
+class Repeats:
+    """The latest answers by client, route and request id, `max_bytes` of them.
+
+    Only answers of requests that had an effect (2xx) are kept: any other request may be repeated anyway.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._answers: OrderedDict[tuple[str, ...], Answer] = OrderedDict()
+        self._under_way: dict[tuple[str, ...], asyncio.Future[None]] = {}
+        self._max_bytes, self._num_bytes = max_bytes, 0
+
+    async def begin(self, request: tuple[str, ...]) -> Answer | None:
+        """Answer of this request, if it was made before; else None, and it is under way until `end`."""
+        while (first := self._under_way.get(request)) is not None:
+            await first
+        if (answer := self._answers.get(request)) is not None:
+            self._answers.move_to_end(request)
+            return answer
+        self._under_way[request] = asyncio.get_running_loop().create_future()
+        return None
+
+    def end(self, request: tuple[str, ...], answer: Answer | None) -> None:
+        """The request has been answered, or, with None, has had no effect."""
+        self._under_way.pop(request).set_result(None)
+        if answer is None or len(answer.body) > self._max_bytes:
+            return
+        self._answers[request] = answer
+        self._num_bytes += _size(request, answer)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= _size(*self._answers.popitem(last=False))
+
+
+def _size(request: tuple[str, ...], answer: Answer) -> int:
+    return sum(map(len, request)) + len(answer.body) + 512

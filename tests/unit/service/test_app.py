@@ -1,0 +1,192 @@
+"""The gate before a web application, asked without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI, Request
+
+from asyncflow.service.app import AuditLog, Caller, make_app, needs
+from asyncflow.service.keys import KeyRing
+from asyncflow.service.limits import Limits
+from asyncflow.types import RunError, UserError
+
+
+class World:
+    """An application with a few routes, and its keys."""
+
+    def __init__(self, folder: Path, **limits: Any) -> None:
+        self.keys, self.audit_file = KeyRing.open(folder / "keys.json", time.time), folder / "audit.jsonl"
+        audit = AuditLog(self.audit_file)
+        self.app = make_app(title="t", description="", keys=self.keys, limits=Limits(**limits), audit=audit, streamed=["/stream"])
+        self.calls = 0
+        self.release = asyncio.Event()
+        _add_routes(self, self.app)
+
+    def client(self, secret: str | None = None, **headers: str) -> httpx2.AsyncClient:
+        sent = {"Authorization": f"Bearer {secret}"} if secret is not None else {}
+        transport = httpx2.ASGITransport(app=self.app, raise_app_exceptions=False)
+        return httpx2.AsyncClient(transport=transport, base_url="http://run", headers={**sent, **headers})
+
+    @property
+    def admin(self) -> httpx2.AsyncClient:
+        return self.client(self.keys.all[0].secret)
+
+    @property
+    def audited(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.audit_file.read_text().splitlines()]
+
+
+def _add_routes(world: World, app: FastAPI) -> None:
+    @app.post("/count")
+    async def count() -> int:
+        world.calls += 1
+        return world.calls
+
+    @app.post("/wait")
+    async def wait() -> int:
+        await world.release.wait()
+        world.calls += 1
+        return world.calls
+
+    @app.post("/fail")
+    async def fail(kind: str) -> None:
+        world.calls += 1
+        raise {"user": UserError("do this instead"), "run": RunError("it has stopped")}.get(kind) or ValueError("secret detail")
+
+    @app.post("/stop", dependencies=[needs("admin")])
+    async def stop(key: Caller) -> str:
+        return key.name
+
+    @app.post("/echo")
+    async def echo(body: dict[str, int]) -> dict[str, int]:
+        return body
+
+    @app.post("/stream")
+    async def stream(request: Request) -> int:
+        return sum([len(part) async for part in request.stream()])
+
+    @app.get("/look")
+    async def look() -> str:
+        return "seen"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    yield World(tmp_path, body_bytes=1000, buffered_bytes=1500, streamed_bytes=4000)
+
+
+async def test_no_route_without_a_valid_key_but_health(world: World) -> None:
+    over = world.keys.add("over", "admin", expires=1.0)
+    for secret, why in ((None, "no key"), ("af-wrong", "not known"), (over.secret, "expired"), ("", "not known")):
+        async with world.client(secret) as client:
+            for route in world.app.routes:
+                for method in getattr(route, "methods", ()) or ():
+                    answer = await client.request(method, route.path)  # type: ignore[attr-defined]
+                    expected = 200 if route.path == "/health" else 401  # type: ignore[attr-defined]
+                    assert answer.status_code in (expected, 429), (method, route)
+            assert (await client.get("/nowhere")).status_code in (401, 429)
+        world.app.middleware_stack = None  # forgets who was refused
+        async with world.client(secret) as client:
+            assert why in (await client.get("/look")).text
+    assert world.calls == 0
+
+
+async def test_scopes(world: World) -> None:
+    reads, drives = world.keys.add("reads", "read"), world.keys.add("drives", "drive")
+    async with world.client(reads.secret) as client:
+        assert (await client.get("/look")).status_code == 200
+        assert (await client.post("/count")).status_code == 403
+    async with world.client(drives.secret) as client:
+        assert (await client.post("/count")).json() == 1
+        assert (await client.post("/stop")).status_code == 403
+    async with world.admin as client:
+        assert (await client.post("/stop")).json() == "admin"
+
+
+async def test_a_browsers_password_looks_and_changes_nothing(world: World) -> None:
+    secret = world.keys.all[0].secret
+    async with world.client() as client:
+        assert (await client.get("/docs", auth=("any", secret))).status_code == 200
+        assert (await client.get("/openapi.json", auth=("any", secret))).status_code == 200
+        assert (await client.post("/count", auth=("any", secret))).status_code == 401
+        asked = await client.get("/docs")
+        assert "Basic" in asked.headers["www-authenticate"]
+        assert (await client.get("/docs", headers={"Authorization": "Basic !!!"})).status_code == 401
+
+
+async def test_a_repeated_request_has_one_effect(world: World) -> None:
+    async with world.admin as client:
+        first = await client.post("/count", headers={"Idempotency-Key": "a"})
+        again = await client.post("/count", headers={"Idempotency-Key": "a"})
+        assert first.json() == again.json() == 1 and again.headers["idempotency-replayed"] == "true"
+        assert (await client.post("/count", headers={"Idempotency-Key": "b"})).json() == 2
+        assert (await client.post("/count?x=1", headers={"Idempotency-Key": "a"})).json() == 3
+        assert (await client.post("/count", headers={"Idempotency-Key": "a" * 200})).status_code == 400
+    other = world.keys.add("other", "drive")
+    async with world.client(other.secret) as client:
+        assert (await client.post("/count", headers={"Idempotency-Key": "a"})).json() == 4
+
+
+async def test_a_request_that_is_repeated_while_it_is_under_way_waits_for_the_first(world: World) -> None:
+    async with world.admin as client:
+        both = [asyncio.create_task(client.post("/wait", headers={"Idempotency-Key": "w"})) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        world.release.set()
+        assert [(await one).json() for one in both] == [1, 1]
+
+
+async def test_what_failed_may_be_tried_again_under_its_id(world: World) -> None:
+    async with world.admin as client:
+        for _ in range(2):
+            assert (await client.post("/fail?kind=run", headers={"Idempotency-Key": "f"})).status_code == 409
+    assert world.calls == 2
+
+
+async def test_errors_are_one_sentence_and_tell_nothing_else(world: World) -> None:
+    async with world.admin as client:
+        assert (await client.post("/fail?kind=user")).json() == {"error": {"message": "do this instead"}}
+        assert (await client.post("/fail?kind=run")).status_code == 409
+        broken = await client.post("/fail?kind=x")
+        assert broken.status_code == 500 and "secret" not in broken.text
+        refused = await client.post("/echo", json={"a": "x" * 100})
+        assert refused.status_code == 422 and "xxx" not in refused.text and "body.a" in refused.text
+
+
+async def test_bodies_have_a_length_that_is_bounded(world: World) -> None:
+    async with world.admin as client:
+        assert (await client.post("/echo", content=b"x" * 1001)).status_code == 413
+        assert (await client.post("/echo", json={"a": 1})).json() == {"a": 1}
+
+        async def parts() -> Any:
+            yield b"{}"
+
+        assert (await client.post("/echo", content=parts())).status_code == 411
+        assert (await client.post("/stream", content=b"x" * 3000)).json() == 3000
+        assert (await client.post("/stream", content=b"x" * 4001)).status_code == 413
+        assert (await client.get("/health", headers={"Content-Length": "5"})).status_code == 413
+
+
+async def test_every_change_leaves_a_line_and_looking_leaves_none(world: World) -> None:
+    async with world.admin as client:
+        await client.get("/look")
+        await client.post("/count", headers={"Idempotency-Key": "id-1"})
+        await client.post("/fail?kind=user")
+        await client.post("/echo", content=b"x" * 1001)
+    lines = [(line["key"], line["path"], line["request"], line["status"]) for line in world.audited]
+    assert lines == [("admin", "/count", "id-1", 200), ("admin", "/fail", "", 400), ("admin", "/echo", "", 413)]
+    assert world.keys.all[0].secret not in world.audit_file.read_text()
+
+
+async def test_rates_are_answered_with_a_time(tmp_path: Path) -> None:
+    world = World(tmp_path, requests_per_second=0.5, burst=2)
+    async with world.admin as client:
+        answers = [await client.get("/look") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429] and int(answers[2].headers["retry-after"]) >= 1

@@ -1,0 +1,64 @@
+"""Limits as arithmetic; the connections themselves: tests/e2e/test_service_hostile.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncflow.service.limits import Bucket, Busy, Callers, Limits, Room
+
+
+def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
+    bucket = Bucket(rate=10.0, burst=3.0)
+    assert [bucket.take(5.0) for _ in range(3)] == [0.0] * 3
+    assert bucket.take(5.0) == pytest.approx(0.1)
+    assert bucket.take(5.05) == pytest.approx(0.05)
+    assert bucket.take(5.1) == 0.0 and bucket.take(5.1) > 0
+    assert [bucket.take(100.0) for _ in range(4)][:3] == [0.0] * 3  # never more than the burst
+
+
+def test_room_is_shared_and_what_is_larger_than_all_of_it_comes_alone() -> None:
+    room = Room(100)
+    room.take(60)
+    with pytest.raises(Busy):
+        room.take(41)
+    room.take(40)
+    room.give_back(60)
+    room.give_back(40)
+    room.take(1000)
+    with pytest.raises(Busy):
+        room.take(1)
+    room.give_back(1000)
+    room.take(1)
+
+
+def test_each_key_has_its_own_rate_and_its_own_requests_under_way() -> None:
+    now = 0.0
+    callers = Callers(Limits(requests_per_second=1.0, burst=2, under_way=3), lambda: now)
+    callers.enter("a")
+    callers.enter("a")
+    with pytest.raises(Busy, match="more than 1 requests a second") as busy:
+        callers.enter("a")
+    assert busy.value.headers == {"Retry-After": "1"}
+    callers.enter("b")
+    now = 10.0
+    callers.enter("a")
+    with pytest.raises(Busy, match="3 requests of this key are under way"):
+        callers.enter("a")
+    callers.leave("a")
+    callers.enter("a")
+
+
+def test_addresses_that_guess_keys_are_told_to_wait_and_are_forgotten_in_turn() -> None:
+    callers = Callers(Limits(refusals_per_second=1.0, connections=2), lambda: 0.0)
+    for _ in range(2):
+        callers.refuse("10.0.0.1")
+    with pytest.raises(Busy):
+        callers.refuse("10.0.0.1")
+    for other in ("10.0.0.2", "10.0.0.3"):
+        callers.refuse(other)
+    assert len(callers._refused) == 2
+
+
+def test_a_body_may_take_as_long_as_the_slowest_rate_allows() -> None:
+    limits = Limits(head_seconds=10.0, slowest_bytes_per_second=1000)
+    assert limits.body_seconds(5000) == 15.0
